@@ -232,6 +232,7 @@ def ggml_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             (12, ggml.GgmlType.Q4_K, ggml.GgmlType.Q8_0),
             (16 * of.count // of.top_k, ggml.GgmlType.Q4_0, ggml.GgmlType.Q6_K),
             (2, Int4Type(128), Int4Type(128)),
+            (ggml_experts.MIN_DEQUANTIZED_PAIRS * of.count // of.top_k, ggml.GgmlType.Q8_0, ggml.GgmlType.Q8_0),
         )
     ]
 

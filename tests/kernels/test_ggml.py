@@ -27,7 +27,12 @@ from meltcore.kernels.quant.ggml import (
     quantize_blocks,
 )
 from meltcore.kernels.quant.ggml_decode import dequantize, ggml_embedding
-from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs, ggml_grouped_gemm
+from meltcore.kernels.quant.ggml_experts import (
+    dequantized_expert_outputs,
+    ggml_expert_outputs,
+    ggml_expert_outputs_reference,
+    ggml_grouped_gemm,
+)
 from meltcore.kernels.quant.ggml_gemm import ggml_gemm, is_faster
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
@@ -319,6 +324,24 @@ def test_expert_outputs_in_triton_match_the_reference(fused: bool, device: torch
     assert_near(compute(hidden.to(device), routing, gate_up, down), expected, torch.bfloat16)
     nothing = Routing(routing.topk_ids[:0], routing.topk_weights[:0])
     assert compute(hidden[:0].to(device), nothing, gate_up, down).shape == (0, 256)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # padding rows are undefined
+def test_experts_are_dequantized_in_slices_for_many_pairs(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of two and three experts, the last of fewer; one expert has no pairs, one two tiles."""
+    monkeypatch.setattr("meltcore.kernels.quant.ggml_experts.SLICE_VALUES", 2 * 256 * 128)
+    torch.manual_seed(4)
+    hidden, ids = torch.randn(120, 128).bfloat16(), torch.stack([torch.randperm(4)[:2] for _ in range(120)]).int()
+    ids[ids == 2] = 4
+    gate_up, down = (
+        there(stacked(random_weight(rows, 5 * rows, 128, GgmlType.Q8_0), 5), device) for rows in (256, 128)
+    )
+    routing = Routing(ids.to(device), torch.rand(120, 2, device=device))
+    expected = ggml_expert_outputs_reference(hidden.to(device), routing, [gate_up], down).cpu().double()
+    result = in_triton(dequantized_expert_outputs)(hidden.to(device), routing.topk_ids, gate_up, down)
+    assert_near(result, expected, torch.bfloat16)
 
 
 @GGML_FORMATS

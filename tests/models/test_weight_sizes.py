@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from meltcore.engine.core.workspace import plan_workspace
+from meltcore.kernels.moe.grouped_gemm_tma import BLOCK_M
+from meltcore.kernels.quant import ggml_experts
+from meltcore.kernels.quant.ggml import GgmlType, empty
+from meltcore.kernels.quant.ggml_experts import experts_scratch_values
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import (
     PUBLISHED_CONFIG_FOLDERS,
@@ -28,10 +34,12 @@ from meltcore.models.nemo_config import read_config
 from meltcore.models.quantization_config import read_quantization_config
 from meltcore.models.quantized_sizes import quantized_weight_bytes
 from meltcore.models.registry import ARCHITECTURES
+from meltcore.models.step_sizes import MIN_DEQUANTIZED_PAIRS, decoder_step
 from meltcore.models.task_configs import IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
     decoder_cache_specs,
     decoder_weight_bytes,
+    largest_expert_slice,
     recognition_weight_bytes,
     synthesis_weight_bytes,
     translation_weight_bytes,
@@ -127,6 +135,27 @@ def test_quantized_files_have_their_published_sizes() -> None:
         for config, format_ in ((gemma, "q4_0"), (qwen, "q8_0"))
     ]
     assert sizes == [pytest.approx(17.2e9, rel=0.01), pytest.approx(32.5e9, rel=0.01)]
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B"])
+def test_slices_of_experts_are_those_that_kernels_dequantize(name: str) -> None:
+    """Only steps that reach the kernels' limit need them; a step of a fleet's default has fewer tokens."""
+    values = open_checkpoint(name, files="config").config
+    config = DECODER_CONFIGS[values["architectures"][0]](values)
+    assert config.experts is not None
+    count, width = config.experts.num_experts + config.experts.shared_expert, config.experts.moe_intermediate_size
+    shapes = (count, 2 * width, config.hidden_size), (count, config.hidden_size, width)
+    gate_up, down = (empty(GgmlType.Q8_0, shape, META) for shape in shapes)
+    assert largest_expert_slice(config) == experts_scratch_values([gate_up], down)
+    assert MIN_DEQUANTIZED_PAIRS == ggml_experts.MIN_DEQUANTIZED_PAIRS
+    step = decoder_step(config, 2, is_packed=True)
+    needed = partial(plan_workspace, step, vocab_size=1, element_size=2, max_num_seqs=1, max_model_len=64, logit_rows=1)
+    below, at = (
+        needed(max_num_batched_tokens=tokens, penalty_slots=1, has_graphs=False).step
+        for tokens in (step.expert_tokens - 1, step.expert_tokens)
+    )
+    assert at - below > step.expert_bytes > 2 * BLOCK_M * count * (config.hidden_size + width)
+    assert step.expert_tokens > 2048
 
 
 @pytest.mark.parametrize("name", PUBLISHED_TRANSLATION_FOLDERS)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,15 +46,18 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int)
 
 
 class CudaKernel:
-    """A kernel of a CUDA C++ file beside the Python module that launches it, compiled per device and macros."""
+    """A kernel of CUDA C++ files beside the Python module that launches it, compiled per device and macros.
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._path = path
+    The files are one source, in their order.
+    """
+
+    def __init__(self, paths: Sequence[Path], name: str) -> None:
+        self._paths = paths
         self.name = name
 
     def source(self) -> str:
-        """Return the text of the file."""
-        return self._path.read_text()
+        """Return the text of the files."""
+        return "".join(path.read_text() for path in self._paths)
 
     def cubin(self, macros: Mapping[str, int], arch: int) -> bytes:
         """Return the binary for an architecture, compiled or from the cache folder."""
@@ -67,7 +71,7 @@ class CudaKernel:
         path = cached.get_file(name)
         if path is not None:
             return Path(path).read_bytes()
-        cubin = compile_source(source, self._path.name, macros, arch)
+        cubin = compile_source(source, self._paths[-1].name, macros, arch)
         cached.put(cubin, name, binary=True)
         return cubin
 
@@ -89,6 +93,9 @@ class CudaKernel:
         """
         from cuda.bindings import driver
 
+        if _recorded is not None:
+            _recorded[Binary(self, macros, capability(device))] = None
+            return
         index = device.index if device.index is not None else torch.cuda.current_device()
         function = _load(self, macros, shared_bytes, index)
         config = driver.CUlaunchConfig()
@@ -104,6 +111,32 @@ class CudaKernel:
         values = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
         types = tuple(ctypes.c_void_p if isinstance(each, torch.Tensor) else ctypes.c_int for each in arguments)
         _check(driver.cuLaunchKernelEx(config, function, (values, types), 0), f"launching {self.name}")
+
+
+class Binary(NamedTuple):
+    """A kernel for some macros and an architecture."""
+
+    kernel: CudaKernel
+    macros: tuple[tuple[str, int], ...]
+    arch: int
+
+    def compile(self) -> None:
+        """Compile it unless the cache folder has it."""
+        self.kernel.cubin(dict(self.macros), self.arch)
+
+
+_recorded: dict[Binary, None] | None = None
+
+
+@contextmanager
+def record_launches() -> Iterator[Mapping[Binary, None]]:
+    """Record the binaries that launches need, and launch none: what skipped kernels leave may hold invalid indices."""
+    global _recorded
+    _recorded = {}
+    try:
+        yield _recorded
+    finally:
+        _recorded = None
 
 
 @cache

@@ -18,7 +18,7 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
-from meltcore.kernels.quant.ggml_experts import ggml_expert_outputs
+from meltcore.kernels.quant.ggml_experts import experts_scratch_values, ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight, EmbeddingWeight, LinearWeight, QuantizationMethod
@@ -130,10 +130,19 @@ class GgmlExperts(nn.Module):
         self.gate_up_proj = nn.ModuleList(PackedRows(each, (num_experts, rows, hidden_size)) for each, rows in shapes)
         self.down_proj = PackedRows(down, (num_experts, hidden_size, local_size))
 
+    @property
+    def scratch_values(self) -> int:
+        """How many values are dequantized at a time for many tokens."""
+        return experts_scratch_values([part.tensor for part in self._parts], self.down_proj.tensor)
+
+    @property
+    def _parts(self) -> list[PackedRows]:
+        """Gate and up, in one tensor or in two."""
+        return [part for part in self.gate_up_proj if isinstance(part, PackedRows)]
+
     def outputs(self, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
-        gate_up = [part.tensor for part in self.gate_up_proj if isinstance(part, PackedRows)]
-        return ggml_expert_outputs(hidden, routing, gate_up, self.down_proj.tensor)
+        return ggml_expert_outputs(hidden, routing, [part.tensor for part in self._parts], self.down_proj.tensor)
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""

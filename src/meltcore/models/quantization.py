@@ -15,7 +15,7 @@ from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.fp8_weights import FP8_PER_CHANNEL
-from meltcore.layers.ggml_weights import GgmlWeight, PackedRows, ggml_method
+from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, PackedRows, ggml_method
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
@@ -130,10 +130,13 @@ def scratch_bytes(model: Model, device: torch.device) -> int:
 
     Weights may be on the meta device.
     """
-    slices = (
-        scratch_values(weight.blocks.tensor, device) for weight in model.modules() if isinstance(weight, GgmlWeight)
-    )
-    return max(slices, default=0) * model.dtype.itemsize
+    values = 0
+    for weight in model.modules():
+        if isinstance(weight, GgmlWeight):
+            values = max(values, scratch_values(weight.blocks.tensor, device))
+        elif isinstance(weight, GgmlExperts) and device.type == "cuda":
+            values = max(values, weight.scratch_values)
+    return values * model.dtype.itemsize
 
 
 def modules_of_experts(layer: SparseMoeBlock, first_expert: Iterable[str]) -> list[str]:

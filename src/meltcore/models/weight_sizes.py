@@ -132,6 +132,19 @@ def largest_slice(
     return max(_slice_values(matrix) for matrix in decoder_matrices(config, ranks) if matrix.kind in kinds)
 
 
+def largest_expert_slice(config: DecoderConfig, ranks: int = 1) -> int:
+    """Return the values of block-quantized experts that a step dequantizes together at most. 0: it has no experts."""
+    if config.experts is None:
+        return 0
+    values, count = config.experts.moe_intermediate_size // ranks * config.hidden_size, _experts(config)
+
+    def of_matrix(each: int) -> int:
+        slices = -(-count // max(1, _SLICE_VALUES // each))
+        return -(-count // slices) * each
+
+    return max(of_matrix(2 * values), of_matrix(values))
+
+
 def _slice_values(matrix: Matrix) -> int:
     slices = -(-matrix.values // _SLICE_VALUES)
     rows = -(-matrix.rows // (slices * _SLICE_TILE_ROWS)) * _SLICE_TILE_ROWS

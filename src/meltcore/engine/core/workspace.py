@@ -73,6 +73,8 @@ def plan_workspace(
         scratch_bytes = step.scratch_bytes
         if rows > FUSED_ROWS:
             scratch_bytes = max(scratch_bytes, step.head_scratch_bytes)
+        if tokens >= step.expert_tokens:
+            scratch_bytes = max(scratch_bytes, step.scratch_bytes + step.expert_bytes)
         return tokens * step.token_bytes + step.fixed_bytes + scratch_bytes + rows * vocab_size * element_size
 
     eager = activations(max_num_batched_tokens, max_num_seqs)

@@ -1,8 +1,9 @@
 """Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
 
 A rehearsal first goes through the launches of serving. Triton's hook before its compiler records the kernels that are
-missing and skips them; then a few threads compile them in parallel, since most of that work runs outside of Python's
-lock. Processes that need the same kernels start at different ones, and find in Triton's cache those of the others.
+missing and skips them, as kernels in CUDA C++ are. Then a few threads compile them in parallel, since most of that work
+runs outside of Python's lock. Processes that need the same kernels start at different ones, and find in Triton's cache
+those of the others.
 
 Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
 distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
@@ -28,6 +29,7 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.cuda_graphs import PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
+from meltcore.kernels.nvrtc import record_launches
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 
@@ -36,8 +38,9 @@ _MAX_THREADS = 8
 
 # One step each: GEMMs of one token, of few, of three tile sizes, and of many (kernels/gemm/linear.py).
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
-# Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, and grouped_gemm_tma.py.
-EXPERT_TOKENS = (3, 5, 9, 114, 228, 257, 456, 513, 1024, 3656)
+# Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, grouped_gemm_tma.py and
+# kernels/quant/ggml_experts.py. Experts are dequantized in the largest step, `_max_tile_prompts`, or in none.
+EXPERT_TOKENS = (3, 5, 9, 114, 228, 257, 456, 513, 912, 1024, 3656)
 # Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
 PROMPTS_PER_STEP = (2, 4, 8, 16)
 # Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py).
@@ -96,7 +99,8 @@ def compile_ahead(
     previous_hook = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = record
     try:
-        warm_up_steps()
+        with record_launches() as binaries:
+            warm_up_steps()
     finally:
         knobs.runtime.jit_cache_hook = previous_hook
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -106,9 +110,10 @@ def compile_ahead(
             pool.submit(_compile, function, specialization, launchers)
             for function, specialization in order.order(list(missing_kernels))
         ]
+        jobs += [pool.submit(binary.compile) for binary in order.order(list(binaries))]
     for job in jobs:
         job.result()
-    return len(missing_kernels)
+    return len(missing_kernels) + len(binaries)
 
 
 def _compile(

@@ -11,6 +11,8 @@ with moe/grouped_gemm.py. Tiles run at 730 TFLOP/s, nine tenths of their rows va
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -49,26 +51,50 @@ def _moe_permute_tokens_kernel(
 
 
 @triton.jit
+def _tiles_of_experts(expert_ids_ptr, num_tiles_ptr, first_expert, end_expert, SLICED: tl.constexpr):
+    """Return the first tile of some experts and the end of their tiles, which are in the order of experts.
+
+    Without SLICED they are those of all experts.
+    """
+    first, end = 0, tl.load(num_tiles_ptr)
+    if SLICED:
+        before, until = tl.zeros((1024,), dtype=tl.int32), tl.zeros((1024,), dtype=tl.int32)
+        for start in tl.range(0, end, 1024):
+            tile = start + tl.arange(0, 1024)
+            expert = tl.load(expert_ids_ptr + tile, mask=tile < end, other=2**30)
+            before += (expert < first_expert).to(tl.int32)
+            until += (expert < end_expert).to(tl.int32)
+        first, end = tl.sum(before, axis=0), tl.sum(until, axis=0)
+    return first, end
+
+
+@triton.jit(do_not_specialize=["first_expert", "end_expert"])
 def _moe_gate_up_tma_kernel(
     permuted,
     weight,
     activated,
     expert_ids_ptr,
     num_tiles_ptr,
+    first_expert,
+    end_expert,
     N_TILES: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    SLICED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program computes tiles in a loop. A tile has BLOCK_M pairs, BLOCK_N gate rows and BLOCK_N up rows."""
+    """Each program computes tiles in a loop. A tile has BLOCK_M pairs, BLOCK_N gate rows and BLOCK_N up rows.
+
+    SLICED: only those of experts from first_expert to end_expert, of which the weight is.
+    """
     pdl_sync(PDL)
-    tiles = tl.load(num_tiles_ptr) * N_TILES
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    first_tile, end_tile = _tiles_of_experts(expert_ids_ptr, num_tiles_ptr, first_expert, end_expert, SLICED)
+    for tile in tl.range(first_tile * N_TILES + tl.program_id(0), end_tile * N_TILES, tl.num_programs(0), flatten=True):
         m_tile, n_tile = tile // N_TILES, tile % N_TILES
-        expert = tl.load(expert_ids_ptr + m_tile)
+        expert = tl.load(expert_ids_ptr + m_tile) - first_expert
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             inputs = permuted.load([m_tile * BLOCK_M, start])
@@ -79,7 +105,7 @@ def _moe_gate_up_tma_kernel(
         activated.store([m_tile * BLOCK_M, n_tile * BLOCK_N], gated.to(activated.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert", "end_expert"])
 def _moe_down_tma_kernel(
     activated,
     weight,
@@ -88,24 +114,27 @@ def _moe_down_tma_kernel(
     expert_ids_ptr,
     num_valid_ptr,
     num_tiles_ptr,
+    first_expert,
+    end_expert,
     N_TILES: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    SLICED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes tiles in a loop, each of BLOCK_M pairs and BLOCK_N rows of down_proj.
 
-    Results are stored in the order of pairs.
+    Results are stored in the order of pairs. SLICED as for gate and up.
     """
     pdl_sync(PDL)
-    tiles = tl.load(num_tiles_ptr) * N_TILES
+    first_tile, end_tile = _tiles_of_experts(expert_ids_ptr, num_tiles_ptr, first_expert, end_expert, SLICED)
     slot, row = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)[None, :]
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(first_tile * N_TILES + tl.program_id(0), end_tile * N_TILES, tl.num_programs(0), flatten=True):
         m_tile, n_tile = tile // N_TILES, tile % N_TILES
-        expert = tl.load(expert_ids_ptr + m_tile)
+        expert = tl.load(expert_ids_ptr + m_tile) - first_expert
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
             inputs = activated.load([m_tile * BLOCK_M, start])
@@ -122,19 +151,26 @@ def supports(hidden: torch.Tensor, topk_ids: torch.Tensor, gate_up: torch.Tensor
     hidden: [tokens, hidden_size]; gate_up: [experts, 2 * width, hidden_size]; down: [experts, hidden_size, width].
     """
     size, width = down.shape[1:]
-    is_divisible = size % BLOCK_M == 0 and _gate_rows(width) >= _BLOCK_K
     min_pairs = next((pairs for min_width, pairs in _MIN_PAIRS.items() if width >= min_width), math.inf)
-    return (
-        topk_ids.numel() >= min_pairs * len(gate_up)
-        and is_divisible
-        and hidden.element_size() == 2
-        and capability(hidden.device) == _HOPPER
-    )
+    return topk_ids.numel() >= min_pairs * len(gate_up) and supports_shape(hidden, size, width)
+
+
+def supports_shape(hidden: torch.Tensor, size: int, width: int) -> bool:
+    """Return whether the kernels support tokens of this type and device, and experts of this hidden size and width."""
+    is_divisible = size % BLOCK_M == 0 and _gate_rows(width) >= _BLOCK_K
+    return is_divisible and hidden.element_size() == 2 and capability(hidden.device) == _HOPPER
 
 
 def _gate_rows(width: int) -> int:
     """Return the number of gate rows of a tile, the largest power of two up to BLOCK_M that divides the width."""
     return min(BLOCK_M, width & -width)
+
+
+class WeightSlice(NamedTuple):
+    """The weights of some neighboring experts, [experts, rows, columns], from `first_expert` on."""
+
+    first_expert: int
+    weight: torch.Tensor
 
 
 def expert_outputs_tma(
@@ -144,7 +180,21 @@ def expert_outputs_tma(
 
     Returns [tokens * top_k, hidden_size]: down (silu(gate x) * up x) of each pair. Arguments as in `expert_outputs`.
     """
-    (tokens, top_k), (num_experts, size, width) = topk_ids.shape, down.shape
+    return expert_outputs_of_slices(hidden, topk_ids, [WeightSlice(0, gate_up)], [WeightSlice(0, down)], down.shape)
+
+
+def expert_outputs_of_slices(
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: Iterable[WeightSlice],
+    down: Iterable[WeightSlice],
+    shape: Sequence[int],
+) -> torch.Tensor:
+    """Compute what `expert_outputs_tma` does, of weights that come in slices, each while it is needed.
+
+    shape: that of down_proj, [experts, hidden_size, width].
+    """
+    (tokens, top_k), (num_experts, size, width) = topk_ids.shape, shape
     alignment = moe_align_block_size(topk_ids, BLOCK_M, num_experts)
     rows = max_tiles(topk_ids.numel(), num_experts, BLOCK_M) * BLOCK_M
     permuted, activated = hidden.new_empty(rows, size), hidden.new_empty(rows, width)
@@ -155,29 +205,39 @@ def expert_outputs_tma(
     )
     tiling = {"BLOCK_M": BLOCK_M, "BLOCK_K": _BLOCK_K, "NUM_STAGES": _NUM_STAGES, "num_warps": _NUM_WARPS}
     gate_rows = _gate_rows(width)
-    _moe_gate_up_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(permuted, [BLOCK_M, _BLOCK_K]),
-        TensorDescriptor.from_tensor(gate_up.view(num_experts, 2, width, size), [1, 2, gate_rows, _BLOCK_K]),
-        TensorDescriptor.from_tensor(activated, [BLOCK_M, gate_rows]),
-        alignment.expert_ids,
-        alignment.num_tiles,
-        N_TILES=width // gate_rows,
-        K=size,
-        BLOCK_N=gate_rows,
-        **tiling,
-        **pdl,
-    )
+    for first, weight in gate_up:
+        experts = len(weight)
+        _moe_gate_up_tma_kernel[(programs,)](
+            TensorDescriptor.from_tensor(permuted, [BLOCK_M, _BLOCK_K]),
+            TensorDescriptor.from_tensor(weight.view(experts, 2, width, size), [1, 2, gate_rows, _BLOCK_K]),
+            TensorDescriptor.from_tensor(activated, [BLOCK_M, gate_rows]),
+            alignment.expert_ids,
+            alignment.num_tiles,
+            first,
+            first + experts,
+            N_TILES=width // gate_rows,
+            K=size,
+            BLOCK_N=gate_rows,
+            SLICED=experts < num_experts,
+            **tiling,
+            **pdl,
+        )
     del permuted  # its memory is reused by what follows: kernels on one stream run in order
     outputs, down_rows = hidden.new_empty(topk_ids.numel(), size), min(2 * BLOCK_M, size & -size)
-    _moe_down_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(activated, [BLOCK_M, _BLOCK_K]),
-        TensorDescriptor.from_tensor(down.view(num_experts * size, width), [down_rows, _BLOCK_K]),
-        outputs,
-        *alignment[1:],
-        N_TILES=size // down_rows,
-        K=width,
-        BLOCK_N=down_rows,
-        **tiling,
-        **pdl,
-    )
+    for first, weight in down:
+        experts = len(weight)
+        _moe_down_tma_kernel[(programs,)](
+            TensorDescriptor.from_tensor(activated, [BLOCK_M, _BLOCK_K]),
+            TensorDescriptor.from_tensor(weight.view(experts * size, width), [down_rows, _BLOCK_K]),
+            outputs,
+            *alignment[1:],
+            first,
+            first + experts,
+            N_TILES=size // down_rows,
+            K=width,
+            BLOCK_N=down_rows,
+            SLICED=experts < num_experts,
+            **tiling,
+            **pdl,
+        )
     return outputs

@@ -21,15 +21,18 @@ from meltcore.kernels.quant.int4 import CHUNK, Int4Type
 
 MAX_TOKENS = 32
 MIN_CAPABILITY = 80  # cp.async and bfloat16 on tensor cores
-_TILE_TOKENS, _TILE_ROWS, _WARPS, _WARP_THREADS = 8, 16, 8, 32
+_TILE_TOKENS, _TILE_ROWS, _WARPS = 8, 16, 8
+THREADS = 32 * _WARPS  # of a block
 _MAX_L1_TOKENS = 8  # more are copied to shared memory
 _Q8_0_CHUNK = 128
 _PADDING = 16  # columns between tokens in shared memory
 _INT4_FORMAT = 4
-_MAX_WEIGHT_BYTES = 2**32  # of one array: the kernel's offsets have 32 bits
+MAX_WEIGHT_BYTES = 2**32  # of one array: offsets of kernels have 32 bits
 _GATED, _RESIDUAL = 1, 2
 
-KERNEL = CudaKernel(Path(__file__).with_name("ggml_skinny_gemm.cu"), "ggml_skinny_gemm")
+KERNEL = CudaKernel(
+    [Path(__file__).with_name(f"{name}.cu") for name in ("ggml_tile", "ggml_skinny_gemm")], "ggml_skinny_gemm"
+)
 
 
 class SkinnyConfig(NamedTuple):
@@ -98,7 +101,7 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
         and 1 <= hidden.shape[0] <= MAX_TOKENS
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()
-        and all(array.nbytes < _MAX_WEIGHT_BYTES for array in weight.arrays)
+        and all(array.nbytes < MAX_WEIGHT_BYTES for array in weight.arrays)
         and capability(hidden.device) >= MIN_CAPABILITY
     )
 
@@ -157,7 +160,7 @@ def ggml_skinny_gemm(
     pdl = pdl_options(device)["PDL"]
     KERNEL.launch(
         (min(groups * config.splits, sms * config.blocks_per_sm),),
-        _WARPS * _WARP_THREADS,
+        THREADS,
         config.macros(weight.type, k, hidden.dtype, pdl),
         [
             *(hidden, *weight.arrays, output, partial, counters),

@@ -1,0 +1,465 @@
+// Skinny GEMM: up to 32 tokens by a block-quantized weight, on the tensor cores (mma.sync, compute capability 8.0 or later).
+//
+// Weights go from global memory to registers and to the tensor cores: no value moves between threads. A k step of
+// mma.m16n8k16 sums 16 columns in any order, as long as both operands agree. So thread t of the four that share a row
+// takes columns 4t to 4t + 3 of the step: neighbors in memory of both operands.
+//
+// Quantized values are small integers, which 16-bit types hold exactly. Sums of one block of columns are float32, and
+// the block's scale multiplies the sum. So no weight is rounded, and a scale costs an instruction per sum, not per value.
+//
+// A warp copies its next weights to shared memory while it multiplies others. Copies take whole lines of 128 bytes of a
+// row, since half a line costs the L2 cache as much; the places of 16 bytes are permuted so that reads have no bank
+// conflicts. Blocks stay: while the sums of some rows are stored, the weights of the next ones are on their way.
+//
+// Tokens: up to 8 are read through the L1 cache (SHARED_TOKENS 0), and the warps of a block share rows. More are copied
+// to shared memory by the whole block, whose warps have rows of their own, so that the L2 cache is asked once per block.
+//
+// Compiled with these macros: FORMAT (Q8_0, Q4_0, Q4_K, Q6_K or INT4, with GROUP and BF16_SCALES), HALF (1: float16 tokens, 0: bfloat16), TOKEN_TILES (of
+// 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, TAIL (1: the columns
+// are no multiple of a chunk), BLOCKS_PER_SM, PDL.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+constexpr int Q8_0 = 8, Q4_0 = 2, Q4_K = 12, Q6_K = 14, INT4 = 4;
+constexpr int CHUNK = FORMAT == Q8_0 ? 128 : 256;
+constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
+constexpr int THREADS = 32 * WARPS;
+
+// Flags of a launch.
+constexpr int GATED = 1, RESIDUAL = 2;
+
+// --- 16-bit arithmetic on pairs; integers up to 256 are exact in both types ---
+
+template <u32 LUT>
+__device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(out) : "r"(a), "r"(b), "r"(c), "n"(LUT));
+  return out;
+}
+__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xEA>(a, b, c); }
+__device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) { return lop3<0x6A>(a, b, c); }
+
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+  u32 out;
+#if HALF
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+#endif
+  return out;
+}
+
+// The bits of a pair of numbers BASE + i for small integers i in the lowest bits; of 1 and of -1; and of -BASE - x.
+#if HALF
+constexpr u32 BASE_PAIR = 0x64006400, ONES = 0x3C003C00, MINUS_ONES = 0xBC00BC00;  // 1024 + i
+constexpr __device__ u32 minus_base(u32 x) { return 0xE400E400 + x * 0x00010001; }
+#else
+constexpr u32 BASE_PAIR = 0x43004300, ONES = 0x3F803F80, MINUS_ONES = 0xBF80BF80;  // 128 + i
+constexpr __device__ u32 minus_base(u32 x) { return 0xC300C300 + x * 0x00010001; }
+#endif
+
+__device__ __forceinline__ float half_to_float(u32 bits) {
+  float out;
+  asm("{ .reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(out) : "h"((u16)bits));
+  return out;
+}
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#if HALF
+  return half_to_float(bits);
+#else
+  return __uint_as_float((u32)bits << 16);
+#endif
+}
+
+__device__ __forceinline__ u16 from_float(float value) {
+  u16 out;
+#if HALF
+  asm("{ .reg .f16 h; cvt.rn.f16.f32 h, %1; mov.b16 %0, h; }" : "=h"(out) : "f"(value));
+#else
+  asm("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; mov.b16 %0, h; }" : "=h"(out) : "f"(value));
+#endif
+  return out;
+}
+
+__device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if HALF
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// A first product, which needs no sums of zeros.
+__device__ __forceinline__ void mma_first(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if HALF
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+#else
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+#endif
+      : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  const u32 place = (u32)__cvta_generic_to_shared(shared);
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(place), "l"(global), "n"(BYTES) : "memory");
+}
+
+// --- the weights of a warp's 16 rows and a chunk of columns ---
+
+// In shared memory: 128 bytes of values per row, for Q6_K 64 bytes with the high bits, then the scales.
+constexpr int HIGH_PLACE = 16 * 128, SCALES_PLACE = HIGH_PLACE + (FORMAT == Q6_K ? 16 * 64 : 0);
+constexpr int GROUPS = 256 / GROUP, ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // of INT4, per chunk
+constexpr int SCALE_BYTES = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 20 : FORMAT == INT4 ? 2 * GROUPS + ZERO_BYTES : 16;
+constexpr int WARP_BYTES = SCALES_PLACE + 16 * SCALE_BYTES;
+
+// Where row `row` has its piece of 16 bytes, and of its high bits.
+__device__ __forceinline__ int value_place(int row, int piece) {
+  return row * 128 + (piece ^ (FORMAT == Q8_0 ? row % 4 * 2 : row % 2 * 4)) * 16;
+}
+__device__ __forceinline__ int high_place(int row, int piece) {
+  return HIGH_PLACE + row * 64 + (piece ^ row / 2 % 2 * 2) * 16;
+}
+
+// What a thread copies of every chunk of 16 rows: offsets in the packed arrays, at column 0.
+struct Source {
+  u32 values[4], high[2], scales, further;
+
+  template <typename RowOf>
+  __device__ __forceinline__ void select(const RowOf& row_of, int lane, int k) {
+    const u32 chunks = (k + CHUNK - 1) / CHUNK;
+    const u32 stride = FORMAT == Q8_0 ? k : FORMAT == Q6_K ? 192 * chunks : 128 * chunks;
+#pragma unroll
+    for (int i = 0; i < 4; i++) values[i] = row_of(4 * i + lane / 8) * stride + lane % 8 * 16;
+    const u32 row = row_of(lane % 16);
+    if (FORMAT == Q8_0) scales = row_of(lane / 2) * ((k / 32 + 1) / 2 * 4) + lane % 2 * 4;
+    if (FORMAT == Q4_0) scales = row * chunks * 16;
+    if (FORMAT == INT4) scales = row * chunks * (lane < 16 ? 2 * GROUPS : ZERO_BYTES);
+    if (FORMAT == Q4_K) {
+      scales = row * chunks * (lane < 16 ? 4 : 12);  // scales, then the first words of the sub-scales
+      further = row * chunks * 12 + (lane < 16 ? 4 : 8);
+    }
+    if (FORMAT == Q6_K) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) high[i] = row_of(8 * i + lane / 4) * stride + 128 * chunks + lane % 4 * 16;
+      scales = lane < 16 ? row * chunks * 16 : row * ((chunks + 1) / 2 * 4);
+    }
+  }
+
+  __device__ __forceinline__ void copy(u8* to, int lane, const u8* values_ptr, const u8* scales_ptr,
+                                       const u8* subscales_ptr, u32 chunk, int k) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (FORMAT != Q8_0 || !TAIL || chunk * CHUNK + lane % 8 * 16 < k)
+        copy_async<16>(to + value_place(4 * i + lane / 8, lane % 8), values_ptr + (values[i] + chunk * 128));
+    u8* const scale_to = to + SCALES_PLACE;
+    if (FORMAT == Q8_0 && (!TAIL || chunk * CHUNK + lane % 2 * 64 < k))
+      copy_async<4>(scale_to + lane * 4, scales_ptr + (scales + chunk * 8));
+    if (FORMAT == Q4_0 && lane < 16) copy_async<16>(scale_to + lane * 16, scales_ptr + (scales + chunk * 16));
+    if (FORMAT == INT4) {
+      if (lane < 16)
+        copy_async<2 * GROUPS>(scale_to + lane * 2 * GROUPS, scales_ptr + (scales + chunk * 2 * GROUPS));
+      else
+        copy_async<ZERO_BYTES>(scale_to + 32 * GROUPS + lane % 16 * ZERO_BYTES,
+                               subscales_ptr + (scales + chunk * ZERO_BYTES));
+    }
+    if (FORMAT == Q4_K) {
+      const u8* first = lane < 16 ? scales_ptr + (scales + chunk * 4) : subscales_ptr + (scales + chunk * 12);
+      copy_async<4>(scale_to + lane % 16 * 16 + lane / 16 * 4, first);
+      copy_async<4>(scale_to + lane % 16 * 16 + lane / 16 * 4 + 8, subscales_ptr + (further + chunk * 12));
+    }
+    if (FORMAT == Q6_K) {
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        copy_async<16>(to + high_place(8 * i + lane / 4, lane % 4), values_ptr + (high[i] + chunk * 64));
+      if (lane < 16)
+        copy_async<16>(scale_to + lane * 16, subscales_ptr + (scales + chunk * 16));
+      else
+        copy_async<4>(scale_to + 256 + lane % 16 * 4, scales_ptr + (scales + chunk / 2 * 4));
+    }
+  }
+};
+
+// What thread t of the four that share a row needs of its chunk.
+template <int KIND>
+struct Raw;
+
+template <>
+struct Raw<Q8_0> {
+  uint2 values[4];  // of each block of 32 columns: 8t to 8t + 7
+  u32 scales[2];
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+#pragma unroll
+    for (int block = 0; block < 4; block++)
+      values[block] = *(const uint2*)(from + value_place(row, 2 * block + t / 2) + t % 2 * 8);
+    const uint2 both = *(const uint2*)(from + SCALES_PLACE + row * 8);
+    scales[0] = both.x, scales[1] = both.y;
+  }
+};
+
+struct Words {
+  uint4 words[2];  // of each half of 16 words: 4t to 4t + 3
+  __device__ __forceinline__ void read_words(const u8* from, int row, int t) {
+    words[0] = *(const uint4*)(from + value_place(row, t));
+    words[1] = *(const uint4*)(from + value_place(row, 4 + t));
+  }
+};
+
+template <>
+struct Raw<Q4_0> : Words {
+  uint4 scales;
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+    read_words(from, row, t);
+    scales = *(const uint4*)(from + SCALES_PLACE + row * 16);
+  }
+};
+
+template <>
+struct Raw<Q4_K> : Words {
+  u32 scale, subscales[3];
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+    read_words(from, row, t);
+    const uint4 all = *(const uint4*)(from + SCALES_PLACE + row * 16);
+    scale = all.x, subscales[0] = all.y, subscales[1] = all.z, subscales[2] = all.w;
+  }
+};
+
+template <>
+struct Raw<INT4> : Words {
+  u32 scales[GROUPS / 2], zeros[ZERO_BYTES / 4];
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+    read_words(from, row, t);
+#pragma unroll
+    for (int i = 0; i < GROUPS / 2; i++) scales[i] = ((const u32*)(from + SCALES_PLACE + row * 2 * GROUPS))[i];
+#pragma unroll
+    for (int i = 0; i < ZERO_BYTES / 4; i++)
+      zeros[i] = ((const u32*)(from + SCALES_PLACE + 32 * GROUPS + row * ZERO_BYTES))[i];
+  }
+  __device__ __forceinline__ float scale(int plane) const {
+    const int group = plane * GROUPS / 8;
+    const u32 bits = scales[group / 2];
+    if (BF16_SCALES) return __uint_as_float(group % 2 ? bits & 0xFFFF0000 : bits << 16);
+    return half_to_float(bits >> (group % 2 * 16));
+  }
+  // The pair -BASE - zero; zero points are stored as 8 - zero.
+  __device__ __forceinline__ u32 minus_zero(int plane) const {
+    const int group = plane * GROUPS / 8;
+    return minus_base(8 - (int)(signed char)(zeros[group / 4] >> (group % 4 * 8)));
+  }
+};
+
+template <>
+struct Raw<Q6_K> : Words {
+  uint2 high[2];  // 2 bits of each value: half words 4t to 4t + 3
+  uint4 subscales;
+  u32 scale;
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int chunk) {
+    read_words(from, row, t);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      high[half] = *(const uint2*)(from + high_place(row, 2 * half + t / 2) + t % 2 * 8);
+    subscales = *(const uint4*)(from + SCALES_PLACE + row * 16);
+    scale = *(const u32*)(from + SCALES_PLACE + 256 + row * 4) >> (chunk % 2 * 16);
+  }
+};
+
+__device__ __forceinline__ u32 word_of(const uint4& words, int index) {
+  return index == 0 ? words.x : index == 1 ? words.y : index == 2 ? words.z : words.w;
+}
+
+// A byte of two words, twice each: in the low bytes of two half words, and in the high ones, which are masked later.
+__device__ __forceinline__ u32 byte_pair(u32 first, u32 second, int index) {
+  return __byte_perm(first, second, index * 0x11 | (4 + index) * 0x1100);
+}
+
+// Four signed bytes as two pairs.
+__device__ __forceinline__ void decode_bytes(u32 word, u32& first, u32& second) {
+  const u32 low = __byte_perm(word, 0, 0x1100), high = __byte_perm(word, 0, 0x3322);
+#if HALF
+  first = fma_pair(and_xor(low, 0x00FF00FF, BASE_PAIR | 0x00800080), ONES, minus_base(128));
+  second = fma_pair(and_xor(high, 0x00FF00FF, BASE_PAIR | 0x00800080), ONES, minus_base(128));
+#else
+  // The lowest 7 bits and the sign's -128, of which each fits the 7 bits after 128's leading one.
+  first = fma_pair(and_or(low, 0x00800080, BASE_PAIR), MINUS_ONES, and_or(low, 0x007F007F, BASE_PAIR));
+  second = fma_pair(and_or(high, 0x00800080, BASE_PAIR), MINUS_ONES, and_or(high, 0x007F007F, BASE_PAIR));
+#endif
+}
+
+// Two values of 4 or 6 bits, of the plane in the low (odd 0) or the high (odd 1) halves of the bytes. `top`: the high
+// bits of Q6_K, by bytes as `bytes`: those of the low half at bits 0 and 1, those of the high half at bits 2 and 3.
+// `minus_zero`: of INT4.
+__device__ __forceinline__ u32 decode_nibbles(u32 bytes, u32 top, u32 minus_zero, int odd) {
+  const u32 nibbles = odd ? bytes >> 4 : bytes;
+  if (FORMAT == INT4) return fma_pair(and_xor(nibbles, 0x000F000F, BASE_PAIR | 0x00080008), ONES, minus_zero);
+  if (FORMAT == Q4_0) return fma_pair(and_xor(nibbles, 0x000F000F, BASE_PAIR | 0x00080008), ONES, minus_base(8));
+  if (FORMAT == Q4_K) return fma_pair(and_or(nibbles, 0x000F000F, BASE_PAIR), ONES, minus_base(0));
+  const u32 moved = and_xor(odd ? top << 2 : top << 4, 0x00300030, BASE_PAIR | 0x00200020);
+  return fma_pair(and_or(nibbles, 0x000F000F, moved), ONES, minus_base(32));
+}
+
+struct Tokens {
+  const u16* row[TOKEN_TILES];  // of the tokens whose columns this thread loads, at column 0 of the chunk
+
+  template <typename V>
+  __device__ __forceinline__ V load(int tile, int column) const {
+    return *(const V*)(row[tile] + column);
+  }
+};
+
+using Sums = float[TOKEN_TILES][4];
+
+template <int TILES>
+__device__ __forceinline__ void add_scaled(Sums& acc, const float (&sums)[TILES][4], float first, float second) {
+#pragma unroll
+  for (int tile = 0; tile < TILES; tile++) {
+    acc[tile][0] += sums[tile][0] * first;
+    acc[tile][1] += sums[tile][1] * first;
+    acc[tile][2] += sums[tile][2] * second;
+    acc[tile][3] += sums[tile][3] * second;
+  }
+}
+
+// Adds the products of a chunk of columns, of which `columns` exist, of the first TILES tiles of tokens. raw: of rows g and g + 8.
+template <int KIND, int TILES = TOKEN_TILES>  // FORMAT: a template discards the branches of other formats
+__device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
+                                         const Tokens& tokens, int columns, int t) {
+  if constexpr (KIND == Q8_0) {
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      const int column = 32 * block;
+      if (TAIL && column >= columns) break;
+      u32 b[TILES][2][2];
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const uint4 loaded = tokens.load<uint4>(tile, column + 8 * t);
+        b[tile][0][0] = loaded.x, b[tile][0][1] = loaded.y, b[tile][1][0] = loaded.z, b[tile][1][1] = loaded.w;
+      }
+      float sums[TILES][4];
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        u32 a[4];
+        const uint2 first = raw[0].values[block], second = raw[1].values[block];
+        decode_bytes(part ? first.y : first.x, a[0], a[2]);
+        decode_bytes(part ? second.y : second.x, a[1], a[3]);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+          if (part == 0)
+            mma_first(sums[tile], a, b[tile][part]);
+          else
+            mma(sums[tile], a, b[tile][part]);
+      }
+      const u32 shift = block % 2 * 16;
+      add_scaled(acc, sums, half_to_float(raw[0].scales[block / 2] >> shift),
+                 half_to_float(raw[1].scales[block / 2] >> shift));
+    }
+  } else {
+#pragma unroll
+    for (int byte = 0; byte < 4; byte++) {
+      const int column = 64 * byte;  // of the even plane; the odd one has the next 32
+      if (TAIL && column >= columns) break;
+      float sums[2][TILES][4], totals[2][TILES][4];
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32 b[2][TILES][2];
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+          for (int tile = 0; tile < TILES; tile++) {
+            const int place = column + 32 * odd;  // of a plane
+            uint2 loaded = {};
+            if (!TAIL || place < columns) loaded = tokens.load<uint2>(tile, place + 16 * half + 4 * t);
+            b[odd][tile][0] = loaded.x, b[odd][tile][1] = loaded.y;
+          }
+        u32 bytes[4], top[4] = {};
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+          const uint4 words = raw[which].words[half];
+          bytes[which] = byte_pair(words.x, words.y, byte);
+          bytes[which + 2] = byte_pair(words.z, words.w, byte);
+          if constexpr (KIND == Q6_K) {
+            // Half word j of the high bits: 2 bits of each of word j's values.
+            const uint2 high = raw[which].high[half];
+            top[which] = high.x >> (4 * byte) & 0x000F000F;
+            top[which + 2] = high.y >> (4 * byte) & 0x000F000F;
+          }
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+          u32 a[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            u32 minus_zero = 0;
+            if constexpr (KIND == INT4) minus_zero = raw[i % 2].minus_zero(2 * byte + odd);
+            a[i] = decode_nibbles(bytes[i], top[i], minus_zero, odd);
+          }
+#pragma unroll
+          for (int tile = 0; tile < TILES; tile++)
+            if (half == 0 || KIND == Q6_K)
+              mma_first(sums[odd][tile], a, b[odd][tile]);
+            else
+              mma(sums[odd][tile], a, b[odd][tile]);
+        }
+        if constexpr (KIND == Q6_K) {  // a scale per 16 columns
+#pragma unroll
+          for (int odd = 0; odd < 2; odd++) {
+            float scales[2];
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+              const u32 pair = word_of(raw[which].subscales, byte) >> (16 * odd + 8 * half);
+              scales[which] = half_to_float(raw[which].scale) * (float)(signed char)pair;
+            }
+            add_scaled(acc, sums[odd], scales[0], scales[1]);
+          }
+        }
+        if constexpr (KIND == Q4_K) {
+          const u32 ones[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+          for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++)
+              if (half == 0)
+                mma_first(totals[odd][tile], ones, b[odd][tile]);
+              else
+                mma(totals[odd][tile], ones, b[odd][tile]);
+        }
+      }
+      if constexpr (KIND != Q6_K) {
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+          float scales[2];
+          if constexpr (KIND == Q4_0) {
+#pragma unroll
+            for (int which = 0; which < 2; which++)
+              scales[which] = half_to_float(word_of(raw[which].scales, byte) >> (16 * odd));
+          } else if constexpr (KIND == INT4) {
+#pragma unroll
+            for (int which = 0; which < 2; which++) scales[which] = raw[which].scale(2 * byte + odd);
+          } else {
+            float minima[2];
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+              const Raw<KIND>& row = raw[which];
+              const int plane = 2 * byte + odd;
+              const u32 low = row.subscales[plane / 4] >> (8 * (plane % 4));
+              const u32 high = row.subscales[2] >> (8 * (plane % 4) + 4 * (plane / 4));
+              scales[which] = half_to_float(row.scale) * (float)((low & 15) | (high & 3) << 4);
+              minima[which] = -half_to_float(row.scale >> 16) * (float)((low >> 4 & 15) | (high >> 2 & 3) << 4);
+            }
+            add_scaled(acc, totals[odd], minima[0], minima[1]);
+          }
+          add_scaled(acc, sums[odd], scales[0], scales[1]);
+        }
+      }
+    }
+  }
+}
