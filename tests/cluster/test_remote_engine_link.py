@@ -21,8 +21,12 @@ from network_namespaces import network
 
 from meltcore.backends.engine_link import EngineLink
 from meltcore.backends.engine_sockets import RemoteSocket
+from meltcore.backends.remote_engine import RemoteEngineProcess, RemoteRun
 from meltcore.config import EngineConfig
+from meltcore.errors import ConfigError
+from meltcore.fleet.logs import find_logs
 from meltcore.process import start
+from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -235,6 +239,27 @@ def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: p
     assert shift_times(AbortRequests(["a"]), 2.0) == AbortRequests(["a"])
     with pytest.raises(msgspec.DecodeError, match="a message of 3 bytes has no clock"):
         decode_message(msgspec.msgpack.Decoder(StepOutputs), b"abc")
+
+
+@on_event_loop
+async def test_engine_that_prints_nothing_has_a_log(tmp_path: Path) -> None:
+    class Quiet:
+        async def start_engine(self, _start: StartEngine, _on_output: Callable[[bytes], None]) -> RemoteRun:
+            return RemoteRun(new_keys().address("node-b", "127.0.0.1", 1), 1, asyncio.Future())
+
+        def kill_engine(self, engine: int) -> None:
+            del engine
+
+    order = StartEngine(0, "node-b", [], EngineConfig(model="m"), 1, new_keys().binding(""))
+    log = tmp_path / "m.log"
+    log.write_text("of the engine before\n")
+    await RemoteEngineProcess(Quiet(), order, print, tmp_path, log).prepare()
+    assert log.read_text() == "of the engine before\n"
+    log.unlink()
+    await RemoteEngineProcess(Quiet(), order, print, tmp_path, log).prepare()
+    assert find_logs(tmp_path, "", "m")[0].path == log
+    with pytest.raises(ConfigError, match=r"no log of m in .*; no engine has started"):
+        find_logs(tmp_path / "other", "", "m")
 
 
 def test_packed_token_ids_have_one_byte_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ class RemoteEngineProcess(EngineProcess):
 
     async def prepare(self) -> None:
         """Start the process. Raises EngineDeadError."""
+        self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
         self._run = await self._cluster.start_engine(self._start, self._on_output)
         write_address(self._directory, self._run.address)
 

@@ -50,8 +50,8 @@ def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]
         name = log_name(model)
         found = [log for log in engines if log.name == name or log.name.rpartition(".")[0] == name]
     if not found:
-        known = ", ".join(log.name for log in engines) or "no engine has started"
-        raise ConfigError(f"no log of {model or 'any model'} in {folder}; it has {known}")
+        known = f"it has {', '.join(log.name for log in engines)}" if engines else "no engine has started"
+        raise ConfigError(f"no log of {model or 'any model'} in {folder}; {known}")
     return found
 
 
