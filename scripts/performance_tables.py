@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import backend_tables
 import code_tables
 import gpu_types
 import result_tables
@@ -38,7 +39,7 @@ _BLOCK = re.compile(
 _GENERATED = re.compile(
     r"(?P<head><!-- generated: (?P<name>[^\n]*?) -->\n).*?(?P<end><!-- end of generated -->)", re.DOTALL
 )
-_TABLES = {**gpu_types.TABLES, **code_tables.TABLES, **result_tables.TABLES}
+_TABLES = {**gpu_types.TABLES, **code_tables.TABLES, **result_tables.TABLES, **backend_tables.TABLES}
 _MAIN_VERSIONS = ("meltcore", "vllm", "torch", "triton")
 
 
