@@ -28,6 +28,9 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ct
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
 
 _current: ContextVar[MemoryPools | None] = ContextVar("memory_pools", default=None)
+_tags_of_pools: dict[tuple[int, int], MemoryTag] = {}  # of this process, by their ids
+_DEFAULT_POOL = (0, 0)
+_GIB = 2**30
 
 
 class MemoryPools:
@@ -41,6 +44,7 @@ class MemoryPools:
         )
         self.memory = VirtualMemory(CudaMemoryDriver(device))
         self._pools = {tag: self._make_pool(tag) for tag in TAGS}
+        _tags_of_pools.update({pool.id: tag for tag, pool in self._pools.items()})
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -104,6 +108,31 @@ def memory_pool(tag: MemoryTag) -> Iterator[None]:
         return
     with pools.allocating(tag):
         yield
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Give memory that torch caches back to the GPU, for pools and for others. Does nothing on a CPU.
+
+    Call it after large temporaries, before the next tensor that stays. That one would be a part of a cached segment,
+    and no part of a segment can be given back alone.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe_pools() -> str:
+    """Return in one line what each pool of torch's allocator holds in this process.
+
+    Pools of CUDA graphs count together, also those of an engine that cannot sleep.
+    """
+    sizes: dict[str, list[int]] = {tag: [0, 0] for tag in ("default", *TAGS)}
+    for segment in torch.cuda.memory_snapshot(include_traces=False):
+        pool = tuple(segment["segment_pool_id"])
+        tag = "default" if pool == _DEFAULT_POOL else _tags_of_pools.get(pool, "graphs")
+        sizes[tag][0] += segment["total_size"]
+        sizes[tag][1] += segment["allocated_size"]
+    pools = (f"{tag} {held / _GIB:.2f} ({used / _GIB:.2f})" for tag, (held, used) in sizes.items())
+    return f"GiB reserved by torch (allocated) in each pool: {', '.join(pools)}"
 
 
 def graph_pool() -> _POOL_HANDLE:

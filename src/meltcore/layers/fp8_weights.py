@@ -66,11 +66,14 @@ def _quantizing_loader(target: BlockFp8Tensor, start: int, stop: int) -> WeightL
         values.copy_(fp8_rows.values)
         scales.copy_(fp8_rows.scales[:, None])
 
-    return ConvertingLoader(values.shape, store)
+    return ConvertingLoader(
+        values.shape, store, rows=lambda rows: _quantizing_loader(BlockFp8Tensor(values, scales), rows.start, rows.stop)
+    )
 
 
 def _values_loader(values: torch.Tensor, start: int, stop: int) -> WeightLoader:
-    return ConvertingLoader(values[start:stop].shape, values[start:stop].copy_, (FP8,))
+    part = values[start:stop]
+    return ConvertingLoader(part.shape, part.copy_, (FP8,), lambda rows: _values_loader(part, rows.start, rows.stop))
 
 
 def _block_scales_loader(target: BlockFp8Tensor, part: MatrixPart) -> WeightLoader:

@@ -48,24 +48,30 @@ class PackedRows(nn.Module):
 
     def loader(self, *index: slice | int) -> WeightLoader:
         """Return the loader of the rows that `index` selects in the leading dimensions."""
-        values, scales, subscales = (array[index] for array in self.tensor.arrays)
-        ggml_type = self.ggml_type
-        assert isinstance(ggml_type, GgmlType)
-        target = GgmlTensor(ggml_type, self.columns, values, scales, subscales)
-
-        def store(source: torch.Tensor) -> None:
-            if source.dtype != torch.uint8:
-                raise ValueError(f"a {ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}")
-            # The file's bytes are copied to the device and arranged there.
-            packed = pack(source.to(values.device), ggml_type)
-            for array, packed_array in zip(target.arrays, packed.arrays, strict=True):
-                array.copy_(packed_array)
-
-        return ConvertingLoader(torch.Size((*values.shape[:-1], ggml_type.row_bytes(self.columns))), store)
+        assert isinstance(self.ggml_type, GgmlType)
+        return _packing_loader(self.ggml_type, self.columns, [array[index] for array in self.tensor.arrays])
 
     def source_columns(self, columns: range) -> range:
         """Return the bytes of a file's row that hold `columns`, which must be whole blocks."""
         return range(self.ggml_type.row_bytes(columns.start), self.ggml_type.row_bytes(columns.stop))
+
+
+def _packing_loader(ggml_type: GgmlType, columns: int, arrays: Sequence[torch.Tensor]) -> WeightLoader:
+    """Return the loader of blocks as a file stores them into the arrays of a packed tensor."""
+
+    def store(source: torch.Tensor) -> None:
+        if source.dtype != torch.uint8:
+            raise ValueError(f"a {ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}")
+        # The file's bytes are copied to the device and arranged there.
+        packed = pack(source.to(arrays[0].device), ggml_type)
+        for array, packed_array in zip(arrays, packed.arrays, strict=True):
+            array.copy_(packed_array)
+
+    return ConvertingLoader(
+        torch.Size((*arrays[0].shape[:-1], ggml_type.row_bytes(columns))),
+        store,
+        rows=lambda rows: _packing_loader(ggml_type, columns, [array[as_slice(rows)] for array in arrays]),
+    )
 
 
 class GgmlWeight(nn.Module):

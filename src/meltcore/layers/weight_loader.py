@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -25,12 +25,14 @@ class WeightLoader(Protocol):
 class ConvertingLoader(NamedTuple):
     """Passes a checkpoint tensor of `shape` to `store`, which converts and stores it.
 
-    dtypes: the types that the tensor may be stored in; none: any type of unquantized weights.
+    dtypes: the types that the tensor may be stored in; none: any type of unquantized weights. rows: returns the loader
+    of a range of rows, None where a tensor of several rows is only stored as a whole.
     """
 
     shape: torch.Size
     store: Callable[[torch.Tensor], object]
     dtypes: tuple[torch.dtype, ...] = ()
+    rows: Callable[[range], WeightLoader | None] = lambda _: None
 
     def copy_(self, source: torch.Tensor) -> None:
         """Convert and store `source`."""
@@ -54,6 +56,42 @@ def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
     if isinstance(target, ShardLoader):
         return stored_dtypes(target.slices[0][1])
     return target.dtypes if isinstance(target, ConvertingLoader) else ()
+
+
+def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
+    """Return the loader of some rows of a checkpoint tensor, None where it is only stored as a whole.
+
+    Of sharded rows that this rank does not keep, the loader stores nothing.
+    """
+    if isinstance(target, torch.Tensor):
+        return target[as_slice(rows)] if target.dim() else None
+    if isinstance(target, ConvertingLoader):
+        return target.rows(rows)
+    if not isinstance(target, ShardLoader):
+        return None
+    slices = []
+    for index, part in target.slices:
+        start, stop, _ = (index[0] if index else slice(None)).indices(target.shape[0])
+        kept = range(max(start, rows.start), max(start, rows.start, min(stop, rows.stop)))
+        part_rows = row_loader(part, range(kept.start - start, kept.stop - start))
+        if part_rows is None:
+            return None
+        if len(kept) > 0:
+            slices.append(((slice(kept.start - rows.start, kept.stop - rows.start), *index[1:]), part_rows))
+    return ShardLoader(torch.Size((len(rows), *target.shape[1:])), tuple(slices))
+
+
+def row_parts(target: WeightLoader, step: int) -> Iterator[tuple[range, WeightLoader]]:
+    """Yield ranges of up to `step` rows and their loaders, or `target` itself where it is only stored as a whole."""
+    num_rows = target.shape[0] if target.shape else 1
+    if num_rows <= step or row_loader(target, range(step)) is None:
+        yield range(num_rows), target
+        return
+    for first_row in range(0, num_rows, step):
+        rows = range(first_row, min(num_rows, first_row + step))
+        part = row_loader(target, rows)
+        assert part is not None, "where some rows can be stored alone, all can"
+        yield rows, part
 
 
 def shard_loader(target: WeightLoader, shape: Sequence[int], *index: slice) -> WeightLoader:

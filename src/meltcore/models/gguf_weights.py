@@ -14,7 +14,16 @@ import torch
 
 from meltcore.kernels.quant.ggml import GgmlType, pack
 from meltcore.kernels.quant.ggml_decode import dequantize
-from meltcore.layers.weight_loader import ConvertingLoader, Index, ShardLoader, WeightLoader, permuted_loader
+from meltcore.layers.weight_loader import (
+    ConvertingLoader,
+    Index,
+    ShardLoader,
+    WeightLoader,
+    as_slice,
+    permuted_loader,
+    row_loader,
+    row_parts,
+)
 from meltcore.models.gguf_config import EMBEDDING, HEAD, QUANTIZED_TYPES, ROPE_FACTORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -41,6 +50,7 @@ _GEMMA_LAYER = _LAYER | {
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
+_PART_VALUES = 2**22  # in float32, of a tensor that is loaded with its values
 
 
 class GGUFWeights(TensorFile):
@@ -141,14 +151,24 @@ def _dequantizing(target: WeightLoader, ggml_type: GgmlType, device: torch.devic
         first, last = start // ggml_type.block_size, -(-stop // ggml_type.block_size)
         kept = slice(start - first * ggml_type.block_size, stop - first * ggml_type.block_size)
 
-        def store(source: torch.Tensor) -> None:
-            packed = pack(source.to(device), ggml_type)
-            values = torch.empty(len(source), packed.columns, device=device, dtype=torch.float32)
-            part.copy_(dequantize(packed, values)[:, kept])
-
         stored_bytes = slice(first * ggml_type.block_bytes, last * ggml_type.block_bytes)
-        shape = torch.Size((part.shape[0], stored_bytes.stop - stored_bytes.start))
-        return (*index[:1], stored_bytes), ConvertingLoader(shape, store)
+
+        def loader(part: WeightLoader) -> WeightLoader:
+            def store(source: torch.Tensor) -> None:
+                for rows, part_rows in row_parts(part, max(1, _PART_VALUES // columns)):
+                    packed = pack(source[as_slice(rows)].to(device), ggml_type)
+                    values = torch.empty(len(rows), packed.columns, device=device, dtype=torch.float32)
+                    part_rows.copy_(dequantize(packed, values)[:, kept])
+
+            def rows_loader(rows: range) -> WeightLoader | None:
+                part_rows = row_loader(part, rows)
+                return None if part_rows is None else loader(part_rows)
+
+            return ConvertingLoader(
+                torch.Size((part.shape[0], stored_bytes.stop - stored_bytes.start)), store, rows=rows_loader
+            )
+
+        return (*index[:1], stored_bytes), loader(part)
 
     if not isinstance(target, ShardLoader):
         return blocks((slice(None),), target)[1]

@@ -20,7 +20,7 @@ from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, stored_dtypes
+from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_parts, stored_dtypes
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.fairseq_weights import FairseqWeights
@@ -290,35 +290,44 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
     """Fill the model with random weights, which give the speed of real weights and meaningless answers.
 
     Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device. Of a GGUF
-    checkpoint the blocks of quantized tensors are drawn.
+    checkpoint the blocks of quantized tensors are drawn. Large tensors are drawn in ranges of rows.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
     stored = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
     for name, target in model.checkpoint_tensors().items():
-        entry = stored.get(name)
+        entry, dtypes = stored.get(name), stored_dtypes(target)
         if entry is not None and entry.dtype_name in GgmlType.__members__ and entry.shape == tuple(target.shape):
-            ggml_type = GgmlType[entry.dtype_name]
-            *rows, row_bytes = target.shape
-            columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
-            target.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))
-            continue
-        if stored_dtypes(target) == (torch.int32,):
-            words = torch.empty(target.shape, dtype=torch.int32, device=model.device)
-            is_zeros = name.endswith(".qzeros")
-            target.copy_(words.fill_(DUMMY_ZEROS) if is_zeros else words.random_(-(2**31), 2**31, generator=generator))
-            continue
-        values = torch.empty(target.shape, dtype=model.dtype, device=model.device)
-        if stored_dtypes(target) == (FP8,):
-            target.copy_(values.normal_(0.0, 1.0, generator=generator).to(FP8))
-        elif name.endswith(".scales"):
-            signs = values.normal_(generator=generator).sign_()
-            target.copy_(signs * (DUMMY_WEIGHT_STD / DUMMY_DEVIATION))
-        elif name.endswith(("_scale", "_scale_inv")):
-            target.copy_(values.fill_(DUMMY_WEIGHT_STD))
-        elif values.dim() == 1:
-            target.copy_(values.fill_(0.0 if name.endswith(".bias") else 1.0))
+            ggml_type, dtype = GgmlType[entry.dtype_name], torch.uint8
         else:
-            target.copy_(values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator))
+            ggml_type, dtype = None, torch.int32 if dtypes == (torch.int32,) else model.dtype
+        for _, part in row_parts(target, _rows_per_part(target.shape, dtype.itemsize)):
+            if ggml_type is not None:
+                *rows, row_bytes = part.shape
+                columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
+                part.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))
+                continue
+            values = torch.empty(part.shape, dtype=dtype, device=model.device)
+            part.copy_(_draw(values, name, generator, is_fp8=dtypes == (FP8,)))
+
+
+def _rows_per_part(shape: Sequence[int], value_bytes: int) -> int:
+    return max(1, _PART_BYTES // max(1, math.prod(shape[1:]) * value_bytes))
+
+
+def _draw(values: torch.Tensor, name: str, generator: torch.Generator, *, is_fp8: bool) -> torch.Tensor:
+    """Return random values for the tensor `name`, drawn in `values` or in the type that it is stored in."""
+    if values.dtype == torch.int32:
+        is_zeros = name.endswith(".qzeros")
+        return values.fill_(DUMMY_ZEROS) if is_zeros else values.random_(-(2**31), 2**31, generator=generator)
+    if is_fp8:
+        return values.normal_(0.0, 1.0, generator=generator).to(FP8)
+    if name.endswith(".scales"):
+        return values.normal_(generator=generator).sign_() * (DUMMY_WEIGHT_STD / DUMMY_DEVIATION)
+    if name.endswith(("_scale", "_scale_inv")):
+        return values.fill_(DUMMY_WEIGHT_STD)
+    if values.dim() == 1:
+        return values.fill_(0.0 if name.endswith(".bias") else 1.0)
+    return values.normal_(0.0, DUMMY_WEIGHT_STD, generator=generator)
 
 
 class _Part(NamedTuple):
@@ -348,22 +357,17 @@ class _Part(NamedTuple):
 
 
 def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file: TensorFile) -> Iterator[_Part]:
-    """Yield the reads of the tensor's slices that this rank holds. A plain tensor is read in bounded parts."""
+    """Yield the reads of the tensor's slices that this rank holds, of most tensors in bounded parts."""
     file.check_dtype(name, stored_dtypes(target))
     dtype = file.dtype(name)
     if entry.shape != tuple(target.shape):
         mismatch = f"{list(entry.shape)}; the configuration asks for {list(target.shape)}"
         raise ConfigError(f"{file.path.name}: {file.stored_name(name)} has shape {mismatch}")
     for index, memory in target.slices if isinstance(target, ShardLoader) else (((), target),):
-        rows = memory.shape[0] if memory.shape else 1
-        max_rows = max(1, _PART_BYTES // max(1, math.prod(entry.shape[1:]) * dtype.itemsize))
-        if not isinstance(memory, torch.Tensor) or rows <= max_rows:
-            yield _Part(name, index, memory)
-            continue
         start = (index[0].start or 0) if index else 0
-        for first_row in range(0, rows, max_rows):
-            end_row = min(rows, first_row + max_rows)
-            yield _Part(name, (slice(start + first_row, start + end_row), *index[1:]), memory[first_row:end_row])
+        for rows, part in row_parts(memory, _rows_per_part(entry.shape, dtype.itemsize)):
+            part_index = (slice(start + rows.start, start + rows.stop), *index[1:])
+            yield _Part(name, index if part is memory else part_index, part)
 
 
 def _read_ahead(

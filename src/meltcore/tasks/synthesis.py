@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indicf5 import FILLER, IndicF5
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
@@ -233,5 +234,6 @@ def load_synthesis_model(
         fill_dummy_weights(model, checkpoint, dummy_seed)
     else:
         load_weights(model, checkpoint, progress)
+    free_cached_memory(device)
     model.prepare(steps)
     return model

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
 from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
@@ -33,6 +34,7 @@ def load_translation_model(
         fill_dummy_weights(model, checkpoint, dummy_seed)
     else:
         load_weights(model, checkpoint, progress)
+    free_cached_memory(device)
     model.prepare()
     return model
 

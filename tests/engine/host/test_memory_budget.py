@@ -12,7 +12,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.host import budget
 from meltcore.engine.host.budget import build_within_budget, hold_budget, limit_memory
 from meltcore.errors import ConfigError
-from meltcore.kernels import graph_capture
+from meltcore.kernels import graph_capture, memory_pools
 from meltcore.kernels.graph_capture import GraphCache
 
 MIB = 2**20
@@ -105,6 +105,29 @@ def test_engine_is_built_within_its_budget(cuda: ScriptedCuda) -> None:
     engine = build_within_budget(config_of(250), build)(lambda stage, _: stages.append(stage))
     assert (engine.outside_bytes, stages) == (MIB, ["making"])
     assert 247 * MIB <= cuda.reserved <= 249 * MIB
+
+
+@pytest.mark.parametrize("mib", [250, None])
+def test_start_without_memory_says_what_each_pool_holds(
+    cuda: ScriptedCuda, monkeypatch: pytest.MonkeyPatch, mib: int | None
+) -> None:
+    def segment(pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
+        return {"segment_pool_id": pool, "total_size": total * MIB, "allocated_size": allocated * MIB}
+
+    segments = [segment((0, 0), 1280, 20), segment((0, 0), 256, 128), segment((0, 5), 2048, 2048)]
+    segments += [segment((0, 7), 512, 512), segment((0, 9), 64, 32), segment((0, 11), 64, 32)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda **_: segments)
+    monkeypatch.setattr(memory_pools, "_tags_of_pools", {(0, 5): "weights", (0, 7): "kv_cache", (0, 9): "graphs"})
+
+    def build(_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        build_within_budget(config_of(mib), build)(lambda *_: None)
+    assert str(caught.value) == (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GiB reserved by torch (allocated) in each pool: "
+        "default 1.50 (0.14), weights 2.00 (2.00), kv_cache 0.50 (0.50), graphs 0.12 (0.06)"
+    )
 
 
 def test_capture_while_serving_gives_none_of_the_budget_away(

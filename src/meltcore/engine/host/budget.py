@@ -17,6 +17,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.errors import ConfigError
 from meltcore.kernels.graph_capture import hold_memory
+from meltcore.kernels.memory_pools import describe_pools
 
 _MIB = 2**20
 
@@ -39,14 +40,22 @@ def build_within_budget(
 
     def build_limited(progress: Callable[[str, float], None]) -> _Engine:
         if config.memory_bytes is None:
-            return build(progress)
+            return _build(build, progress)
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size)
         limit_memory(config, device)
-        engine = build(progress)
+        engine = _build(build, progress)
         hold_budget(config, device, engine.outside_bytes)
         return engine
 
     return build_limited
+
+
+def _build(build: Callable[[Callable[[str, float], None]], _Engine], progress: Callable[[str, float], None]) -> _Engine:
+    """Build an engine. Raises torch.OutOfMemoryError that says what each pool of memory holds."""
+    try:
+        return build(progress)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(f"{error} {describe_pools()}") from error
 
 
 def limit_memory(config: EngineConfig, device: torch.device) -> None:

@@ -115,6 +115,8 @@ class GpuSleepMemory:
             if self._keep == "host":
                 return copied_bytes
             reload()
+            # Loading frees what torch caches, so that the rest of the budget must be taken again.
+            hold_memory(self._held_bytes - torch.cuda.memory_reserved(self._device), self._device)
         except (MeltcoreError, OSError, torch.OutOfMemoryError) as error:
             memory.drop()
             torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
 from meltcore.errors import ConfigError
+from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import Checkpoint
@@ -58,7 +59,9 @@ def load(
     # Loading and the rotary table only take memory: what does not fit now never will.
     _plan(config, model, device, max_model_len, cache_dtype)
     fill_weights(model, config, checkpoint, progress)
+    free_cached_memory(device)
     model.prepare(max_model_len)
+    free_cached_memory(device)  # the plan counts what is free
     plan = _plan(config, model, device, max_model_len, cache_dtype)
     return LoadedModel(model, device, max_model_len, cache_dtype, plan)
 
