@@ -9,12 +9,14 @@ measured rate.
 
     pip install --no-deps f5-tts vocos torchdiffeq x-transformers  # and what they import, for --peer
     python benchmarks/synthesis.py --peer
+    python benchmarks/synthesis.py --device cpu --threads 4,8,16 --levels 1 --dtype bfloat16
     python benchmarks/synthesis.py --profile      # kernels of the largest level by their time; prints only
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -140,14 +142,21 @@ def main() -> None:
     parser.add_argument("--levels", default="1,16,64", help="Texts that start together.")
     parser.add_argument("--seconds", type=float, default=10.0, help="Speech of a text.")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    parser.add_argument("--threads", help="Numbers of torch's threads on the CPU, such as 4,8,16. Default: all cores.")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--peer", action="store_true", help="Also measure f5-tts.")
     parser.add_argument("--profile", action="store_true", help="Only print the kernels of the largest level.")
     args = parser.parse_args()
-    need_gpu(model=args.model)
+    if args.device == "auto":
+        need_gpu(model=args.model)
 
-    is_gpu = torch.cuda.is_available()
-    task = SynthesisTask(EngineConfig(model=args.model, load_format="dummy", device="cuda" if is_gpu else "cpu"))
+    is_gpu = args.device == "auto" and torch.cuda.is_available()
+    if args.threads and is_gpu:
+        parser.error("--threads needs --device cpu")
+    device = "cuda" if is_gpu else "cpu"
+    task = SynthesisTask(EngineConfig(model=args.model, load_format="dummy", device=device, dtype=args.dtype))
     ready = task.ready()
     voice, text = ready.voices[0], request_text(task, ready.voices[0], args.seconds)
     levels = [int(level) for level in args.levels.split(",")]
@@ -164,24 +173,28 @@ def main() -> None:
     rows, notes = [], [f"{ready.dtype}, random weights, {args.steps} steps, {args.seconds:g} s of speech per text"]
     if args.peer:
         notes.append(f"f5-tts in {str(peer_dtype(task.model.device)).removeprefix('torch.')}, one text after another")
-    for level in levels:
+    thread_counts = [int(count) for count in (args.threads or "0").split(",")]
+    for threads, level in itertools.product(thread_counts, levels):
+        if threads:
+            torch.set_num_threads(threads)
         speak(task, requests[:level])
         runs = [speak(task, requests[:level]) for _ in range(args.reps)]
         taken_s = statistics.median(run[0] for run in runs)
         audio_s = runs[0][2] / ready.sample_rate
-        work = f"{level} text{'s' * (level != 1)}"
+        work = f"{level} text{'s' * (level != 1)}" + f", {threads} thread{'s' * (threads != 1)}" * bool(threads)
         rate = Row(work=work, unit=RATE, value=audio_s / taken_s)
         if peer_s is not None:
             rate.peer, rate.peer_value = f"f5-tts {versions['f5-tts']}", audio_s / level / peer_s
             rate.ratio = rate.value / rate.peer_value
-        rate.target = FAST_ALONE if level == 1 and args.model == PUBLISHED else None
+        rate.target = FAST_ALONE if level == 1 and args.model == PUBLISHED and is_gpu else None
         if limits:
             flops = level * utterance_flops(task.model.config, task.cost(requests[0]), args.steps)
             rate.limit_share = flops / limits.flops_per_us / 1e6 / taken_s
         first_ms = 1000 * statistics.median(statistics.median(run[1]) for run in runs)
-        target = SOON.get(level) if args.model == PUBLISHED else None
+        target = SOON.get(level) if args.model == PUBLISHED and is_gpu else None
         rows += [rate, Row(work=work, unit=FIRST, value=first_ms, target=target)]
-        print(f"{work}: {rate.value:,.1f} x real time, {first_ms:,.0f} ms to the first sound", flush=True)
+        factor = f"{rate.value:,.2f} x real time (real-time factor {1 / rate.value:,.2f})"
+        print(f"{work}: {factor}, {first_ms:,.0f} ms to the first sound", flush=True)
     write_result(rows, versions, notes, subject=args.model, gpus=int(is_gpu))
 
 

@@ -170,9 +170,37 @@ def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     assert threads(alone, *asleep) == "8"  # of those that take turns one runs
     assert threads(*[alone] * 30) == "1"
+    assert [threads(*asleep), threads(asleep[0], alone)] == ["16", "8"]
     assert threads(on_gpu, alone) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(alone) is None  # the engine inherits it
+
+
+def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that take turns in host memory share the room of the largest, so several small ones run beside each other.
+
+    Before, each of them got all cores but one: threads that share a core wait for each other at every operation.
+    """
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(17)))
+
+    def model(name: str, gib: int, replicas: int = 1, *, sleepable: bool = True) -> ModelConfig:
+        engine = EngineConfig(model=name, device="cpu", memory_bytes=gib * 2**30)
+        return ModelConfig(engine=engine, data_parallel_size=replicas, sleepable=sleepable)
+
+    def threads(*models: ModelConfig) -> list[int]:
+        config = ServerConfig(models=models)
+        placements = [place_replicas(each)[0] for each in models]
+        with_sharing = [dataclasses.replace(each.engine, sharing=SharingConfig()) for each in placements]
+        in_use = [each._replace(engine=engine) for each, engine in zip(placements, with_sharing, strict=True)]
+        return [int(cpu_environment(config, each)["OMP_NUM_THREADS"]) for each in in_use]
+
+    large, small = model("large", 32), [model(f"small-{index}", 8) for index in range(3)]
+    assert threads(large, *small) == [16, 5, 5, 5]
+    assert threads(large, *small, model("resident", 1, sleepable=False)) == [8, 4, 4, 4, 4]
+    assert threads(large, model("pair", 8, 2), model("small", 20)) == [16, 8, 16]
+    assert threads(model("one", 8), model("two", 8)) == [16, 16]
 
 
 def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,23 +95,39 @@ def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
 def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
     """Return the threads of an engine on the CPU: the cores but one, shared by those that run together.
 
-    Sleepable models run in turns, so the one with the most replicas stands for all. Empty for an engine on a GPU, and
-    where the environment of the server names the number.
+    Of models that take turns, those count that are awake beside it at most. Empty for an engine on a GPU, and where the
+    environment of the server names the number.
     """
     if placed_gpus(placement) or _THREADS in os.environ:
         return {}
-    replicas = {
-        is_sleepable: [
-            model.data_parallel_size
-            for model in config.models
-            if model.sleepable == is_sleepable
-            and not model.replica_gpus
-            and (model.engine.device == "cpu" or not visible_gpus())
-        ]
-        for is_sleepable in (False, True)
-    }
-    num_engines = max(1, sum(replicas[False]) + max(replicas[True], default=0))
+    on_cpu = [
+        model
+        for model in config.models
+        if not model.replica_gpus and (model.engine.device == "cpu" or not visible_gpus())
+    ]
+    resident = sum(model.data_parallel_size for model in on_cpu if not model.sleepable)
+    in_turns = [model for model in on_cpu if model.sleepable]
+    own = dataclasses.replace(placement.engine, sharing=None)
+    member = next((each for each in in_turns if dataclasses.replace(each.engine, sharing=None) == own), None)
+    num_engines = max(1, resident + _most_awake(in_turns, member))
     return {_THREADS: str(max(1, (len(os.sched_getaffinity(0)) - 1) // num_engines))}
+
+
+def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> int:
+    """Return how many engines of models that take turns on the CPU can be awake together, with those of `member`.
+
+    They share the room of the largest one. One of unknown size is awake alone.
+    """
+    sizes = [(model.engine.memory_bytes or 0) * model.data_parallel_size for model in models]
+    room, awake = max(sizes, default=0), 0
+    if member is not None:
+        awake = member.data_parallel_size
+        room = 0 if member.engine.memory_bytes is None else room - member.engine.memory_bytes * awake
+    # The smallest first: as many as can be.
+    for size, model in sorted(zip(sizes, models, strict=True), key=lambda each: each[0]):
+        if size > 0 and model is not member and size <= room:
+            awake, room = awake + model.data_parallel_size, room - size
+    return awake if member is not None else max([awake, *(model.data_parallel_size for model in models)])
 
 
 def engines_on_cpu(config: ServerConfig, node: str) -> int:
