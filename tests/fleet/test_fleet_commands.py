@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -279,6 +280,37 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     assert fleet.complete("third") == 200
     assert len(fleet.server.engine_pids()) == 3
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
+
+
+@pytest.mark.slow
+def test_reload_with_keys_adds_a_model_and_refuses_a_changed_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("OTHER_KEY", "other-secret")
+    key = tmp_path / "key"
+    key.write_text("first-secret\n")
+    keys = [{"name": "app", "file": str(key)}, {"name": "other", "env": "OTHER_KEY"}]
+    fleet = Fleet(tmp_path)
+    fleet.write({"first": {}}, keys=keys)
+
+    def status(model: str, value: str) -> int:
+        body = {"model": model, "prompt": "ab", "max_tokens": 4}
+        return fleet.server.post(COMPLETIONS, body, {"authorization": f"Bearer {value}"}).status
+
+    with running(fleet_command(fleet.file, POLICY), tmp_path / "stderr") as fleet.server:
+        wait_until(lambda: status("first", "first-secret") == 200, "ready")
+        fleet.write({"first": {}, "second": {}}, keys=keys)
+        assert main(["reload"]) == 0, capsys.readouterr().err
+        assert capsys.readouterr().out == "meltcore: added: second\nmeltcore: unchanged: first\n"
+        wait_until(lambda: status("second", "other-secret") == 200, "the added model")
+        key.write_text("second-secret\n")
+        assert main(["reload"]) == 2
+        error = capsys.readouterr().err
+        assert "and keys (app) changed: end it with `meltcore down`" in error
+        assert "secret" not in error
+        assert not re.search("[0-9a-f]{16}", error), "no hash of a key"
+        assert [status("first", f"{which}-secret") for which in ("first", "second")] == [200, 401]
 
 
 def test_logs_are_followed_as_they_grow_and_begin_anew_past_a_limit(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meltcore.api.keys import resolve_keys
+from meltcore.api.tracing import resolve_tracing
 from meltcore.config import ForeignConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests
@@ -120,11 +122,9 @@ class FleetOperations:
             raise ConfigError("this fleet was started without a file")
         async with self._lock:
             supervisor = self._supervisor
-            config = await asyncio.to_thread(self._read_config)
+            config = resolve_config(await asyncio.to_thread(self._read_config))
             for model in config.models:
                 place_replicas(model)
-            for foreign in config.foreign:
-                check_foreign(foreign)
             check_unchanged(supervisor.config, config)
             old = {model.name: model for model in supervisor.models.values()}
             new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
@@ -183,6 +183,17 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
         stopped.cancel()
 
 
+def resolve_config(config: ServerConfig) -> ServerConfig:
+    """Return the configuration as a server runs it: keys as hashes, and the endpoint of traces.
+
+    Two configurations can be compared only when both are resolved. Raises ConfigError for a key or a server that cannot
+    be used.
+    """
+    for foreign in config.foreign:
+        check_foreign(foreign)
+    return resolve_tracing(resolve_keys(config))
+
+
 def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     """Raise ConfigError when settings differ that API servers read at their start."""
     fields = [
@@ -191,6 +202,10 @@ def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     # The room of models that take turns follows from the plan: it changes with the models.
     old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))
     changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
+    if "api_keys" in changed:
+        old_keys, new_keys = ({key.name: key for key in config.api_keys} for config in (old, new))
+        names = [name for name in old_keys | new_keys if old_keys.get(name) != new_keys.get(name)]
+        changed[changed.index("api_keys")] = f"keys ({', '.join(names) or 'their order'})"
     if changed:
         raise ConfigError(
             f"only models, languages and routes can change while the fleet runs, and {', '.join(changed)} changed: "

@@ -23,11 +23,9 @@ import uvloop
 
 from meltcore.api.backend import ModelStatus
 from meltcore.api.http_server import tune_gc
-from meltcore.api.keys import resolve_keys
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.stats import ServerStats
-from meltcore.api.tracing import resolve_tracing
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
@@ -37,11 +35,11 @@ from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
-from meltcore.fleet.foreign_model import ForeignModel, check_foreign
+from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.mps import MpsDaemon
-from meltcore.fleet.operations import FleetOperations
+from meltcore.fleet.operations import FleetOperations, resolve_config
 from meltcore.fleet.placement import (
     Placement,
     cpu_environment,
@@ -94,9 +92,7 @@ def serve(
     without `fleet`, a checkpoint or an engine fails.
     """
     _check_names(config)
-    for foreign in config.foreign:
-        check_foreign(foreign)
-    config = resolve_tracing(resolve_keys(config))
+    config = resolve_config(config)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)
