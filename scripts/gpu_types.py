@@ -27,6 +27,7 @@ MIB = 2**20
 # Of the memory that NVML reports, what a CUDA context and its libraries take before an engine allocates: an assumption.
 CONTEXT_BYTES = 600 * MIB
 QWEN3_06B = ModelShape(2 * workload.NUM_PARAMETERS, 151_936, group_layers([FullAttentionSpec(8, 128)] * 28), 2, 2)
+_FEW_SCRIPTS = 5  # up to which the table names them
 _ROUNDS = 4  # of as many requests as run concurrently
 
 
@@ -41,10 +42,15 @@ class GpuType:
     quoted: str = ""  # what was measured without a result file
 
     @property
-    def is_measured(self) -> bool:
-        """Whether benchmarks/results/ has files that were measured on it, alone or several together."""
+    def state(self) -> str:
+        """What was measured on it, alone or several together, by the files of benchmarks/results/."""
         stem = re.sub(r"[^a-z0-9]+", "-", self.name.lower().removeprefix("nvidia ")).strip("-")
-        return any(re.fullmatch(rf"{stem}(-x\d+)?", path.stem) for path in RESULTS.glob("*/*.json"))
+        files = [path for path in RESULTS.glob("*/*.json") if re.fullmatch(rf"{stem}(-x\d+)?", path.stem)]
+        scripts = sorted({path.parent.name for path in files})
+        if len(scripts) > _FEW_SCRIPTS:
+            return "measured"
+        state = f"measured: {', '.join(scripts)} alone" if scripts else "compiled only"
+        return f"{state}; {self.quoted}" if self.quoted else state
 
 
 # Data sheets; memory as NVML reports it.
@@ -139,11 +145,10 @@ def types_table() -> list[str]:
         "|---|---|--:|--:|--:|---|---|--:|",
     ]
     for each in GPU_TYPES:
-        state = "measured" if each.is_measured else f"compiled only{each.quoted and f'; {each.quoted}'}"
         running = score_plan(each.memory_mib).max_num_seqs
         lines.append(
             f"| {each.name.removeprefix('NVIDIA ')} | sm_{each.capability} | {each.sms} | {each.memory_mib:,} MiB "
-            f"| {shared_kib(each.capability)} KiB | {state} | {'shipped' if each.name in PRIORS else 'none'} "
+            f"| {shared_kib(each.capability)} KiB | {each.state} | {'shipped' if each.name in PRIORS else 'none'} "
             f"| {running:,}, {10_000 - running:,} |"
         )
     return lines

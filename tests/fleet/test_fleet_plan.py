@@ -182,7 +182,11 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     room = config.residency.room_bytes["0"]
     contexts = sum(row.process_bytes(load_fleet(file).models[name].task) for name in budgets if name not in hosted)
     assert room >= max(budgets[name] for name in asleep)
-    assert awake + room + contexts + row.driver_bytes == vram * GIB
+    plan, _ = plan_fleet(load_fleet(file), [vram * GIB], contexts=row, host_bytes=there.host_bytes)
+    assert plan is not None
+    held_asleep = sum(plan.needs[name].asleep_bytes for name in asleep)
+    assert held_asleep >= 64 * 2**20 * len(asleep)
+    assert awake + room + contexts + held_asleep + row.driver_bytes == vram * GIB
     whole = {name: (model.max_num_seqs, model.max_model_len) for name, model in parse_fleet(text).models.items()}
     assert {n: (m.max_num_seqs, m.max_model_len) for n, m in load_fleet(file).models.items()} == whole
 

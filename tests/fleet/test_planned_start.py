@@ -75,17 +75,17 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         planned(text, machine(24, used_gib=4))
     assert "on GPUs it needs a 2" in str(error.value)
-    assert "GPU 0 20.50 GiB (others use 3.50 GiB more)" in str(error.value)
+    assert "GPU 0 20.62 GiB (others use 3.38 GiB more)" in str(error.value)
     assert "The nearest plan that fits: models.a.max_num_seqs: " in str(error.value)
     with pytest.raises(ConfigError, match=r"No plan fits, .*: remove a model or add a GPU"):
         planned("models: {a: {checkpoint: meltcore/sums, memory: 90GiB}}", machine(80))
     turns = f"models: {{a: {{{QWEN}, residency: sleepable}}, b: {{{QWEN}, residency: sleepable}}}}"
-    planned(turns, machine(5.5, host_gib=3))
+    planned(turns, machine(6.25, host_gib=3))
     with pytest.raises(
         ConfigError, match=r"weights of models that sleep 2\.\d+ GiB pinned, .*`residency: \{keep: disk\}`"
     ):
-        planned(turns, machine(5.5, host_gib=2))
-    planned(f"residency: {{keep: disk}}\n{turns}", machine(5.5, host_gib=2))
+        planned(turns, machine(6.25, host_gib=2))
+    planned(f"residency: {{keep: disk}}\n{turns}", machine(6.25, host_gib=2))
     file = tmp_path / "fleet.yaml"
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 4000GiB}}")
     state = tmp_path / "state"
@@ -206,12 +206,12 @@ def test_ps_shows_planned_bytes_beside_those_of_nvml(
     assert main(["ps", "--nvml"]) == 0
     *table, total = capsys.readouterr().out.splitlines()
     assert [[cell.strip() for cell in line.split("│")[5:7]] for line in table[2:]] == [
-        ["10.56 GiB", "10.00 GiB"],
-        ["1.56 GiB", "-"],
+        ["10.78 GiB", "10.00 GiB"],
+        ["1.78 GiB", "-"],
         ["-", "-"],
     ]
     assert total.startswith(
-        "GPU: 12.62 GiB planned with driver and contexts, 13.00 GiB in use by NVML (+3.0%). Of each"
+        "GPU: 13.19 GiB planned with driver and contexts, 13.00 GiB in use by NVML (-1.4%). Of each"
     )
     monkeypatch.setattr(measured, "read_gpus", lambda: ((), ""))
     assert main(["ps", "--nvml"]) == 2

@@ -27,7 +27,10 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 
 
 class Engine(NamedTuple):
-    """One replica of a model to place. size_bytes: on each of its GPUs, with the `context_bytes` of its process."""
+    """One replica of a model to place. size_bytes: on each of its GPUs, with `resident_bytes`.
+
+    resident_bytes: the context of its process, and of a model that takes turns what it holds besides while it sleeps.
+    """
 
     model: str
     replica: int
@@ -35,12 +38,12 @@ class Engine(NamedTuple):
     gpus: int
     only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
     sleeps: bool
-    context_bytes: int = ASSUMED.process_bytes("generation")
+    resident_bytes: int = ASSUMED.process_bytes("generation")
 
     @property
     def awake_bytes(self) -> int:
         """Bytes that it gives up while it sleeps."""
-        return self.size_bytes - self.context_bytes if self.sleeps else 0
+        return self.size_bytes - self.resident_bytes if self.sleeps else 0
 
 
 class Gpu(NamedTuple):
@@ -54,7 +57,7 @@ class Gpu(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all engines, of those that sleep the contexts and the largest."""
+        """Bytes of all engines; of those that take turns what each holds asleep, and the largest."""
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
 
@@ -257,9 +260,11 @@ def _engines(
             continue
         size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
         ranks = model.tensor_parallel_size
-        context_bytes = contexts.process_bytes(model.task, ranks)
+        resident_bytes = contexts.process_bytes(model.task, ranks)
+        if name in sleeping and name in needs:
+            resident_bytes += needs[name].asleep_bytes
         for replica, only in enumerate(replica_gpus(model)):
-            yield Engine(name, replica, size + context_bytes, ranks, only, name in sleeping, context_bytes)
+            yield Engine(name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes)
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
@@ -346,7 +351,7 @@ def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
     if asleep:
         names = " or ".join(dict.fromkeys(engine.model for engine in asleep))
         yield PlannedPart(
-            name=names, size_bytes=awake + sum(engine.context_bytes for engine in asleep), note="take turns"
+            name=names, size_bytes=awake + sum(engine.resident_bytes for engine in asleep), note="take turns"
         )
 
 

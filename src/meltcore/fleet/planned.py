@@ -99,11 +99,11 @@ def _plan(
 
 
 def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of each GPU, by its name, that sleepable models share: all but contexts and other models."""
+    """Return the bytes of each GPU, by its name, that sleepable models share: what is left beside all that stays."""
     room = {}
     for gpu, name in zip(plan.gpus, [names[gpu.number] for gpu in plan.gpus], strict=True):
         resident = sum(
-            engine.context_bytes if spec.models[engine.model].residency == "sleepable" else engine.size_bytes
+            engine.resident_bytes if spec.models[engine.model].residency == "sleepable" else engine.size_bytes
             for engine in gpu.engines
         )
         room[name] = gpu.total_bytes - gpu.driver_bytes - resident

@@ -210,6 +210,7 @@ class CudaMemoryDriver:
         if not self._call(driver.cuDeviceGetAttribute(attribute, index), "asking for virtual memory management"):
             raise MeltcoreError(f"{torch.cuda.get_device_name(device)} has no virtual memory management")
         self._driver, self._device = driver, device
+        self._fill_stream = torch.cuda.Stream(device)
         location = driver.CUmemLocation()
         location.type, location.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
         self._properties = driver.CUmemAllocationProp()
@@ -268,8 +269,8 @@ class CudaMemoryDriver:
         self._call(self._driver.cuMemcpyHtoDAsync(address, host_address, size, 0), "copying to the device")
 
     def fill_zero(self, address: int, size: int) -> None:
-        """Queue a fill with zeros."""
-        self._call(self._driver.cuMemsetD8Async(address, 0, size, 0), "filling memory")
+        """Queue a fill with zeros, beside copies: they are bound by the bus, and fills by the device's memory."""
+        self._call(self._driver.cuMemsetD8Async(address, 0, size, self._fill_stream.cuda_stream), "filling memory")
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -26,8 +26,8 @@ from meltcore.engine.batch.memory_plans import (
     translation_workspace,
 )
 from meltcore.engine.core.kv_cache import PageLayout
-from meltcore.engine.core.memory_plan import ModelShape, plan_memory
-from meltcore.engine.core.workspace import sleep_rounding_bytes
+from meltcore.engine.core.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION, ModelShape, plan_memory
+from meltcore.engine.core.workspace import PENALTY_BYTES, sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
@@ -65,12 +65,16 @@ _BATCHED_TOKENS, _SLIDING_BATCHED_TOKENS = 2048, 1024
 # Concurrency to plan for where the file names none: sequences, sentences and clips or texts.
 _DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "recognition": 16, "synthesis": 4}
 _CLIP_S = 30  # of a clip to plan for
+# What an engine holds of a GPU while it sleeps, beside its context: workspaces of libraries, tables, inputs of graphs.
+# Measured on an H100: 40 to 118 MiB, of generation about 55 MiB and the token counts of penalties.
+_ASLEEP_BYTES, _GENERATION_ASLEEP_BYTES = 128 * 2**20, 64 * 2**20
 
 
 class EngineNeeds(NamedTuple):
     """The memory of one engine on each of its GPUs, or of the host.
 
-    budget_bytes: what `--memory` must be; rows: how the engine divides it; source: where the sizes come from.
+    budget_bytes: what `--memory` must be; rows: how the engine divides it; source: where the sizes come from;
+    asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
     """
 
     task: FleetTask
@@ -80,6 +84,7 @@ class EngineNeeds(NamedTuple):
     concurrency: int
     source: str
     max_num_batched_tokens: int | None = None
+    asleep_bytes: int = _ASLEEP_BYTES
 
 
 class UnknownSizesError(ConfigError):
@@ -175,7 +180,9 @@ def _generation(
         return plan.pages >= pages, plan.rows
 
     budget, rows = _budget(model, divide)
-    return EngineNeeds("generation", budget, rows, length, seqs, source, batched)
+    penalty_bytes = min(seqs * PENALTY_BYTES * config.vocab_size, int(budget * RESERVE_FRACTION * PENALTY_FRACTION))
+    asleep_bytes = _GENERATION_ASLEEP_BYTES + penalty_bytes
+    return EngineNeeds("generation", budget, rows, length, seqs, source, batched, asleep_bytes)
 
 
 def _batched_tokens(layout: PageLayout, on_cpu: bool) -> int:
