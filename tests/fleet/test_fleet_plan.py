@@ -264,7 +264,7 @@ def test_tiny_fleet_of_bundled_models_needs_no_gpu_and_says_what_it_substitutes(
 def test_file_that_exists_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"fleet\.yaml exists and is left as it is"):
+    with pytest.raises(ConfigError, match=r"fleet\.yaml exists already; name another file"):
         fleet_command.run(argparse.Namespace(path=str(path), tiny=False))
     assert path.read_text() == "mine"
 

@@ -21,17 +21,10 @@ def run(args: argparse.Namespace) -> int:
     from importlib import resources
     from pathlib import Path
 
-    from meltcore.errors import ConfigError
+    from meltcore.results.files import write_atomic
 
     example = resources.files("meltcore.fleet") / "examples" / ("tiny.yaml" if args.tiny else "fleet.yaml")
-    text = example.read_text(encoding="utf-8")
-    try:
-        with Path(args.path).open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise ConfigError(f"{args.path} exists and is left as it is; name another file") from error
-    except OSError as error:
-        raise ConfigError(f"{args.path} cannot be written: {error.strerror}") from error
+    write_atomic(Path(args.path), example.read_bytes(), overwrite=False, hint="name another file")
     substitutes = "; kan_Knda stands for made-up languages" if args.tiny else ""
     print(f"written: {args.path}{substitutes}. Next: meltcore plan {args.path}")
     return 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,33 +22,44 @@ Content = TypeVar("Content", bound=msgspec.Struct)
 
 
 @contextmanager
-def atomic_output(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
     """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
 
-    Until then `path` is what it was, and after an error in the block nothing is left of the new one. Raises ConfigError
-    where `path` exists without `overwrite`, and where it cannot be written, for example on a full disk.
+    Until then `path` is what it was, and after an error in the block nothing is left of the new one. A symbolic link
+    stays, and what it names is replaced; a replaced file keeps its mode. Raises ConfigError where `path` exists without
+    `overwrite` (its message ends with `hint`), where it is a device or pipe, and where it cannot be written, for
+    example on a full disk.
     """
-    exists_error = ConfigError(f"{path} exists already; --overwrite replaces it")
+    exists_error = ConfigError(f"{path} exists already; {hint}")
     if not overwrite and os.path.lexists(path):
         raise exists_error
-    temporary_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise ConfigError(f"{path} is a device or pipe; name a file")
+    temporary_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         yield temporary_path
+        if target.is_file() and temporary_path.is_file():
+            temporary_path.chmod(stat.S_IMODE(target.stat().st_mode))
         for written_path in (*temporary_path.glob("*"), temporary_path):
             _sync(written_path)
         if overwrite:
-            _replace(temporary_path, path)
+            _replace(temporary_path, target)
         else:
-            _publish(temporary_path, path)
-        _sync(path.parent)
+            _publish(temporary_path, target)
+        _sync(target.parent)
     except OSError as error:
         _remove(temporary_path)
         if not overwrite and error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process wrote it meanwhile
             raise exists_error from error
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise _write_error(path, error) from error
     except BaseException:
         _remove(temporary_path)
         raise
+
+
+def _write_error(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror or error}")
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
@@ -80,7 +93,7 @@ def _publish(new: Path, path: Path) -> None:
 
 def _replace(new: Path, path: Path) -> None:
     """Give `new` the name `path`. A folder there goes away afterwards, since no call replaces one that has files."""
-    if not (new.is_dir() and path.is_dir()) or path.is_symlink():
+    if not (new.is_dir() and path.is_dir()):
         new.replace(path)
         return
     previous = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -98,7 +111,8 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
 
 
 def _sync(path: Path) -> None:
@@ -110,18 +124,40 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "") -> None:
     """Write a file atomically: a crash leaves either the complete old file or the complete new one.
 
-    Raises ConfigError where the file cannot be written.
+    A symbolic link stays, and the file that it names is written. A device, a pipe and what standard output or standard
+    error goes to are written directly. Raises ConfigError where the file cannot be written, and where it exists
+    without `overwrite` (the message ends with `hint`).
     """
-    with atomic_output(path, overwrite=True) as temporary_path:
+    if path.exists() and not path.is_dir() and ((fd := _standard_fd(path)) is not None or not path.is_file()):
+        try:
+            with open(path if fd is None else fd, "wb", closefd=fd is None) as output:
+                output.write(content)
+        except OSError as error:
+            raise _write_error(path, error) from error
+        return
+    with atomic_output(path, overwrite=overwrite, hint=hint) as temporary_path:
         temporary_path.write_bytes(content)
+
+
+def _standard_fd(path: Path) -> int | None:
+    """Return the descriptor of standard output or standard error that goes to `path`, with what was printed flushed."""
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(path.stat(), os.fstat(fd)):
+                stream.flush()
+                return fd
+    return None
 
 
 def write_document(path: Path, content: msgspec.Struct) -> Path:
     """Write `content` as indented JSON to `path`; create its folder where missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _write_error(path, error) from error
     write_atomic(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     return path
 
