@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError
-from meltcore.options import braces_fault, json_object, not_empty, option
+from meltcore.options import braces_fault, check_origins, json_object, not_empty, option
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -427,8 +427,8 @@ class ServerConfig:
     )
     api_key: str | None = option(
         None,
-        "Bearer token that requests must send, except to /health, /live and /metrics (default: the environment "
-        "variable MELTCORE_API_KEY).",
+        "Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
+        "environment variable MELTCORE_API_KEY).",
         group=_HTTP_GROUP,
         type=not_empty,
         metavar="KEY",
@@ -450,7 +450,7 @@ class ServerConfig:
     max_body_bytes: int = option(8 * 2**20, "Largest request body (default: 8MiB).", group=_LIMITS_GROUP)
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Web origins that may send requests (CORS).",
+        "Web origins whose pages may use the server beside its own page, like https://app.example (CORS); '*': all.",
         group=_HTTP_GROUP,
         nargs="+",
         action="extend",
@@ -479,6 +479,7 @@ class ServerConfig:
             classes = ", ".join(get_args(PriorityClass))
             given = ",".join(map(str, self.class_shares))
             raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
+        check_origins(self.allowed_origins)
 
     def check_routes(self) -> None:
         """Raise ConfigError where `routes` names a model that the server does not begin with."""

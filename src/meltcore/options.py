@@ -34,6 +34,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from meltcore.errors import ConfigError
 
+# Of a web page, as browsers send it: a scheme and a host in lower case, and a port that is not the scheme's own.
+ORIGIN_PATTERN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*]+"
+ORIGIN_FORM = "a scheme and a host in lower case without a path, such as https://app.example, or '*' for all"
 _Config = TypeVar("_Config")
 _METADATA = "option"
 _UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
@@ -229,6 +232,13 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
     values = default if isinstance(default, tuple) else (default,)
     default_text = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
     return f"{text.removesuffix('.')} (default: {default_text})."
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ConfigError for an origin that no browser sends in this form."""
+    for origin in origins:
+        if not re.fullmatch(ORIGIN_PATTERN, origin):
+            raise ConfigError(f"allowed_origins must be {ORIGIN_FORM}; got {origin!r}")
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:

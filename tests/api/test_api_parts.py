@@ -280,11 +280,11 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_cli.add_arguments(parser)
     flags = "m --served-model-name a b --port 0 --memory 2GiB --debug no-prefill-graphs --debug no-peer-memory"
     flags += " --max-body 1MiB --enforce-eager --no-async-scheduling --generation-config auto"
-    flags += " -tp 2 -dp 4 --api-server-count 3 --allowed-origins x y"
+    flags += " -tp 2 -dp 4 --api-server-count 3 --allowed-origins https://x http://y:3000"
     assert serve_cli.run(parser.parse_args(flags.split())) == 0
     (config,) = seen
     assert (config.port, config.max_body_bytes, config.api_server_count) == (0, 2**20, 3)
-    assert config.allowed_origins == ("x", "y")
+    assert config.allowed_origins == ("https://x", "http://y:3000")
     (model,) = config.models
     assert (model.names, model.data_parallel_size) == (("a", "b"), 4)
     assert (model.engine.memory_bytes, model.engine.tensor_parallel_size) == (2**31, 2)

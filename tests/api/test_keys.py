@@ -16,6 +16,7 @@ from meltcore.api.backend import ModelTable
 from meltcore.api.gate import OPEN_PATHS, Gate, read_terms
 from meltcore.api.keys import ApiKeys, resolve_keys
 from meltcore.api.metrics import Metrics
+from meltcore.api.origins import OriginCheck
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.api.terms import current_terms
@@ -195,7 +196,7 @@ def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
         sent.append(message)
 
     log: Any = SimpleNamespace(write=lambda event, **fields: lines.append(fields))
-    gate = Gate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log)
+    gate = Gate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
 
     async def scenario() -> None:
         await gate(scope(x_api_key="secret"), None, send)  # type: ignore[arg-type]

@@ -160,7 +160,7 @@ class Served:
         """Send a request over a raw connection, and leave the answer unread."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1024)
         body = b'{"model":"m","stream":true}' if stream else b'{"model":"m"}'
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         return reader, writer
 

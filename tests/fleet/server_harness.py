@@ -84,6 +84,7 @@ class RunningServer:
         line = process.stdout.readline()
         self.url = line.rpartition(" ")[2].strip() if "listening on" in line else ""
         self.port = urlsplit(self.url).port or 0
+        self.api_key: str | None = None  # for `metrics`
 
     @property
     def stderr(self) -> str:
@@ -112,7 +113,7 @@ class RunningServer:
     def open(self, path: str, body: Any) -> socket.socket:
         """Send a request over a raw socket and leave the answer unread."""
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         connection.sendall(head.encode() + data)
         return connection
@@ -120,7 +121,8 @@ class RunningServer:
     def metrics(self) -> dict[str, float]:
         """Every sample, by name without the prefix; samples of one name are added up."""
         found: dict[str, float] = {}
-        for line in self.request("GET", "/metrics").body.decode().splitlines():
+        headers = None if self.api_key is None else {"x-api-key": self.api_key}
+        for line in self.request("GET", "/metrics", headers=headers).body.decode().splitlines():
             if line and not line.startswith("#") and "_bucket" not in line:
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0].removeprefix("meltcore:")
@@ -280,6 +282,7 @@ def scripted_server(
         defaults: dict[str, Any] = {"model": str(make_model(Path(folder) / "model")), "load_format": "dummy"}
         config = server_config(EngineConfig(**(defaults | (engine or {}))), **settings)
         with running(serve_command(config, *engine_options), Path(folder) / "stderr") as server:
+            server.api_key = settings.get("api_key")
             if wait:
                 server.wait_healthy()
             yield server

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from server_harness import MODEL, RunningServer, chat_body, scripted_server
 
+COMPLETION = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
@@ -290,6 +292,28 @@ def test_cors_is_off_by_default(server: RunningServer) -> None:
         assert allowed["access-control-allow-origin"] == "https://app.example"
         other = open_server.request("GET", "/v1/models", headers={"origin": "https://evil.example"}).headers
         assert "access-control-allow-origin" not in other
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+        for name, status in (("https://app.example", 200), ("https://evil.example", 400)):
+            answer = open_server.request("OPTIONS", "/v1/completions", headers={"origin": name, **asks})
+            assert (answer.status, "access-control-allow-origin" in answer.headers) == (status, status == 200)
+        assert open_server.post("/v1/completions", COMPLETION, origin).status == 200
+
+
+def test_pages_of_other_sites_are_refused_on_every_route(server: RunningServer) -> None:
+    own = f"127.0.0.1:{server.port}"
+    for path, body in (("/v1/completions", COMPLETION), ("/tokenize", {"prompt": "a"}), ("/v1/chat", {"text": "a"})):
+        for headers, code in (
+            ({"origin": "https://evil.example"}, "origin_not_allowed"),
+            ({"origin": "null", "content-type": "text/plain"}, "origin_not_allowed"),
+            ({"host": "evil.example", "origin": "http://evil.example"}, "host_not_allowed"),
+        ):
+            refused = server.post(path, body, headers)
+            assert (refused.status, refused.error["code"], refused.error["type"]) == (403, code, "permission_error")
+        assert server.post(path, body, {"origin": f"http://{own}"}).status != 403, "the page at / may"
+    for path in ("/", "/docs", "/health", "/metrics", "/v1/models", "/none"):
+        assert server.request("GET", path, headers={"host": "evil.example"}).status == 403
+        assert server.request("GET", path, headers={"host": "localhost:1"}).status == (404 if path == "/none" else 200)
+    assert server.request("OPTIONS", "/v1/completions", headers={"origin": "https://evil.example"}).status == 405
 
 
 @pytest.mark.slow

@@ -246,8 +246,11 @@ def test_invalid_or_missing_key_is_401(locked_server: RunningServer, header: str
 def test_valid_key_is_accepted_and_health_routes_need_none(locked_server: RunningServer) -> None:
     headers = {"authorization": "Bearer right"}
     assert locked_server.post(CHAT, chat_body(max_tokens=1), headers).status == 200
-    for path in ("/health", "/live", "/metrics"):
+    for path in ("/", "/docs", "/openapi.json", "/health", "/live"):
         assert locked_server.request("GET", path).status == 200
+    for path in ("/metrics", "/v1/status"):
+        assert locked_server.request("GET", path).status == 401
+        assert locked_server.request("GET", path, headers=headers).status == 200
 
 
 def test_huge_body_is_413(locked_server: RunningServer) -> None:
@@ -259,7 +262,7 @@ def test_huge_body_is_413(locked_server: RunningServer) -> None:
 def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
     data = json.dumps(chat_body("x" * 5_000_000)).encode()
     with socket.create_connection(("127.0.0.1", locked_server.port), timeout=WAIT_S) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: t\r\nauthorization: Bearer right\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nauthorization: Bearer right\r\ntransfer-encoding: chunked\r\n\r\n"
         connection.sendall(head.encode() + b"%x\r\n" % len(data) + data + b"\r\n0\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 

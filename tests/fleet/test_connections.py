@@ -20,7 +20,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.fleet.listener import raise_file_limit
 
 BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 3}).encode()
-POST = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +269,6 @@ def test_lack_of_file_descriptors_is_logged_once_per_minute_and_loses_no_connect
         assert 'error="Too many open files" file_limit=' in server.stderr
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         for client in clients:
-            client.sendall(b"GET /live HTTP/1.1\r\nhost: t\r\n\r\n")
+            client.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 200")
             client.close()

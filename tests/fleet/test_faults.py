@@ -97,7 +97,9 @@ def test_client_disconnect_after_a_pipelined_request_frees_its_request() -> None
         connection = server.open("/v1/completions", body)
         server.wait_metric("requests_in_flight", 1)
         data = json.dumps(body).encode()
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+        )
         assert server.chat("x", max_tokens=1).status == 200  # the second request has arrived by then
         connection.close()
         found = server.check_no_leak()
@@ -143,7 +145,7 @@ def test_client_disconnects_around_the_last_step_leak_nothing() -> None:
 def test_half_sent_request_is_dropped_without_a_log_line() -> None:
     with scripted_server() as server:
         connection = socket.create_connection(("127.0.0.1", server.port))
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 500\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{")
         connection.close()
         assert server.chat("x", max_tokens=1).status == 200
         assert server.check_no_leak()["requests_accepted_total"] == 1
@@ -157,7 +159,7 @@ def test_slow_reader_is_disconnected_and_others_continue() -> None:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", server.port))
         body = json.dumps({"model": MODEL, "prompt": [300, 301, 302], "stream": True, "max_tokens": 50_000_000})
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         slow.sendall(head.encode() + body.encode())
         wait_until(lambda: server.metrics()["requests_aborted_total"] == 1, "the slow reader to be aborted", 40)
         assert server.chat("fast", max_tokens=2000).json["usage"]["completion_tokens"] == 2000
@@ -289,7 +291,7 @@ def test_requests_past_the_drain_timeout_end_with_an_error() -> None:
 def test_half_sent_request_does_not_delay_or_log_at_shutdown() -> None:
     with scripted_server() as server:
         half = socket.create_connection(("127.0.0.1", server.port))
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: 500\r\n\r\n{")
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{")
         assert server.chat("x", max_tokens=1).status == 200
         server.signal()
         assert server.wait_exit(6) == 0

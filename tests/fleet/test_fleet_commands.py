@@ -117,6 +117,8 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
         assert 'requests_accepted_total{model_name="second"}' in client.get("/metrics").text
         assert [row["model"] for row in client.get("/ps").json()] == ["first", "second"]
         refused = client.post("/reload", headers={"origin": "http://example.com"})
+        rebound = client.get("/ps", headers={"host": f"evil.example:{port}"})
+        assert (rebound.status_code, "localhost" in rebound.text) == (403, True)
         assert (refused.status_code, fleet.server.request("GET", "/ps").status) == (403, 404)
     # A model that fails is in ps with its reason, and the exit status says so.
     (fleet.folder / "first" / "engine.json").write_text(json.dumps({"die_loading": True}))

@@ -283,5 +283,5 @@ def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
     wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted", 5)
     wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the engine free", 5)
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nhost: test\r\ncontent-length: 99\r\n\r\n{")
+        connection.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
     server.check_no_leak()

@@ -257,7 +257,7 @@ def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
         b'--x\r\ncontent-disposition: form-data; name="language"\r\n\r\nkn\r\n'
         b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.flac"\r\n\r\n' + audio + b"\r\n--x--\r\n"
     )
-    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(form)}\r\n"
+    head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(form)}\r\n"
     head += "content-type: multipart/form-data; boundary=x\r\n\r\n"
     before = server.metrics()["requests_aborted_total"]
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:

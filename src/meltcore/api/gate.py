@@ -1,4 +1,4 @@
-"""The first layer of the application: reads the terms of each request, and refuses those without a valid key."""
+"""The first layer of the application: refuses other sites' pages and invalid keys, and reads a request's terms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meltcore.api.http import header, request_id, send_error
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
+from meltcore.api.origins import OriginCheck
 from meltcore.api.stats import CLASSES
 from meltcore.api.terms import RequestTerms, set_terms
 from meltcore.config import PriorityClass
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from meltcore.api.tracing import RequestSpan, Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
-# They hold counts, times and descriptions, and nothing of any user.
-OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/v1/health", "/live", "/metrics"))
+# They say what the server is and whether it works, and nothing of its load or of any user.
+OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/v1/health", "/live"))
 
 
 def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
@@ -56,16 +57,24 @@ def _class(value: bytes) -> PriorityClass:
 
 
 class Gate:
-    """Passes requests on to `app`. Those without a valid key, or beyond its rate, come no further."""
+    """Passes requests on to `app`. Those of other sites' pages, without a valid key, or beyond its rate do not pass."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, log: Log, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, log: Log, origins: OriginCheck, tracing: Tracing | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
+        self._origins = origins
         self._log = log
         self._tracing = tracing
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
+        try:
+            self._origins.check(scope)
+        except RequestError as error:
+            set_terms(RequestTerms())
+            return self._refuse(scope, send, error)
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         if self._tracing is not None and scope["method"] == "POST":

@@ -20,6 +20,7 @@ _Result = TypeVar("_Result")
 
 _ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",

@@ -9,6 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from meltcore import __version__
+from meltcore.api.gate import OPEN_PATHS
 from meltcore.api.http import send_bytes
 from meltcore.api.protocol import (
     ChatRequest,
@@ -118,6 +119,8 @@ def _described(operation: _Operation) -> dict[str, Any]:
     answer = {"200": {"description": "The answer", "content": {operation.answer: {}}}} if operation.answer else {}
     refusal = {} if operation.answer else {"501": _ERROR}
     described: dict[str, Any] = {"summary": operation.summary, "responses": {**answer, **refusal, "default": _ERROR}}
+    if operation.path in OPEN_PATHS:
+        described["security"] = []
     if operation.body is None:
         return described
     described["responses"] |= {"429": _REFUSED, "503": _REFUSED}

@@ -36,6 +36,7 @@ from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
 from meltcore.api.openapi import PATHS as DOCS_PATHS
 from meltcore.api.openapi import ApiDocs
+from meltcore.api.origins import OriginCheck
 from meltcore.api.page import Page
 from meltcore.api.protocol import (
     ChatRequest,
@@ -77,7 +78,7 @@ def build_app(
     keys: ApiKeys,
     tracing: Tracing | None = None,
 ) -> ASGIApp:
-    """Build the ASGI application, behind the gate that checks keys."""
+    """Build the ASGI application, behind the gate that checks origins and keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
         return ForwardingEndpoint(own, models, log, limit_bytes)
@@ -94,7 +95,7 @@ def build_app(
     others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
     # Starlette's layers would be a fifth of the cost per token.
-    gate = Gate(_Shortcut(app, completions), keys, log, tracing)
+    gate = Gate(_Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
     if not config.allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.

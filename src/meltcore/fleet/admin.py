@@ -1,7 +1,7 @@
 """The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a unix socket or a port.
 
 The socket is in the folder of the server's sockets, which only its user may enter. The port listens on 127.0.0.1 alone.
-A web page cannot use it: browsers send the header `origin`, with which every request is refused.
+Web pages cannot use it: requests with the header Origin, or with a Host that is not of this machine, are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from meltcore.api.http_server import EmbeddedServer
 from meltcore.api.metrics import Metrics
+from meltcore.api.origins import host_name, is_loopback
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.daemon import SOCKET_NAME
 from meltcore.fleet.operations import FleetOperations
@@ -108,6 +109,9 @@ class AdminServer:
 def _refusal(request: Request) -> Response | None:
     if "origin" in request.headers:
         return _json({"error": "web pages may not use the admin port"}, 403)
+    host = request.headers.get("host", "localhost")
+    if not is_loopback(host_name(host)):
+        return _json({"error": f"the header Host is {host!r}; the admin port takes localhost and 127.0.0.1 alone"}, 403)
     return None
 
 

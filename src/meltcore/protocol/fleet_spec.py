@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.config import DType, KVCacheDType, LoadFormat, Quantization
+from meltcore.options import ORIGIN_FORM, ORIGIN_PATTERN
 
 FleetTask = Literal["generation", "translation", "recognition", "synthesis"]
 Priority = Literal["interactive", "standard", "batch"]
@@ -75,6 +76,7 @@ Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Url: TypeAlias = Annotated[
     str, Meta(pattern=r"^https?://[^/\s]+", extra={"expected": "an address such as http://127.0.0.1:8001"})
 ]
+Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
 PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
 PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0)]
 AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1)]
@@ -99,7 +101,13 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     api_server_count: Annotated[
         PositiveInt | None, Meta(description="API server processes (default: one per four cores, at most 4).")
     ] = None
-    allowed_origins: Annotated[tuple[str, ...], Meta(description="Web origins that may send requests (CORS).")] = ()
+    allowed_origins: Annotated[
+        tuple[Origin, ...],
+        Meta(
+            description="Web origins whose pages may use the server beside its own page, like "
+            'https://app.example (CORS); "*": all.'
+        ),
+    ] = ()
     log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
     log_limit: Annotated[
         Size | None,
