@@ -152,7 +152,7 @@ def test_device_and_pipe_are_written_directly(tmp_path: Path) -> None:
 def test_standard_output_gets_the_file_among_what_is_printed(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from meltcore.results.files import write_atomic; print('before'); "
-        "write_atomic(Path('/dev/stdout'), b'file\\n'); print('after')"
+        "write_atomic(Path('/proc/self/fd/1'), b'file\\n'); print('after')"
     )
     out = tmp_path / "out"
     with out.open("wb") as output:
