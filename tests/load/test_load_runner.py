@@ -185,6 +185,28 @@ def test_answers_without_done_usage_or_text_count_with_a_note(
     assert (result.ttft_ms.n, result.tpot_ms.n, result.e2e_ms.n) == (seen, seen, 30)
 
 
+@pytest.mark.parametrize("rate", [None, 200.0])
+def test_connection_closed_between_requests_is_opened_again(
+    scripted: Start, tmp_path: Path, rate: float | None
+) -> None:
+    """llama.cpp closes every connection after a stream, and no header says so."""
+    server = scripted("--ttft-ms", "2", "--itl-ms", "1", "--tokens", "4", "--fault", "close")
+    records = tmp_path / "requests.jsonl"
+    fields = {"concurrency": (4,)} if rate is None else {"request_rate": (rate,)}
+    result = load(server, num_prompts=(30,), records_path=records, **fields)
+    assert (result.failures, result.succeeded, result.output_tokens) == ({}, 30, 120)
+    num_reconnected = sum("reconnected" in json.loads(line) for line in records.read_text().splitlines())
+    assert num_reconnected > 0 or rate is not None
+    said = f"{num_reconnected} of 30 requests were sent again over a new connection"
+    assert num_reconnected == 0 or any(reason.startswith(said) for reason in result.reasons)
+
+
+def test_request_that_the_server_drops_after_reading_it_is_a_failure(scripted: Start) -> None:
+    server = scripted("--ttft-ms", "300", "--tokens", "2", "--fault", "drop", "--fault-every", "2")
+    result = load(server, concurrency=(1,), num_prompts=(4,))
+    assert (result.succeeded, result.failures) == (2, {"connection closed: connection closed before a response": 2})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tokenizer_counts_prompts_and_answers_of_a_server_without_usage(

@@ -108,9 +108,11 @@ def _is_header_value(text: str) -> bool:
 class HttpConnection(asyncio.Protocol):
     """Carries one request at a time over a TCP connection. After a failure or `close` it cannot be used again."""
 
-    __slots__ = ("_handler", "_parser", "_transport", "is_open")
+    __slots__ = ("_answered", "_handler", "_num_sent", "_parser", "_transport", "is_open")
 
     def __init__(self) -> None:
+        self._num_sent = 0
+        self._answered = False  # a byte of the current response came
         self._transport: asyncio.Transport | None = None
         self._handler: ResponseHandler | None = None
         self._parser: ResponseParser | None = None
@@ -123,6 +125,8 @@ class HttpConnection(asyncio.Protocol):
 
     def send(self, request: bytes, handler: ResponseHandler) -> None:
         """Write `request` and pass its response to `handler`. On a closed connection `handler` fails immediately."""
+        self._num_sent += 1
+        self._answered = False
         if not self.is_open or self._transport is None:
             handler.on_failure("connection closed", "the server closed the idle connection")
             return
@@ -137,6 +141,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()  # bytes without a request: the connection is out of step
             return
         handler.now_s = time.monotonic()
+        self._answered = True
         try:
             parser.feed(data)
         except HttpError as error:
@@ -156,6 +161,11 @@ class HttpConnection(asyncio.Protocol):
     def is_reusable(self) -> bool:
         """Return whether the next request may be sent. The value is also valid inside `on_end`."""
         return self.is_open and (self._parser is None or (self._parser.is_done and self._parser.is_reusable))
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether an earlier request was answered and no byte of the current response has come."""
+        return self._num_sent > 1 and not self._answered
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the current request, unless its response may end by closing the connection."""

@@ -15,13 +15,16 @@ from meltcore.load.workload import EncodedRequest
 TIMEOUT_CHECK_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
 MIN_RETRY_S = 0.05  # after a refusal with Retry-After: 0, which thousands of connections would answer in a busy loop
+MAX_STALE_S = 0.25  # a close this soon after a request began before the server had read it
 
 # All that a dead server causes; one of them alone may be a broken connection.
-CONNECTION_FAILURES = frozenset({"connect refused", "connection reset", "connection closed"})
+CLOSE_FAILURES = frozenset({"connection reset", "connection closed"})
+CONNECTION_FAILURES = CLOSE_FAILURES | {"connect refused"}
 
 OnDone = Callable[[HttpConnection | None], None]
 # Called with the connection where that is reusable, the request's index, its intended start and the seconds to wait.
 OnRefused = Callable[[HttpConnection | None, int, float, float], None]
+OnStale = Callable[[int, float], None]  # called with the request's index and its intended start
 
 
 class MakeResponse(Protocol):
@@ -58,6 +61,8 @@ class Dispatcher:
         self.server_died_s: float | None = None
         self._refusals: dict[int, int] = {}  # by index, of requests that will be sent again
         self.on_refused: OnRefused | None = None  # None: a refusal is a failure like others
+        self._reconnected: set[int] = set()  # indexes of requests that will be sent over a new connection
+        self.on_stale: OnStale | None = None  # None: a connection that was closed between requests is a failure
 
     @property
     def in_flight(self) -> int:
@@ -79,7 +84,7 @@ class Dispatcher:
         record = RequestRecord(
             index=index, intended_s=intended_s, ended_s=time.monotonic(), failure=reason, detail=detail
         )
-        record.refusals = self._refusals.pop(index, 0)
+        self._add_tries(record)
         self._count_failure(record)
         self._on_record(record)
 
@@ -124,9 +129,9 @@ class Dispatcher:
     def _finish(self, response: BaseResponse) -> None:
         connection, request, on_done = self._active_requests.pop(response)
         record = response.record
-        if self._sends_again(connection, response):
+        if self._reconnects(connection, record) or self._sends_again(connection, response):
             return
-        record.refusals = self._refusals.pop(record.index, 0)
+        self._add_tries(record)
         if record.failure is None:
             if request.grade is not None:
                 record.correct = request.grade(response.content)
@@ -140,6 +145,26 @@ class Dispatcher:
         else:
             connection.close()  # the rest of a broken answer must not reach the next request
             on_done(None)
+
+    def _add_tries(self, record: RequestRecord) -> None:
+        """Add what happened to a request before its last try."""
+        record.refusals = self._refusals.pop(record.index, 0)
+        record.reconnected = record.index in self._reconnected
+        self._reconnected.discard(record.index)
+
+    def _reconnects(self, connection: HttpConnection, record: RequestRecord) -> bool:
+        """Hand a request back whose connection the server closed after the answer before, without saying so.
+
+        llama.cpp does so after every stream. HTTP clients send such a request again over a new connection. A server
+        that closes later has read the request, and its close is a failure.
+        """
+        if self.on_stale is None or record.failure not in CLOSE_FAILURES or not connection.is_stale:
+            return False
+        if record.ended_s - record.sent_s > MAX_STALE_S:
+            return False
+        self._reconnected.add(record.index)
+        self.on_stale(record.index, record.intended_s)
+        return True
 
     def _sends_again(self, connection: HttpConnection, response: BaseResponse) -> bool:
         """Hand a refused request back to be sent again, where its total time limit lets it wait for so long."""

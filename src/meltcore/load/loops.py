@@ -54,6 +54,7 @@ class RequestLoop(ABC):
         self._dispatcher = dispatcher
         if retry_refused:
             dispatcher.on_refused = self._send_later
+        dispatcher.on_stale = self._connect_and_send
         self._builder = builder
         self._connect_timeout_s = connect_timeout_s
         self._connections: set[HttpConnection] = set()

@@ -56,6 +56,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
     event_tokens: bytes = b""
     work: TaskWork | None = None
     refusals: int = 0  # answers 429 or 503 with Retry-After before this one, each obeyed
+    reconnected: bool = False  # sent again: the server had closed the connection after the answer before
 
     @property
     def content(self) -> str:
@@ -171,6 +172,8 @@ class RecordFile:
         }
         if record.refusals:
             line["refusals"] = record.refusals
+        if record.reconnected:
+            line["reconnected"] = True
         if record.work is not None:
             line |= msgspec.structs.asdict(record.work)
         if self._with_event_times:

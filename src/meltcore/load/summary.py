@@ -235,6 +235,7 @@ def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdic
     reasons = client_bound_reasons(measurement.client_usages, min(median_latencies_ms, default=None))
     if reasons:
         verdict = "CLIENT_BOUND"
+    reasons += _connection_notes(measurement)
     reasons += _answer_notes(measurement, result) if result.task is None else task_notes(result, result.task)
     may_be_empty = measurement.task == "recognition"  # a clip need not hold speech
     if not may_be_empty and any(record.failure is None and not record.first_text_s for record in measurement.records):
@@ -258,6 +259,17 @@ def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdic
             f"connections were refused or dropped, and /health did not answer"
         )
     return verdict, reasons
+
+
+def _connection_notes(measurement: LevelMeasurement) -> list[str]:
+    """Return a note on requests that were sent again over a new connection."""
+    num_reconnected = sum(record.reconnected for record in measurement.records)
+    if not num_reconnected:
+        return []
+    return [
+        f"{num_reconnected} of {len(measurement.records)} requests were sent again over a new connection: the server "
+        f"had closed theirs after the answer before, without `Connection: close`; latencies count from the first try"
+    ]
 
 
 def _answer_notes(measurement: LevelMeasurement, result: LevelResult) -> list[str]:

@@ -32,6 +32,8 @@ Fault = Literal[
     "stall",  # nothing after the first token
     "silent",  # no answer at all
     "plain",  # an answer that is not a stream
+    "close",  # a complete answer; then the connection is closed, which no header announces
+    "drop",  # close the connection in place of the first token
 ]
 
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 429: "Too Many Requests", 500: "Internal Server Error"}
@@ -241,6 +243,9 @@ class _Answer:
             return
         if self._fault == "silent":
             return
+        if self._fault == "drop":
+            self._timer = self._loop.call_later(self._script.ttft_s, self._connection.transport.close)
+            return
         if not self._streamed:
             due_s = self._started_s + self._script.ttft_s + (self._tokens - 1) * self._script.itl_s
             self._timer = self._loop.call_at(due_s, self._send_unstreamed)
@@ -309,6 +314,8 @@ class _Answer:
             parts.append(_chunk(b"data: [DONE]\n\n"))
         self.stop()  # first: the client may send its next request as soon as it has read the end
         self._connection.transport.write(b"".join([*parts, _chunk(b"")]))
+        if self._fault == "close":
+            self._connection.transport.close()
 
     def _event(self, delta: dict[str, str], tokens: int, finish_reason: str | None = None) -> bytes:
         choice = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
