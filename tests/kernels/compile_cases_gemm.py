@@ -14,7 +14,7 @@ from kernel_tools import CompileCase, ModelShape
 from meltcore.kernels.capability import capability
 from meltcore.kernels.comm import all_reduce
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
-from meltcore.kernels.gemm import gemv, split_k
+from meltcore.kernels.gemm import gemv, split_k, tma
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant import (
@@ -99,6 +99,29 @@ def split_k_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         for tokens in (2, 17, 64, 128)
         for each in matmuls(model)
     ]
+
+
+def tma_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    """Every tile: of gate and up in a 16-bit type, and of what FP8 has."""
+    _, added, gated, _ = matmuls(model)
+    cases: Cases = []
+    for each, kind, counts in (
+        (gated, narrow(dtype), (1024, 2048)),
+        *((each, fp8.FP8, (256, 1100, 4096)) for each in (added, gated)),
+    ):
+        for tokens in counts:
+            cases.append(
+                partial(
+                    tma.tma_gemm,
+                    meta(tokens, each.columns, dtype=kind),
+                    meta(each.rows, each.columns, dtype=kind),
+                    narrow(dtype),
+                    scales=(meta(tokens), meta(each.rows)) if kind == fp8.FP8 else None,
+                    gated=each.gated,
+                    residual=residual_of(each, tokens, narrow(dtype)),
+                )
+            )
+    return cases
 
 
 def fp8_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
@@ -353,6 +376,7 @@ def if_experts(cases: Callable[[ModelShape, torch.dtype], Cases]) -> Callable[[M
 CASES = {
     gemv: gemv_cases,
     split_k: split_k_cases,
+    tma: tma_cases,
     fp8: fp8_cases,
     fp8_gemv: fp8_gemv_cases,
     fp8_split_k: fp8_split_k_cases,

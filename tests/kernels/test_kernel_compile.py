@@ -27,7 +27,7 @@ from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
-from meltcore.kernels.gemm import gemv, split_k
+from meltcore.kernels.gemm import gemv, split_k, tma
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
 from meltcore.kernels.quant import (
@@ -129,7 +129,8 @@ OF_MODELS = {
     **dict.fromkeys((decode, gemv, activation, prefill, kv_cache), ("Qwen3-0.6B", "sums", "Qwen3.5-35B-A3B")),
     **dict.fromkeys((intra_chunk, convolution, gated_delta_decode, state_scan), ("Qwen3.5-35B-A3B", "small hybrid")),
 }
-OF_HOPPER = (grouped_gemm_tma,)  # used there alone
+# Used there alone.
+OF_HOPPER = {tma: ("Qwen3-0.6B",), grouped_gemm_tma: ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B")}
 # Formats of quantized weights: compiled in one type, for the architectures with the fewest, most and newest features.
 OF_THREE = (ggml_decode, ggml_gemm, ggml_experts, block_fp8, block_fp8_gemm, block_fp8_experts)
 KERNEL_FILES = [module for module in kernel_modules() if kernels_of(module) and module not in (*OF_HOPPER, *OF_THREE)]
@@ -179,8 +180,8 @@ def cases() -> Iterator[Task]:
             if capability >= getattr(module, "MIN_CAPABILITY", 0):
                 given = capability, MODELS["Qwen3-30B-A3B"], torch.bfloat16
                 yield Task(module.__name__, *given, is_once=capability != 120)
-    for module in OF_HOPPER:
-        for model in ("Qwen3-30B-A3B", "Qwen3.5-35B-A3B"):
+    for module, models in OF_HOPPER.items():
+        for model in models:
             yield Task(module.__name__, 90, MODELS[model], torch.bfloat16)
     yield thinned(decode, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # FP8 caches of wide heads
     # Sliding windows: where shared memory is least, with FP8 caches, and on Hopper, with packed heads.
@@ -279,6 +280,10 @@ def tile_launches(tokens: int) -> None:
     grouped_gemm_tma.expert_outputs_tma(hidden, topk_ids, meta(128, 1536, 2048), meta(128, 2048, 768))
 
 
+def tma_launches(tokens: int) -> None:
+    tma.tma_gemm(meta(tokens + 8192, 1024), meta(6144, 1024), torch.bfloat16, gated=True)
+
+
 def gated_delta_launches(tokens: int) -> None:
     of = compile_cases_attention.GatedDelta(GatedDeltaShape(2, 4, 32, 64, 4), torch.bfloat16, tokens + 3)
     index, three = meta(7, dtype=torch.int64)[tokens % 2 :], slice(3)
@@ -305,8 +310,8 @@ def synthesis_launches(frames: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
-    [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, gated_delta_launches,
-     synthesis_launches],
+    [norm_launches, swiglu_launches, store_kv_launches, routing_launches, tile_launches, tma_launches,
+     gated_delta_launches, synthesis_launches],
 )  # fmt: skip
 def test_number_of_tokens_triggers_no_recompilation(launch: Callable[[int], None], pool: CompilePool) -> None:
     """A kernel compiled while serving would stop all requests for half a second."""

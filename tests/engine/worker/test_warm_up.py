@@ -21,6 +21,7 @@ from meltcore.engine.worker.warm_up import (
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
+from meltcore.kernels.gemm import tma
 from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma
 from meltcore.kernels.moe.align import scan_size
 from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
@@ -50,6 +51,19 @@ def test_warm_up_writes_only_the_padding_page(checkpoint: Path) -> None:
         assert keys[0].any()
         assert not keys[1:].any()
         assert not values[1:].any()
+
+
+@pytest.mark.parametrize("limit", [2048, 8192, 16384])
+@pytest.mark.parametrize("rows", [2048, 6144, 12288, 19456, 28672])
+def test_warm_up_covers_every_tile_of_gate_and_up(rows: int, limit: int) -> None:
+    """On a Hopper GPU; a step of the most tokens is part of every warm-up."""
+
+    def launches(tokens: int) -> object:
+        is_faster = tma.is_faster(tokens, rows)
+        return tma.select_config(tokens, rows, gated=True, is_fp8=False) if is_faster else None
+
+    warmed = [tokens for tokens in (*PROMPT_TOKENS, limit) if tokens <= limit]
+    assert set(map(launches, range(1, limit + 1))) == set(map(launches, warmed))
 
 
 @pytest.mark.parametrize("width", [768, 512, 256, 128, 64])

@@ -36,11 +36,12 @@ from meltcore.protocol.sampling_params import SamplingParams
 # With more threads than this only the part under Python's lock is left.
 _MAX_THREADS = 8
 
-# One step each: GEMMs of one token, of few, of three tile sizes, and of many (kernels/gemm/linear.py).
-PROMPT_TOKENS = (1, 2, 17, 33, 65, 129)
+# One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
+# kernels/quant/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.
+PROMPT_TOKENS = (1, 2, 17, 33, 65, 129, 257, 1024, 2048)
 # Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, grouped_gemm_tma.py and
 # kernels/quant/ggml_experts.py. Experts are dequantized in the largest step, `_max_tile_prompts`, or in none.
-EXPERT_TOKENS = (3, 5, 9, 114, 228, 257, 456, 513, 912, 1024, 3656)
+EXPERT_TOKENS = (3, 5, 9, 114, 228, 456, 513, 912, 3656)
 # Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
 PROMPTS_PER_STEP = (2, 4, 8, 16)
 # Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py).

@@ -10,7 +10,7 @@ import torch
 
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.gemm import gemv as gemv_kernel
-from meltcore.kernels.gemm import split_k
+from meltcore.kernels.gemm import split_k, tma
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm, rms_norm
 
@@ -38,6 +38,8 @@ def linear(
     if use_split_k:
         output = split_k.split_k_gemm(hidden, weight, gated=gated, residual=residual)
         return output if out is None else out.copy_(output)
+    if gated and in_triton and tma.is_faster(len(hidden), len(weight)) and tma.supports(hidden, weight):
+        return tma.tma_gemm(hidden, weight, hidden.dtype, gated=True)
     if residual is not None:
         return residual.addmm_(hidden, weight.t())
     if out is not None:
