@@ -17,7 +17,7 @@ import pytest
 from meltcore.cli.main import main
 from meltcore.compare.backend_plan import BackendOptions, BackendsPlan, EqualSettings, PlannedRun
 from meltcore.compare.backend_runs import BackendsLoad, run_backends
-from meltcore.compare.backend_verdicts import best_backends
+from meltcore.compare.backend_verdicts import best_backends, find_aspects
 from meltcore.compare.server import PORT
 from meltcore.load.config import LoadConfig
 from meltcore.report.documents import find_documents
@@ -342,6 +342,7 @@ def level(concurrency: int, rate: float, failed: int = 0) -> LevelResult:
         prompt_tokens=1,
         output_tokens=1,
         verdict="FAILED" if failed else "OK",
+        failures={"http 500: broken": failed // 2 + 1, "connection reset": failed // 2} if failed else {},
     )
 
 
@@ -368,10 +369,28 @@ def test_small_lead_and_incomplete_levels_name_no_best() -> None:
     clear = best_backends(comparison(a=[level(4, 100), level(8, 200)], b=[level(4, 110), level(8, 204)]))[0]
     assert clear.backend == "b"
     failing = best_backends(comparison(a=[level(4, 100), level(8, 200)], b=[level(4, 900), level(8, 900, failed=2)]))
-    assert [(best.levels, best.backend) for best in failing] == [([4, 8], "a"), ([4], "b"), ([8], "a")]
-    assert failing[0].reason == "the only one measured"
+    assert [(best.levels, best.backend) for best in failing] == [([4, 8], None), ([4], "b"), ([8], None)]
+    assert failing[1].reason == "9.00 times a (single)"
     lucky = best_backends(comparison(a=[level(4, 900, failed=1), level(8, 900)], b=[level(4, 1), level(8, 1)]))[0]
     assert lucky.backend == "a", "one answer in a hundred without text is no failure of the server"
+
+
+def test_failed_requests_are_shown_with_their_share_and_most_frequent_reason() -> None:
+    found = comparison(a=[level(4, 100), level(8, 200)], b=[level(4, 900, failed=2), level(8, 900, failed=51)])
+    found.best, found.aspects = best_backends(found), find_aspects(found)
+    for best, share in zip(found.best, ("2 to 51", "2", "51"), strict=True):
+        assert best.backend is None
+        assert best.reason.startswith("no comparison: only a was measured whole")
+        assert best.reason.endswith(f"; b failed {share} % (single)")
+    findings = {aspect.name: aspect.findings for aspect in found.aspects}
+    assert findings["Performance"]["b"] == "at 8 failed 51 %: http 500: broken"
+    assert findings["Concurrency"]["b"] == "at 4 failed 2 %: http 500: broken"
+    assert findings["Memory efficiency"]["b"] == "at 8 failed 51 %: http 500: broken"
+    page = render(found)
+    assert "failed 51 %: http 500: broken" in page
+    assert "too many requests failed" not in page
+    neither = best_backends(comparison(a=[level(4, 1, failed=9), level(8, 1)], b=[level(4, 1, failed=8), level(8, 1)]))
+    assert neither[0].reason == "no backend was measured whole; a failed 0 to 9 % (single); b failed 0 to 8 % (single)"
 
 
 @pytest.mark.parametrize(

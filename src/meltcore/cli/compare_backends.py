@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 HELP = (
     "Measure the same work on ours, vLLM, SGLang, llama.cpp and TensorRT-LLM, one after another: several sessions, "
     "a quantized model, batching, data parallel, a split model, load balanced. Each is started from its template with "
-    'equal settings, loaded with the same prompts, and ended. What is missing or fails is "not measured", with its '
-    "reason; the best of each set-up and model is named, with nine aspects."
+    "equal settings, loaded with the same prompts, and ended. What is missing or does not start is "
+    '"not measured", with its reason; failed requests are shown with their share and reason. The best of each set-up '
+    "and model is named, with nine aspects."
 )
 EXAMPLES = """\
   meltcore compare-backends Qwen/Qwen3-0.6B --python vllm=/opt/vllm/bin/python
@@ -142,7 +143,12 @@ def run(args: argparse.Namespace) -> int:
 def _run_line(made: "BackendRun") -> str:
     from meltcore.results.throughput import throughput_text
 
-    rates = "; ".join(map(throughput_text, made.levels))
+    rates = "; ".join(
+        f"{level.concurrency} concurrent {failure}"
+        if (failure := made.failure(level.concurrency))
+        else throughput_text(level)
+        for level in made.levels
+    )
     ready = "" if made.ready_s is None else f"ready after {made.ready_s:.1f} s"
     reason = f"not measured: {made.reason}" if made.reason else ""
     return f"{made.backend}, {made.start}: {', '.join(part for part in (ready, rates, reason) if part)}"

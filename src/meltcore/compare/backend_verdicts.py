@@ -54,7 +54,8 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
     best = BestBackend(model=model, set_up=set_up, levels=levels)
     rated = [(rate, run) for run in runs if (rate := mean_rate(run, levels)) is not None]
     if not rated:
-        best.reason = "no backend was measured" if levels else "it has no level of its own"
+        best.reason = "no backend was measured whole" if levels else "it has no level of its own"
+        best.reason += _failed_shares(runs, levels)
         return best
     rated.sort(key=lambda pair: pair[0], reverse=True)
     rate, first = rated[0]
@@ -62,7 +63,7 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
     rivals = [(other, run) for other, run in rated if run.backend != first.backend]
     where = "" if set_up else f" ({first.start})"
     if not rivals:
-        best.backend, best.reason = first.backend, f"the only one measured{where}"
+        best.reason = f"no comparison: only {first.backend} was measured whole{where}"
     elif rate < (1 + LEAST_LEAD) * rivals[0][0]:
         best.reason = (
             f"no clear best: {first.backend} leads {rivals[0][1].backend} by {100 * (rate / rivals[0][0] - 1):.1f} %, "
@@ -71,7 +72,20 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
     else:
         best.backend = first.backend
         best.reason = f"{rate / rivals[0][0]:.2f} times {rivals[0][1].backend}{where}"
+    best.reason += _failed_shares(runs, levels)
     return best
+
+
+def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
+    """Return the failed shares over `levels` of each start whose requests failed."""
+    texts = []
+    for run in runs:
+        shares = [100 * each.failed / each.requests for each in run.levels if each.concurrency in levels]
+        if any(run.failure(each) for each in levels):
+            low, high = f"{min(shares):.0f}", f"{max(shares):.0f}"
+            share = low if low == high else f"{low} to {high}"
+            texts.append(f"; {run.backend} failed {share} % ({run.start})")
+    return "".join(texts)
 
 
 def find_aspects(comparison: BackendComparison) -> list[Aspect]:
@@ -98,15 +112,21 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
     ]
 
 
-def unmeasured(run: BackendRun | None) -> str:
-    """Return "not measured" with the run's reason; a long one stands with its set-up."""
+def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
+    """Return "not measured" with the run's reason, or how many requests of `levels` failed and why.
+
+    A long reason stands with its set-up.
+    """
     if run is None:
         return f"{UNMEASURED}: not part of this comparison"
+    failed = next((each for each in levels if run.failure(each)), None)
+    if failed is not None:
+        return f"at {failed} {run.failure(failed)}"
     if run.reason and run.ready_s is None and (run.command or len(run.reason) > _LONGEST_REASON):
         return f"{UNMEASURED}: it did not start"
     if run.command and run.reason:
         return f"{UNMEASURED}: it did not finish the load"
-    return f"{UNMEASURED}: {run.reason or 'too many requests failed'}"
+    return f"{UNMEASURED}: {run.reason or 'it was not loaded so far'}"
 
 
 def _ends(comparison: BackendComparison) -> tuple[int, int]:
@@ -122,7 +142,7 @@ def _speed(comparison: BackendComparison, backend: str) -> str:
     run = comparison.run(backend, "single")
     low, high = _ends(comparison)
     if run is None or (most := run.level(high)) is None or (least := run.level(low)) is None:
-        return unmeasured(run)
+        return unmeasured(run, (high, low))
     ttft = format_number(most.ttft_ms.p50) if most.ttft_ms.p50 is not None else UNMEASURED
     return (
         f"{format_number(most.output_tokens_per_s)} tok/s at {high}, {format_number(least.output_tokens_per_s)} at "
@@ -134,7 +154,7 @@ def _concurrency(comparison: BackendComparison, backend: str) -> str:
     run = comparison.run(backend, "single")
     levels = _measured_levels(comparison, run) if run is not None else []
     if run is None or not levels:
-        return unmeasured(run)
+        return unmeasured(run, sorted(comparison.load["concurrency"]))
     first, last = run.level(levels[0]), run.level(levels[-1])
     assert first is not None
     assert last is not None
@@ -150,7 +170,7 @@ def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
     high = _ends(comparison)[1]
     level = run.level(high) if run is not None else None
     if run is None or level is None:
-        return unmeasured(run)
+        return unmeasured(run, (high,))
     base = single.level(high) if single is not None else None
     rate = f"{format_number(level.output_tokens_per_s)} tok/s at {high}"
     if base is None or not base.output_tokens_per_s:
@@ -169,7 +189,7 @@ def _multi_gpu(comparison: BackendComparison, backend: str) -> str:
 def _quantization(comparison: BackendComparison, backend: str) -> str:
     text = _ratio(comparison, backend, "quantized")
     run = comparison.run(backend, "quantized")
-    return text if text.startswith(UNMEASURED) or run is None else f"{run.model}: {text}"
+    return text if run is None or not run.levels else f"{run.model}: {text}"
 
 
 def _hardware(comparison: BackendComparison, backend: str) -> str:
@@ -194,7 +214,7 @@ def _fit(comparison: BackendComparison, backend: str) -> str:
     run = comparison.run(backend, "single")
     levels = _measured_levels(comparison, run) if run is not None else []
     if run is None or not levels:
-        return unmeasured(run)
+        return unmeasured(run, sorted(comparison.load["concurrency"]))
     judged = False
     highest = 0
     for each in levels:
@@ -213,9 +233,10 @@ def _fit(comparison: BackendComparison, backend: str) -> str:
 
 def _memory(comparison: BackendComparison, backend: str) -> str:
     run = comparison.run(backend, "single")
-    level = run.level(_ends(comparison)[1]) if run is not None else None
+    high = _ends(comparison)[1]
+    level = run.level(high) if run is not None else None
     if run is None or level is None:
-        return unmeasured(run)
+        return unmeasured(run, (high,))
     if not run.gpu_memory_bytes:
         return f"{UNMEASURED}: no reading of a GPU's memory"
     return f"{format_number(level.output_tokens_per_s / (run.gpu_memory_bytes / _GIB))} tok/s per GiB"

@@ -94,10 +94,10 @@ def _sentence(best: BestBackend) -> str:
 def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
     runs = [run for run in comparison.runs if run.start == START_OF[set_up]]
     levels = comparison.levels_of(set_up)
-    measured = [run for run in runs if any(run.level(level) for level in levels)]
+    measured = [run for run in runs if any(run.level(level) or run.failure(level) for level in levels)]
     blocks: list[Block] = [_rate_table(measured, levels)] if measured and levels else []
     first = next(each for each in comparison.set_ups if START_OF[each] == START_OF[set_up])
-    missing = [f"{run.backend}: {run.reason or 'too many requests failed'}" for run in runs if run not in measured]
+    missing = [f"{run.backend}: {run.reason or 'it was not loaded so far'}" for run in runs if run not in measured]
     missing += [f"{run.backend}, in part: {run.reason}" for run in measured if run.reason]
     if missing and set_up == first:
         blocks.append(Box("unsure", f"{TITLES[set_up]}: not measured", items=missing))
@@ -109,7 +109,10 @@ def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
 
 
 def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
-    """Builds a table with a row per level and backend; on the console a shorter one of the same rows."""
+    """Builds a table with a row per level and backend; on the console a shorter one of the same rows.
+
+    A level whose requests failed shows the share and the most frequent reason in place of its rate.
+    """
     columns = [
         Column("Concurrency", console="at"),
         Column("Backend", align="left"),
@@ -121,12 +124,16 @@ def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
         Column("ITL p50, ms", console="ITL\np50"),
         *(Column(title, console=None) for title in _GPU_VALUES.values()),
     ]
+    any_failed = any(run.failure(level) for run in runs for level in levels)
+    num_cells = len(columns) - 2
+    columns += [Column("Why it does not count", align="text", console="does not count")] if any_failed else []
     rows = []
     for level in levels:
         found = [(run, run.level(level)) for run in runs]
         best = max((each.output_tokens_per_s for _, each in found if each is not None), default=0.0)
         for run, each in found:
-            cells = [NOT_MEASURED] * (len(columns) - 2) if each is None else _level_cells(each)
+            cells = [NOT_MEASURED] * num_cells if each is None else _level_cells(each)
+            cells += [run.failure(level)] if any_failed else []
             is_best = each is not None and each.output_tokens_per_s == best
             rows.append(Row([f"{level:,}", run.backend, *cells], is_best, run is runs[-1]))
     return Table(columns, rows, note="Shaded: the highest rate of the level.", is_compact=True)

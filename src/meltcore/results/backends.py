@@ -46,10 +46,21 @@ class BackendRun(msgspec.Struct, kw_only=True):
 
     def level(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency where at most MOST_FAILED of its requests failed, else None."""
-        for level in self.levels:
-            if level.concurrency == concurrency and level.verdict in ("OK", "CLIENT_BOUND", "NO_TEXT", "FAILED"):
-                return level if level.failed <= MOST_FAILED * level.requests else None
-        return None
+        level = self._loaded(concurrency)
+        return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
+
+    def failure(self, concurrency: int) -> str:
+        """Return the failed share of a level that does not count, and its most frequent reason; empty for others."""
+        level = self._loaded(concurrency)
+        if level is None or level.failed <= MOST_FAILED * level.requests:
+            return ""
+        reason = max(level.failures, key=lambda each: level.failures[each], default="no reason was recorded")
+        return f"failed {100 * level.failed / level.requests:.0f} %: {reason}"
+
+    def _loaded(self, concurrency: int) -> LevelResult | None:
+        """Return the level of this concurrency that was loaded to its end; None where there is none."""
+        usable = ("OK", "CLIENT_BOUND", "NO_TEXT", "FAILED")
+        return next((each for each in self.levels if each.concurrency == concurrency and each.verdict in usable), None)
 
 
 class BestBackend(msgspec.Struct, kw_only=True):
