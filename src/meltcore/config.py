@@ -4,10 +4,9 @@ from argparse import BooleanOptionalAction
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError
-from meltcore.options import braces_fault, check_origins, json_object, not_empty, option
+from meltcore.options import braces_fault, check_origins, json_object, not_empty, option, server_url_fault
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -293,9 +292,8 @@ class ForeignConfig:
         if self.gpus and len(self.gpus) != self.replicas:
             raise ConfigError(f"{name}: gpus has {len(self.gpus)} entries, and there are {self.replicas} replicas")
         for url in self.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
-                raise ConfigError(f"{name}: url must be like http://127.0.0.1:8001; got {url!r}")
+            if fault := server_url_fault(url):
+                raise ConfigError(f"{name}: url {fault}")
         for path in self.paths:
             if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
                 raise ConfigError(f"{name}: paths must be like /v1/chat/completions; got {path!r}")

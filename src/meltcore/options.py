@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from meltcore.errors import ConfigError
 
@@ -159,7 +160,7 @@ def number(
 def size_bytes(text: str) -> int:
     """Return the bytes of a size like 40GiB, 512M or 1000000. Units are powers of 1024. Raises ArgumentTypeError."""
     match = _SIZE_PATTERN.fullmatch(text.strip())
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 40GiB, 512MiB or 1000000")
     return int(float(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
 
@@ -248,4 +249,31 @@ def braces_fault(text: str, names: Sequence[str]) -> str:
     except (LookupError, ValueError, AttributeError):
         known = " and ".join(f"{{{each}}}" for each in names)
         return f"got {text!r}; may hold {known} in braces, no others; write other braces twice"
+    return ""
+
+
+def shown_url(url: str) -> str:
+    """Return a URL as errors and logs may show it: `***` instead of a user, a password, a query and a fragment."""
+    address = re.sub(r"[?#].*", "?***", url, flags=re.DOTALL)
+    scheme, separator, rest = address.rpartition("://")
+    host, slash, path = rest.partition("/")
+    if "@" in rest and "@" not in host:  # a password with a slash
+        host, slash, path = rest, "", ""
+    return f"{scheme}{separator}{re.sub('^.*@', '***@', host, flags=re.DOTALL)}{slash}{path}"
+
+
+def server_url_fault(url: str) -> str:
+    """Return what is wrong with the base address of another server, without its password; "": nothing."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        is_address = False
+    if not is_address:
+        return f"must be an address such as http://127.0.0.1:8001; got {shown_url(url)!r}"
+    if "@" in url or "?" in url or "#" in url:
+        return (
+            f"must have no user, password, query or fragment; got {shown_url(url)!r}; "
+            "upstream_key_env names the variable with a key"
+        )
     return ""

@@ -155,7 +155,7 @@ models:
         ),
         (MODELS + "sharing: {min_share: 0}", "sharing.min_share: got 0; must be float > 0"),
         (MODELS + "sharing: {max_wait_ms: 20000}", "sharing.max_wait_ms: got 20000; must be float <= 10000"),
-        (MODELS + "sharing: {step_ms: .inf}", "sharing.step_ms: got inf; must be float <= 10000"),
+        (MODELS + "sharing: {step_ms: .inf}", "sharing.step_ms: got inf; must be a finite number"),
         (MODELS + "sharing: {mps_sm_percent: 101}", "sharing.mps_sm_percent: got 101; must be int <= 100"),
         (MODELS + "sharing: {means: mig}", "sharing.means: got 'mig'; must be pacing, mps or none"),
         ("models: {a: {checkpoint: x, max_num_seqs: 0}}", "models.a.max_num_seqs: got 0; must be int >= 1"),

@@ -22,6 +22,7 @@ from meltcore.api.log import Log, shorten
 from meltcore.api.stats import ServerStats
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
+from meltcore.options import shown_url
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -71,7 +72,7 @@ def resolve_tracing(config: ServerConfig) -> ServerConfig:
         return replace(config, otlp_traces_endpoint=None)
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{source} must be like http://127.0.0.1:4318/v1/traces; got {endpoint!r}")
+        raise ConfigError(f"{source} must be like http://127.0.0.1:4318/v1/traces; got {shown_url(endpoint)!r}")
     for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (protocol := os.environ.get(variable, "http/protobuf")) != "http/protobuf":
             raise ConfigError(f"{variable} must be http/protobuf; got {protocol!r}")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from meltcore.config import FOREIGN_TEMPLATES, PROMPT_FIELDS
-from meltcore.options import braces_fault
+from meltcore.options import braces_fault, server_url_fault
 from meltcore.protocol.fleet_spec import (
     ENGINE_SETTING_TASKS,
     PLACEHOLDERS,
@@ -56,6 +56,8 @@ def check_fleet(spec: FleetSpec) -> None:
     _check_names(spec)
     for name, model in spec.models.items():
         path = f"models.{name}"
+        if model.url is not None and (fault := server_url_fault(model.url)):
+            raise FleetError(f"{path}.url", fault)
         _check_kind(model, path)
         _check_device(spec, model, path)
     _check_limits(spec)

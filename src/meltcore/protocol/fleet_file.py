@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,12 +17,13 @@ import msgspec
 import yaml
 
 from meltcore.errors import ConfigError
-from meltcore.options import size_bytes
+from meltcore.options import shown_url, size_bytes
 from meltcore.protocol.fleet_checks import FleetError, check_fleet
-from meltcore.protocol.fleet_spec import FleetSpec, Size
+from meltcore.protocol.fleet_spec import MAX_SIZE_BYTES, FleetSpec, Size
 
 MAX_FILE_BYTES = 2**20
 _MAX_VALUE_CHARS = 80
+_MAX_NODES = 100_000  # with every alias as what it stands for: a few nested ones can stand for billions
 
 
 def load_fleet(path: str | Path) -> FleetSpec:
@@ -51,6 +53,12 @@ def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Reads plain values only, and refuses a key that stands twice: YAML would keep the last one silently."""
 
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_nodes(node, {})
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
         for key_node, _ in node.value:
@@ -62,6 +70,24 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
             keys.add(key_node.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of nodes below and with `node`, aliases as what they stand for. Raises FleetError past a limit.
+
+    known: of nodes by id; 0 for those that are being counted.
+    """
+    if (count := known.get(id(node))) is None:
+        known[id(node)] = 0
+        entries = [] if isinstance(node, yaml.ScalarNode) else node.value
+        children = [child for entry in entries for child in (entry if isinstance(entry, tuple) else (entry,))]
+        count = known[id(node)] = 1 + sum(_count_nodes(child, known) for child in children)
+    line = f"line {node.start_mark.line + 1}"
+    if count == 0:
+        raise FleetError("", f"{line}: an alias stands for a value that holds it")
+    if count > _MAX_NODES:
+        raise FleetError("", f"{line}: aliases make more than {_MAX_NODES:,} values; write a smaller file")
+    return count
 
 
 def _read_yaml(text: str) -> Any:
@@ -106,7 +132,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
     if base is Size:
         return _convert_size(value, path)
     if get_origin(base) is dict:
-        return _convert_dict(value, base, path, is_required=any(each.min_length for each in meta))
+        most = next((each.max_length for each in meta if each.max_length), None)
+        return _convert_dict(value, base, path, is_required=any(each.min_length for each in meta), most=most)
     if get_origin(base) is tuple:
         return _convert_list(value, base, path, meta)
     return _convert_leaf(value, hint, base, meta, path)
@@ -116,7 +143,9 @@ def _bare(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _convert_dict(value: Any, hint: Any, path: str, *, is_required: bool) -> dict[str, Any]:
+def _convert_dict(value: Any, hint: Any, path: str, *, is_required: bool, most: int | None) -> dict[str, Any]:
+    if isinstance(value, dict) and most is not None and len(value) > most:
+        raise FleetError(path, f"has {len(value):,} entries; must have at most {most:,}")
     if not isinstance(value, dict) or (is_required and not value):
         raise FleetError(path, f"got {_shown(value)}; must be a mapping" + (" of at least one" if is_required else ""))
     key_hint, value_hint = get_args(hint)
@@ -137,20 +166,26 @@ def _convert_list(value: Any, hint: Any, path: str, meta: tuple[Any, ...]) -> tu
 
 
 def _convert_size(value: Any, path: str) -> Size:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return Size(value)
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
     try:
-        return Size(size_bytes(value if isinstance(value, str) else ""))
-    except argparse.ArgumentTypeError as error:
+        size = value if is_number else size_bytes(value if isinstance(value, str) else "")
+    except (argparse.ArgumentTypeError, ValueError, OverflowError) as error:
         raise FleetError(path, f"got {_shown(value)}; must be a size such as 40GiB, 512MiB or 1000000") from error
+    if size > MAX_SIZE_BYTES:
+        raise FleetError(path, f"got {_shown(value)}; must be at most {MAX_SIZE_BYTES // 2**40:,} TiB")
+    return Size(size)
 
 
 def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path: str) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FleetError(path, f"got {value}; must be a finite number")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
         extra = {key: entry for each in meta for key, entry in (each.extra or {}).items()}
         shown = "a value that is not shown" if extra.get("is_secret") else _shown(value)
+        if extra.get("is_address") and isinstance(value, str):
+            shown = _shown(shown_url(value))
         if get_origin(base) is Literal:
             allowed = get_args(base)
             raise FleetError(path, f"got {shown}; must be {_names(allowed, 'or')}{_hint(value, allowed)}") from error
@@ -165,7 +200,10 @@ def join(path: str, key: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits
+        text = "a value that is too long to show"
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
 
 

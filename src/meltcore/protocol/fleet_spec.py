@@ -42,8 +42,11 @@ ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
 }
 
 
+MAX_SIZE_BYTES = 2**50
+
+
 class Size(int):
-    """A number of bytes, which a file may write as 40GiB, 512MiB or 1000000."""
+    """A number of bytes up to MAX_SIZE_BYTES, which a file may write as 40GiB, 512MiB or 1000000."""
 
     __slots__ = ()
 
@@ -73,15 +76,28 @@ VariableName: TypeAlias = Annotated[
     ),
 ]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+# A password in it is not repeated in errors.
 Url: TypeAlias = Annotated[
-    str, Meta(pattern=r"^https?://[^/\s]+", extra={"expected": "an address such as http://127.0.0.1:8001"})
+    str,
+    Meta(
+        pattern=r"^https?://[^/\s]+",
+        extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
+    ),
 ]
 Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
-PositiveInt: TypeAlias = Annotated[int, Meta(ge=1)]
-PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0)]
-AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1)]
+# Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
+Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
+QueueUnits: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+QueueRequests: TypeAlias = Annotated[int, Meta(ge=0, le=100_000_000)]
+Share: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+PerMinute: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=31_536_000)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
+AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
 Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
-GpuId: TypeAlias = Annotated[int, Meta(ge=0)]
+GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
 
 
@@ -99,7 +115,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
         Meta(description="TCP port on 127.0.0.1 for metrics, reload and `meltcore ps`; none: no such port."),
     ] = None
     api_server_count: Annotated[
-        PositiveInt | None, Meta(description="API server processes (default: one per four cores, at most 4).")
+        Processes | None, Meta(description="API server processes (default: one per four cores, at most 4).")
     ] = None
     allowed_origins: Annotated[
         tuple[Origin, ...],
@@ -186,20 +202,20 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     quantization: Annotated[Quantization, Meta(description="fp8: linear layers are quantized while loading.")] = "none"
     kv_cache_dtype: Annotated[KVCacheDType, Meta(description="fp8: keys and values in e4m3.")] = "auto"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=2)] | None,
+        Annotated[int, Meta(ge=2, le=16_777_216)] | None,
         Meta(
             description="Context length in tokens: prompt and output; of a translation model a sentence, and its "
             "translation (default: the model's)."
         ),
     ] = None
     max_num_seqs: Annotated[
-        PositiveInt | None,
+        Sequences | None,
         Meta(
             description="Sequences, sentences or clips per step: the concurrency to plan for. An engine of another "
             "task than generation has as many as its `memory` holds."
         ),
     ] = None
-    max_num_batched_tokens: Annotated[PositiveInt | None, Meta(description="Tokens per step.")] = None
+    max_num_batched_tokens: Annotated[Tokens | None, Meta(description="Tokens per step.")] = None
     memory: Annotated[
         Size | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
     ] = None
@@ -223,13 +239,13 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = "restart"
     priority: Annotated[Priority, Meta(description="Class of its requests against those of other models.")] = "standard"
     max_queue: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Meta(description="Requests that may wait (default: limits.max_queue).")
+        QueueRequests | None, Meta(description="Requests that may wait (default: limits.max_queue).")
     ] = None
     max_queue_tokens: Annotated[
-        PositiveInt | None, Meta(description="Prompt tokens that may wait (default: limits.max_queue_tokens).")
+        QueueUnits | None, Meta(description="Prompt tokens that may wait (default: limits.max_queue_tokens).")
     ] = None
     max_queue_chars: Annotated[
-        PositiveInt | None,
+        QueueUnits | None,
         Meta(description="Characters to translate or speak that may wait (default: limits.max_queue_chars)."),
     ] = None
     max_queue_audio_s: Annotated[
@@ -285,18 +301,18 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     """Limits of requests. Those of queues are per model and replaced by the model's own."""
 
     max_body: Annotated[Size | None, Meta(description="Largest request body (default: 8MiB).")] = None
-    max_queue: Annotated[int, Meta(ge=0, description="Requests of a model that may wait; more get status 429.")] = (
+    max_queue: Annotated[QueueRequests, Meta(description="Requests of a model that may wait; more get status 429.")] = (
         16_384
     )
-    max_queue_tokens: Annotated[PositiveInt, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
+    max_queue_tokens: Annotated[QueueUnits, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
     max_queue_chars: Annotated[
-        PositiveInt, Meta(description="Characters to translate or speak, of a model, that may wait.")
+        QueueUnits, Meta(description="Characters to translate or speak, of a model, that may wait.")
     ] = 4_194_304
     max_queue_audio_s: Annotated[
         AudioSeconds, Meta(description="Seconds of audio to transcribe, of a model, that may wait.")
     ] = 86_400.0
     class_shares: Annotated[
-        tuple[PositiveInt, ...],
+        tuple[Share, ...],
         Meta(
             min_length=3,
             max_length=3,
@@ -304,10 +320,10 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
         ),
     ] = (60, 30, 10)
     requests_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Requests per key and minute (default: no limit).")
+        PerMinute | None, Meta(description="Requests per key and minute (default: no limit).")
     ] = None
     tokens_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
+        PerMinute | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
     ] = None
 
 
@@ -319,10 +335,10 @@ class KeySection(_Section, frozen=True, kw_only=True):
     file: Annotated[Text | None, Meta(description="File that holds the key: only its owner may read it.")] = None
     priority: Annotated[Priority, Meta(description="Highest class that its requests may have.")] = "interactive"
     requests_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
+        PerMinute | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
     ] = None
     tokens_per_minute: Annotated[
-        PositiveInt | None, Meta(description="Prompt and output tokens per minute (default: limits.tokens_per_minute).")
+        PerMinute | None, Meta(description="Prompt and output tokens per minute (default: limits.tokens_per_minute).")
     ] = None
 
 
@@ -331,7 +347,7 @@ class TimeoutsSection(_Section, frozen=True, kw_only=True):
 
     request_s: Annotated[PositiveSeconds, Meta(description="A request, from arrival to the last byte.")] = 600.0
     drain_s: Annotated[
-        Annotated[float, Meta(ge=0)],
+        Seconds,
         Meta(description="Open requests, when a model or the server stops, or a model falls asleep."),
     ] = 30.0
     start_s: Annotated[PositiveSeconds, Meta(description="A model, from its start to its first answer.")] = 600.0
@@ -341,11 +357,11 @@ class TimeoutsSection(_Section, frozen=True, kw_only=True):
 class ResidencySection(_Section, frozen=True, kw_only=True):
     """When sleepable models that share memory take turns. Without effect where no model is sleepable."""
 
-    minimum_s: Annotated[float, Meta(ge=0, description="Time that a woken model stays awake.")] = 5.0
+    minimum_s: Annotated[Seconds, Meta(description="Time that a woken model stays awake.")] = 5.0
     turn_s: Annotated[
-        float, Meta(ge=0, description="Time that a busy model stays while requests of its class wait for another.")
+        Seconds, Meta(description="Time that a busy model stays while requests of its class wait for another.")
     ] = 20.0
-    swaps_per_minute: Annotated[PositiveInt, Meta(description="Times per minute that models are put to sleep.")] = 6
+    swaps_per_minute: Annotated[Share, Meta(description="Times per minute that models are put to sleep.")] = 6
     keep: Annotated[
         Literal["host", "disk"],
         Meta(description="Where weights are meanwhile: in pinned host memory, or only in the checkpoint."),
@@ -424,7 +440,7 @@ class FleetSpec(_Section, frozen=True, kw_only=True):
     gpus: Annotated[
         tuple[GpuSection, ...], Meta(description="GPUs that the fleet may use (default: all that are visible).")
     ] = ()
-    models: Annotated[dict[Name, ModelSection], Meta(min_length=1, description="Models by name.")]
+    models: Annotated[dict[Name, ModelSection], Meta(min_length=1, max_length=256, description="Models by name.")]
     languages: Annotated[LanguagesSection, Meta(description="Which model serves which language.")] = LanguagesSection()
     keys: Annotated[tuple[KeySection, ...], Meta(description="API keys (default: none is asked for).")] = ()
     limits: Annotated[LimitsSection, Meta(description="Limits of requests.")] = LimitsSection()
