@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Dependency groups need pip 25.1 or later.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,av,clients,engine,otel,translate]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group test --group lint -e '.[audio,av,clients,engine,otel,swagger,translate]'
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -7,7 +7,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ def test_http2_upgrade_offer_is_answered_by_http1(server: RunningServer, framing
             head, _, body = read_answer(connection).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200")
             assert json.loads(body)["usage"]["completion_tokens"] == 3
+
+
+def test_head_is_answered_on_a_connection_that_stays_open(server: RunningServer) -> None:
+    with closing(server.connect(5)) as connection:
+        for path, status in (("/health", 200), ("/", 200), ("/docs", 200), ("/none", 404), ("/v1/completions", 405)):
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (status, b""), path
 
 
 def test_header_split_over_two_packets_is_unchanged(server: RunningServer) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 # They say what the server is and whether it works, and nothing of its load or of any user.
-OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/v1/health", "/live"))
+_DOCS_PATHS = ("/docs", "/openapi.json", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js")
+OPEN_PATHS = frozenset(("/", *_DOCS_PATHS, "/health", "/v1/health", "/live"))
 
 
 def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:

@@ -176,10 +176,14 @@ class _JoinedWrites:
             return
         self._transport.write(data)
 
-    def close(self) -> None:
-        """Write what is kept, and close."""
+    def flush(self) -> None:
+        """Write the head that is kept: no body follows an answer to HEAD."""
         if self._head:
             self.write(b"")
+
+    def close(self) -> None:
+        """Write what is kept, and close."""
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -291,6 +295,10 @@ class _Protocol(HttpToolsProtocol):
         self._receiving = False
         self._waiting_since_s = None
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.transport.flush()  # type: ignore[attr-defined]
+        super().on_response_complete()
 
     def _refuse_head(self) -> None:
         error = RequestError(f"the request's headers have more than {MAX_HEAD_BYTES} bytes", code="headers_too_large")

@@ -1,16 +1,15 @@
-"""GET /openapi.json and /docs: the API described from the structs that decode its requests."""
+"""The API described in OpenAPI 3.1, from the structs that decode its requests."""
 
 from __future__ import annotations
 
-from html import escape
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.api.gate import OPEN_PATHS
-from meltcore.api.http import send_bytes
 from meltcore.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -27,34 +26,53 @@ from meltcore.api.protocol import (
 from meltcore.api.stats import CLASSES
 from meltcore.api.vision import PATHS as VISION_PATHS
 
-PATHS = ("/docs", "/openapi.json")
 _JSON, _AUDIO, _FORM = "application/json", "audio/*", "multipart/form-data"
 
 
 class _Operation(NamedTuple):
-    """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501."""
+    """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501.
+
+    example: a body to try it with. query: fields of the URL.
+    """
 
     method: str
     path: str
     summary: str
     body: type[msgspec.Struct] | tuple[str, ...] | None = None
     answer: str = _JSON
+    example: dict[str, Any] | None = None
+    query: tuple[str, ...] = ()
 
 
+_QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
 _OPERATIONS = (
-    _Operation("post", "/v1/chat/completions", "Answer a chat, streamed or not", ChatRequest),
-    _Operation("post", "/v1/completions", "Continue texts or token ids", CompletionRequest),
-    _Operation("post", "/v1/translate", "Translate sentences", TranslateRequest),
-    _Operation("post", "/v1/audio/speech", "Speak a text", SynthesisFields, _AUDIO),
+    _Operation(
+        *("post", "/v1/chat/completions", "Answer a chat, streamed or not", ChatRequest),
+        example={"model": "NAME", "messages": _QUESTION, "max_tokens": 64},
+    ),
+    _Operation(
+        *("post", "/v1/completions", "Continue texts or token ids", CompletionRequest),
+        example={"model": "NAME", "prompt": "7 * 8 =", "max_tokens": 16},
+    ),
+    _Operation(
+        *("post", "/v1/translate", "Translate sentences", TranslateRequest),
+        example={"sentences": ["the cat sees the dog"], "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
+    ),
+    _Operation("post", "/v1/audio/speech", "Speak a text", SynthesisFields, _AUDIO, {"input": "go at seven"}),
     _Operation(
         "post",
         "/v1/audio/transcriptions",
         "Transcribe a recording",
         ("file", "model", "language", "response_format", "timestamp_granularities[]", "decoder", "stream", "user"),
     ),
-    _Operation("post", "/v1/indic_chat", "Answer a prompt in a language", IndicChatRequest),
-    _Operation("post", "/v1/chat_direct", "Answer a prompt", DirectChatRequest),
-    _Operation("post", "/v1/chat", "Answer a text", TalkRequest),
+    _Operation(
+        *("post", "/v1/indic_chat", "Answer a prompt in a language", IndicChatRequest),
+        example={"prompt": "What is 7 * 8?", "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
+    ),
+    _Operation(
+        *("post", "/v1/chat_direct", "Answer a prompt", DirectChatRequest), example={"prompt": "What is 7 * 8?"}
+    ),
+    _Operation("post", "/v1/chat", "Answer a text", TalkRequest, example={"text": "What is 7 * 8?"}),
     _Operation(
         "post",
         "/v1/speech_to_speech",
@@ -62,22 +80,28 @@ _OPERATIONS = (
         ("file", *SpeechToSpeechFields.__struct_fields__),
         _AUDIO,
     ),
-    _Operation("post", "/v1/transcribe", "Transcribe a recording (?language=)", ("file", "language")),
-    _Operation("post", "/transcribe_batch", "Transcribe up to 64 recordings (?language=)", ("files", "language")),
+    _Operation("post", "/v1/transcribe", "Transcribe a recording", ("file",), query=("language",)),
+    _Operation("post", "/transcribe_batch", "Transcribe up to 64 recordings", ("files",), query=("language",)),
     _Operation(
         "post",
         "/v1/audio/speech_batch",
         "Speak up to 64 texts, as a zip archive",
         SpeechBatchRequest,
         "application/zip",
+        {"input": ["go at seven", "come at nine"]},
     ),
     *(
         _Operation("post", path, "Refused: images and PDF files need a vision model", answer="")
         for path in VISION_PATHS
         if not path.endswith("/")
     ),
-    _Operation("post", "/tokenize", "Return the token ids of a text or of a chat", TokenizeRequest),
-    _Operation("post", "/detokenize", "Return the text of token ids", DetokenizeRequest),
+    _Operation(
+        *("post", "/tokenize", "Return the token ids of a text or of a chat", TokenizeRequest),
+        example={"prompt": "7 * 8"},
+    ),
+    _Operation(
+        *("post", "/detokenize", "Return the text of token ids", DetokenizeRequest), example={"tokens": [1, 2, 3]}
+    ),
     _Operation("get", "/v1/models", "List the models that are ready"),
     _Operation("get", "/v1/models/{name}", "Describe a model"),
     _Operation("get", "/v1/status", "Tell what each model and GPU does now"),
@@ -85,11 +109,20 @@ _OPERATIONS = (
     _Operation("get", "/health", "Tell whether the server can answer requests"),
     _Operation("get", "/metrics", "Return Prometheus text", answer="text/plain"),
 )
+# Every form has audio in its first field. OpenAPI 3.1 says so by the media type, 3.0 by the format.
+_UPLOAD = {"type": "string", "format": "binary", "contentMediaType": "application/octet-stream"}
+_TAGS = {
+    "OpenAI": "The API of OpenAI, as vLLM has it. GET /v1/models lists the names of models.",
+    "dwani.ai": "The API of dwani.ai",
+    "server": "Models, health and load",
+}
+_OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/audio/speech", "/v1/audio/transcriptions")
+_SERVER_PATHS = ("/tokenize", "/detokenize", "/v1/status")
 _ERROR = {"description": "An error in OpenAI's form: error.message, type, param and code"}
 _REFUSED = {**_ERROR, "headers": {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}}
 _HEADERS = (
     ("X-Request-Timeout", "Seconds that the answer may take, below the server's limit", {"type": "number"}),
-    ("X-Priority-Class", "Class of the request in its model's queue", {"enum": list(CLASSES)}),
+    ("X-Priority-Class", "Class of the request in its model's queue", {"type": "string", "enum": list(CLASSES)}),
     ("X-Request-ID", "Name of the request in answer and log", {"type": "string", "maxLength": 128}),
 )
 
@@ -105,6 +138,7 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Meltcore", "version": __version__},
+        "tags": [{"name": name, "description": text} for name, text in _TAGS.items()],
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": keys},
         "security": [{"bearer": []}, {"x_api_key": []}],
@@ -115,59 +149,43 @@ def _header_key() -> dict[str, str]:
     return {"type": "apiKey", "in": "header", "name": "X-API-Key"}
 
 
+def _tag(operation: _Operation) -> str:
+    if operation.path in _OPENAI_PATHS or operation.path.startswith("/v1/models"):
+        return "OpenAI"
+    return "server" if operation.method == "get" or operation.path in _SERVER_PATHS else "dwani.ai"
+
+
 def _described(operation: _Operation) -> dict[str, Any]:
     answer = {"200": {"description": "The answer", "content": {operation.answer: {}}}} if operation.answer else {}
     refusal = {} if operation.answer else {"501": _ERROR}
-    described: dict[str, Any] = {"summary": operation.summary, "responses": {**answer, **refusal, "default": _ERROR}}
+    described: dict[str, Any] = {
+        "tags": [_tag(operation)],
+        "summary": operation.summary,
+        "responses": {**answer, **refusal, "default": _ERROR},
+    }
     if operation.path in OPEN_PATHS:
         described["security"] = []
-    if operation.body is None:
-        return described
-    described["responses"] |= {"429": _REFUSED, "503": _REFUSED}
-    described["parameters"] = [
-        {"name": name, "in": "header", "description": text, "schema": schema} for name, text, schema in _HEADERS
-    ]
-    if isinstance(operation.body, tuple):
-        fields = {name: {"type": "string"} for name in operation.body}
-        content = {_FORM: {"schema": {"type": "object", "properties": fields, "required": [operation.body[0]]}}}
-    else:
-        content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{operation.body.__name__}"}}}
-    described["requestBody"] = {"required": True, "content": content}
+    if parameters := list(_parameters(operation)):
+        described["parameters"] = parameters
+    if operation.body is not None:
+        described["responses"] |= {"429": _REFUSED, "503": _REFUSED}
+        described["requestBody"] = {"required": True, "content": _body(operation.body, operation.example)}
     return described
 
 
-def page(described: dict[str, Any]) -> str:
-    """Return the description as HTML, without a script."""
-    parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>Meltcore API</title>"]
-    parts.append("<meta name=viewport content='width=device-width'><h1>Meltcore API</h1>")
-    parts.append("<p>As OpenAPI: <a href=openapi.json>openapi.json</a><h2>Operations</h2><ul>")
-    for path, methods in described["paths"].items():
-        for method, operation in methods.items():
-            parts.append(f"<li><code>{method.upper()} {escape(path)}</code> {escape(operation['summary'])}")
-            for content_type, body in operation.get("requestBody", {}).get("content", {}).items():
-                name = body["schema"].get("$ref", "").rpartition("/")[2]
-                fields = ", ".join(body["schema"].get("properties", ()))
-                link = f"<a href='#{escape(name)}'>{escape(name)}</a>" if name else escape(fields)
-                parts.append(f" ({escape(content_type)}: {link})")
-    parts.append("</ul><h2>Schemas</h2>")
-    for name, schema in described["components"]["schemas"].items():
-        text = msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
-        parts.append(f"<h3 id='{escape(name)}'>{escape(name)}</h3><pre>{escape(text)}</pre>")
-    return "".join(parts)
+def _parameters(operation: _Operation) -> Iterator[dict[str, Any]]:
+    for name in re.findall(r"\{(\w+)\}", operation.path):
+        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+    for name in operation.query:
+        yield {"name": name, "in": "query", "schema": {"type": "string"}}
+    if operation.body is not None:
+        for name, text, schema in _HEADERS:
+            yield {"name": name, "in": "header", "description": text, "schema": schema}
 
 
-class ApiDocs:
-    """Both routes as a raw ASGI application. They need no API key: they hold nothing of a user or of a model."""
-
-    def __init__(self) -> None:
-        described = document()
-        self._answers = {
-            "/openapi.json": (msgspec.json.encode(described), b"application/json"),
-            "/docs": (page(described).encode(), b"text/html; charset=utf-8"),
-        }
-
-    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the description in the form of the path."""
-        body, content_type = self._answers[scope["path"]]
-        policy = (b"content-security-policy", b"default-src 'none'")
-        await send_bytes(send, body, content_type, headers=[policy, (b"x-content-type-options", b"nosniff")])
+def _body(body: type[msgspec.Struct] | tuple[str, ...], example: dict[str, Any] | None) -> dict[str, Any]:
+    if isinstance(body, tuple):
+        uploads = {"file": _UPLOAD, "files": {"type": "array", "items": _UPLOAD}}
+        fields = {name: uploads.get(name, {"type": "string", "example": ""}) for name in body}
+        return {_FORM: {"schema": {"type": "object", "properties": fields, "required": [body[0]]}}}
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}, "example": example}}

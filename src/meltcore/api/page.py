@@ -20,23 +20,26 @@ class Page:
 
     def __init__(self) -> None:
         self._body = _FILE.read_bytes()
-        self._headers = _headers(self._body.decode())
+        self._headers = page_headers(self._body.decode())
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send the page."""
         await send_bytes(send, self._body, b"text/html; charset=utf-8", headers=self._headers)
 
 
-def _headers(page: str) -> Headers:
-    """Return headers that let a browser run the page's own script alone, and connect to this server alone."""
-    hashes: dict[str, str] = {}
+def page_headers(page: str, *, scripts: str = "", styles: str = "") -> Headers:
+    """Return headers that let a browser run the page's own script alone, and connect to this server alone.
+
+    scripts, styles: sources in the policy beside what stands in the page.
+    """
+    sources = {"script": scripts, "style": styles}
     for kind, content in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        hashes[kind] = f"'sha256-{digest}'"
+        sources[kind] = f"{sources[kind]} 'sha256-{digest}'".strip()
     policy = {
         "default-src": "'none'",
-        "script-src": hashes["script"],
-        "style-src": hashes["style"],
+        "script-src": sources["script"],
+        "style-src": sources["style"],
         "connect-src": "'self'",
         "img-src": "data:",
         "media-src": "blob:",

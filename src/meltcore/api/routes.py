@@ -18,6 +18,8 @@ from meltcore import __version__
 from meltcore.api.backend import SERVING, Backend, ModelTable
 from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
+from meltcore.api.docs import PATHS as DOCS_PATHS
+from meltcore.api.docs import ApiDocs
 from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
 from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, ForwardingEndpoint
@@ -34,8 +36,6 @@ from meltcore.api.http import (
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
-from meltcore.api.openapi import PATHS as DOCS_PATHS
-from meltcore.api.openapi import ApiDocs
 from meltcore.api.origins import OriginCheck
 from meltcore.api.page import Page
 from meltcore.api.protocol import (

@@ -391,7 +391,7 @@ def _tokenize(fleet: _Fleet) -> str:
 def _pages(fleet: _Fleet) -> str:
     for path, content in (
         ("/", "<title>Meltcore</title>"),
-        ("/docs", "/v1/chat/completions"),
+        ("/docs", "openapi.json"),
         ("/openapi.json", '"openapi"'),
         ("/live", '"live"'),
         ("/health", '"ready"'),
