@@ -87,7 +87,7 @@ def translation() -> dict[str, int]:
     return reserved(engine.outside_bytes)
 
 
-def recognition() -> dict[str, int]:
+def transcription() -> dict[str, int]:
     import numpy as np
 
     from meltcore.transcriber import Transcriber
@@ -118,9 +118,9 @@ def reserved(graphs: int = 0) -> dict[str, int]:
 
 STEPS: dict[str, Callable[[], dict[str, int]]] = {
     each.__name__: each
-    for each in (context, library, generation, generation_graphs, translation, recognition, synthesis)
+    for each in (context, library, generation, generation_graphs, translation, transcription, synthesis)
 }
-TASKS = ("generation", "translation", "recognition", "synthesis")
+TASKS = ("generation", "translation", "transcription", "synthesis")
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def load_metrics() -> list[str]:
 
 
 def task_metrics() -> list[str]:
-    """Lines of a list: the definitions of the metrics of translation, recognition and synthesis."""
+    """Lines of a list: the definitions of the metrics of translation, transcription and synthesis."""
     return [f"- **{each.name}** ({each.unit}): {each.text}" for each in TASK_DEFINITIONS]
 
 

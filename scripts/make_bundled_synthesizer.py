@@ -3,7 +3,7 @@
     python scripts/make_bundled_synthesizer.py --minutes 6 --out src/meltcore/bundled/voice
 
 Needs the package on the path with its audio extra. On one H200 it takes the minutes given and one more. Another bundled
-model, the recognizer, is used after training only: it reads what the synthesizer says.
+model, the transcriber, is used after training only: it reads what the synthesizer says.
 
 The transformer learns by flow matching, the vocoder from true spectrograms: samples are known, so its loss compares
 spectra with their phases, at three resolutions. Characters last ten frames each.
@@ -38,7 +38,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from meltcore import Synthesizer, Transcriber
-from meltcore.models.checkpoint import BUNDLED_RECOGNIZER
+from meltcore.models.checkpoint import BUNDLED_TRANSCRIBER
 from meltcore.models.indicf5 import FILLER, IndicF5
 from meltcore.models.task_configs import IndicF5Config
 from meltcore.models.vocos import MelSpectrogram
@@ -333,14 +333,14 @@ def write_reference(folder: Path) -> None:
     (folder / "prompts" / f"{_VOICE}.txt").write_text(_REFERENCE.strip() + "\n")
 
 
-def evaluate(folder: Path, recognizer: str, texts: int, length: int, seed: int) -> dict[str, Any]:
-    """Return how many held-out texts the recognizer reads back, by its decoder."""
+def evaluate(folder: Path, transcriber: str, texts: int, length: int, seed: int) -> dict[str, Any]:
+    """Return how many held-out texts the transcriber reads back, by its decoder."""
     rng = random.Random(f"heldout/voice/{seed}")
     drawn = [random_text(rng, "heldout", rng.randint(4, max(5, length))) for _ in range(texts)]
     drawn = [" ".join(text.replace(".", "").split()) for text in drawn]
     synthesizer = Synthesizer(str(folder), dtype="float32", memory_bytes=EVALUATION_BYTES)
     audio = [(samples, synthesizer.sample_rate) for samples in synthesizer.synthesize(drawn, seed=seed)]
-    transcriber = Transcriber(recognizer, dtype="float32", memory_bytes=EVALUATION_BYTES)
+    transcriber = Transcriber(transcriber, dtype="float32", memory_bytes=EVALUATION_BYTES)
     kinds = {}
     for decoder in ("ctc", "rnnt"):
         found = transcriber.transcribe(audio, "en", decoder=decoder)
@@ -355,7 +355,7 @@ def evaluate(folder: Path, recognizer: str, texts: int, length: int, seed: int) 
 
 def main() -> int:
     parser = run_arguments(__doc__.splitlines()[0], "src/meltcore/bundled/voice", minutes=6.0, workers=5)
-    parser.add_argument("--recognizer", default=BUNDLED_RECOGNIZER, help="its name or folder")
+    parser.add_argument("--transcriber", default=BUNDLED_TRANSCRIBER, help="its name or folder")
     parser.add_argument("--frames", type=int, default=32_768, help="frames per step (default 32768)")
     parser.add_argument("--longest", type=int, default=_LONGEST_TEXT, help=f"characters (default {_LONGEST_TEXT})")
     parser.add_argument("--size", type=int, default=128, help="channels (default 128)")
@@ -389,7 +389,7 @@ def main() -> int:
     write_reference(folder)
     # The engine takes the silence that ends a reference for speech, which makes chunks a few characters shorter.
     longest_said = arguments.longest - len(_REFERENCE) - 4
-    kinds = evaluate(folder, arguments.recognizer, arguments.texts, longest_said, arguments.seed + 2)
+    kinds = evaluate(folder, arguments.transcriber, arguments.texts, longest_said, arguments.seed + 2)
     evaluation = evaluation_record(
         "held-out texts whose every character is read back, float16 weights computed in float32",
         training_text(folder, arguments.minutes, is_old=arguments.evaluate_only),

@@ -12,7 +12,7 @@ LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 Profiler = Literal["torch", "cuda"]
-Task = Literal["generation", "translation", "recognition", "synthesis"]  # of a model: what its engines do
+Task = Literal["generation", "translation", "transcription", "synthesis"]  # of a model: what its engines do
 KVCacheDType = Literal["auto", "fp8"]
 PriorityClass = Literal["interactive", "standard", "batch"]  # of a request, the most urgent first
 DebugSwitch = Literal[
@@ -344,7 +344,7 @@ class RoutesConfig:
     """
 
     translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
-    recognition: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
+    transcription: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
     synthesis: dict[str, str] = field(default_factory=dict)
     # Languages that models may not know: what they get instead, the first of these that the model knows.
     substitute: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -374,7 +374,7 @@ class RoutesConfig:
         """Yield every name of a model with the key that has it."""
         for index, rule in enumerate(self.translation):
             yield f"translation[{index}].model", rule.model
-        for task in ("recognition", "synthesis"):
+        for task in ("transcription", "synthesis"):
             yield from ((f"{task}.{language}", name) for language, name in getattr(self, task).items())
         for key in ("translate_model", "chat_model"):
             if (name := getattr(self, key)) is not None:

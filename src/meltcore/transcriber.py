@@ -1,4 +1,4 @@
-"""Provides the offline API of speech recognition: a checkpoint in this process, for scripts and tests."""
+"""Provides the offline API of transcription: a checkpoint in this process, for scripts and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from meltcore.audio.decode import AudioLimits, Clip, decode
 from meltcore.config import DType, EngineConfig, LoadFormat
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.recognition import RecognitionTask
+from meltcore.engine.batch.transcription import TranscriptionTask
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.transcription import Decoder, Transcribe, Transcript
 from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
@@ -47,7 +47,7 @@ class Transcriber:
         config = EngineConfig(
             model=model, device=device, dtype=dtype, load_format=load_format, memory_bytes=memory_bytes, seed=seed
         )
-        task = RecognitionTask(config)
+        task = TranscriptionTask(config)
         ready = task.ready()
         self._engine: BatchEngine[Transcribe, Transcript] = BatchEngine(task, max_start_s=_MAX_START_S)
         self._limits = AudioLimits(ready.sample_rate, ready.max_samples / ready.sample_rate)

@@ -126,7 +126,7 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
 
 def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
     assert find_task(model("ai4bharat/IndicF5")) == "synthesis"
-    assert find_task(model("ai4bharat/indic-conformer-600m-multilingual")) == "recognition"
+    assert find_task(model("ai4bharat/indic-conformer-600m-multilingual")) == "transcription"
     assert find_task(model(TRANSLATOR, normalizer="original")) == "translation"
     assert find_task(model("meltcore/sums")) == "generation"
     for name in ("ai4bharat/IndicF5", "meltcore/sums"):
@@ -181,34 +181,34 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
     def choice(**fields: Any) -> ModelChoice:
         return ModelChoice(ModelTable(list(backends.values())), RoutesConfig(**fields))
 
-    def recognizer(choice: ModelChoice, language: str | None, model: str | None = None) -> tuple[str, str | None]:
+    def transcriber(choice: ModelChoice, language: str | None, model: str | None = None) -> tuple[str, str | None]:
         request = speech_request({"language": language or "", **({} if model is None else {"model": model})}, b"")
-        backend, request = choice.recognizer(request)
+        backend, request = choice.transcriber(request)
         return backend.names[0], request.language
 
     plain = choice()
     assert plain.chat_model() is backends["meltcore/sums"]
     assert plain.synthesizer(None) is backends["ai4bharat/IndicF5"]
     assert plain.synthesizer("hindi", "copy") is backends["copy"]
-    assert [recognizer(plain, name)[0] for name in ("kn", "Kannada", "tam_Taml", "hi", None)] == [
+    assert [transcriber(plain, name)[0] for name in ("kn", "Kannada", "tam_Taml", "hi", None)] == [
         *("kannada", "kannada", "tamil", "tamil", "tamil"),
     ]
     ruled = choice(
         synthesis={"hi": "copy", "*": "ai4bharat/IndicF5"},
-        recognition={"eng_Latn": "kannada"},
+        transcription={"eng_Latn": "kannada"},
         substitute={"German": ("or", "ta"), "kn": ("ta",), "en": ("pa",)},
     )
     assert [ruled.synthesizer(name).names[0] for name in ("Hindi", "kn")] == ["copy", "ai4bharat/IndicF5"]
-    assert recognizer(ruled, "english") == ("kannada", "english")
-    assert recognizer(ruled, "german") == ("tamil", "ta")  # the first that a model knows
-    assert recognizer(ruled, "Kannada") == ("kannada", "Kannada")  # a known language stays
+    assert transcriber(ruled, "english") == ("kannada", "english")
+    assert transcriber(ruled, "german") == ("tamil", "ta")  # the first that a model knows
+    assert transcriber(ruled, "Kannada") == ("kannada", "Kannada")  # a known language stays
     assert ruled.synthesizer("English").names[0] == "ai4bharat/IndicF5"
-    assert recognizer(ruled, "english", "tamil")[0] == "tamil"
+    assert transcriber(ruled, "english", "tamil")[0] == "tamil"
     for call, message in [
         (lambda: plain.synthesizer(None, "meltcore/sums"), "meltcore/sums cannot synthesize speech"),
         (lambda: plain.synthesizer("en"), "language 'en' is not one of the model's: as, bn"),
         (lambda: plain.chat_model("copy"), "copy cannot chat"),
-        (lambda: choice(recognition={"*": "copy"}).recognizer(speech_request({}, b"")), "copy cannot transcribe"),
+        (lambda: choice(transcription={"*": "copy"}).transcriber(speech_request({}, b"")), "copy cannot transcribe"),
     ]:
         with pytest.raises(RequestError, match=message):
             call()

@@ -31,13 +31,13 @@ from meltcore.text.translation.tokenizer import SyntheticTokenizer
 ENGINES: dict[str, Any] = {
     "generation": LocalEngine,
     "translation": LocalEngine,
-    "recognition": TranscriptionEngine,
+    "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
 FOREIGN = {  # as fleet.yaml gives paths to tasks
     "far-generation": ("/v1/chat/completions", "/v1/completions"),
     "far-translation": ("/v1/translate",),
-    "far-recognition": ("/v1/audio/transcriptions",),
+    "far-transcription": ("/v1/audio/transcriptions",),
     "far-synthesis": ("/v1/audio/speech",),
 }
 CHAT = {"prompt": "a", "src_lang": "en", "tgt_lang": "kn"}
@@ -59,10 +59,10 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/audio/speech": ({"input": "a"}, ("synthesis",)),
     "/v1/audio/speech_batch": ({"input": ["a"]}, ("synthesis",)),
     "/audio/speech_batch": ({"input": ["a"]}, ("synthesis",)),
-    "/v1/audio/transcriptions": (UPLOAD, ("recognition", "far-recognition")),
-    **{f"{base}{end}": (UPLOAD, ("recognition",)) for base in ("/v1/transcribe", "/transcribe") for end in ("", "/")},
+    "/v1/audio/transcriptions": (UPLOAD, ("transcription", "far-transcription")),
+    **{f"{base}{end}": (UPLOAD, ("transcription",)) for base in ("/v1/transcribe", "/transcribe") for end in ("", "/")},
     **{
-        f"{base}{end}": ({"files": "RIFF"}, ("recognition",))
+        f"{base}{end}": ({"files": "RIFF"}, ("transcription",))
         for base in ("/v1/transcribe_batch", "/transcribe_batch")
         for end in ("", "/")
     },

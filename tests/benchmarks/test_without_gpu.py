@@ -27,7 +27,7 @@ NEED_A_GPU = [
     "many_streams",
     "offline",
     "quantized_linear",
-    "recognition",
+    "transcription",
     "gemm_sweep",
     "router",
     "staggered",

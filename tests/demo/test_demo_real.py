@@ -24,7 +24,7 @@ def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.Monke
     assert (result["status"], result["command"]) == ("complete", "demo")
     assert result["accuracy"] >= 0.95
     by_task = {level["task"]["task"]: level for level in result["levels"]}
-    assert by_task.keys() == {"translation", "recognition"}
+    assert by_task.keys() == {"translation", "transcription"}
     assert all(level["failed"] == 0 and level["accuracy"] >= 0.75 for level in result["levels"])
     [level] = result["mixed"]
     assert (level["connections"], level["peak_in_flight"]) == (10, 10)
@@ -42,7 +42,7 @@ def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.Monke
     for path in ("/v1/chat/completions", "/v1/indic_chat", "/v1/speech_to_speech", "/transcribe_batch/", "/v1/ocr"):
         assert f"path={path} " in log, "a check that passes has sent its request"
     assert all(level["failed"] == 0 for level in by_task.values())
-    assert all(by_task[task]["accuracy"] >= 0.75 for task in ("translation", "recognition"))
+    assert all(by_task[task]["accuracy"] >= 0.75 for task in ("translation", "transcription"))
     page = (folder / "report.html").read_text()
     assert "All models, mixed" in page
     assert "sums, phrases, tones, voice" in page

@@ -197,10 +197,10 @@ def test_model_that_fails_to_start_is_named(tmp_path: Path) -> None:
 
 def test_fleet_of_some_tasks_is_a_valid_file(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    write_fleet(path, ("generation", "recognition"))
+    write_fleet(path, ("generation", "transcription"))
     spec = load_fleet(path)
     assert (list(spec.models), spec.server.port) == (["sums", "tones"], 0)
-    assert (spec.languages.translation, spec.languages.recognition, spec.languages.synthesis) == (
+    assert (spec.languages.translation, spec.languages.transcription, spec.languages.synthesis) == (
         (),
         {"*": "tones"},
         {},

@@ -40,14 +40,20 @@ def run(task: Task, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list
         )
 
 
-def test_recognizer_reads_back_what_was_spoken(tmp_path: Path) -> None:
+def test_transcriber_reads_back_what_was_spoken(tmp_path: Path) -> None:
     texts = spoken_texts(7)
     with serve_tasks() as server:
         spoken = speak(server.url, "scripted", texts)
         assert server.received[-1]["input"] == texts[7].given
         assert len(spoken) == 8
         read_back, _ = run_step(
-            STEPS["recognition"], spoken, server.url, "scripted", tmp_path, tmp_path / "requests.jsonl", lambda _: None
+            STEPS["transcription"],
+            spoken,
+            server.url,
+            "scripted",
+            tmp_path,
+            tmp_path / "requests.jsonl",
+            lambda _: None,
         )
         assert (read_back.failed, read_back.concurrency, read_back.peak_in_flight) == (0, 8, 8)
         server.behavior["status"] = 429
@@ -65,27 +71,27 @@ def test_step_grades_held_out_problems_and_keeps_samples(task: Task, tmp_path: P
     assert level.task.task == task
     assert len(samples) == 3
     assert all(sample.answer == sample.expected for sample in samples)
-    assert all((sample.audio_wav is not None) is (task == "recognition") for sample in samples)
+    assert all((sample.audio_wav is not None) is (task == "transcription") for sample in samples)
 
 
 @pytest.mark.slow
 def test_step_below_95_percent_fails_the_demo(tmp_path: Path) -> None:
-    level, _ = run("recognition", tmp_path, num_wrong=3)
+    level, _ = run("transcription", tmp_path, num_wrong=3)
     assert level.accuracy == pytest.approx(45 / 48)
     verdict, reasons = judge(CHECKS, UNLOADED, [level], [], [])
     assert verdict == "FAILED"
-    assert reasons == ["recognition, concurrency 16: accuracy is 93.75 %; the limit is 95 %"]
+    assert reasons == ["transcription, concurrency 16: accuracy is 93.75 %; the limit is 95 %"]
     assert judge(CHECKS, UNLOADED, [level], [], [], read_back=level) == ("OK", [])
     worse = structs.replace(level, accuracy=5 / 8)
     _, reasons = judge(CHECKS, UNLOADED, [worse], [], [], read_back=worse)
-    assert reasons == ["recognition, concurrency 16: accuracy is 62.50 %; the limit is 75 %"]
+    assert reasons == ["transcription, concurrency 16: accuracy is 62.50 %; the limit is 75 %"]
 
 
 def test_tasks_choose_steps() -> None:
-    assert [step.task for step in task_steps(DemoConfig(tasks=("generation", "recognition")))] == ["recognition"]
+    assert [step.task for step in task_steps(DemoConfig(tasks=("generation", "transcription")))] == ["transcription"]
     assert task_steps(DemoConfig(tasks=("generation",))) == []
-    with pytest.raises(ConfigError, match="tasks must hold generation; got recognition"):
-        DemoConfig(tasks=("recognition",))
+    with pytest.raises(ConfigError, match="tasks must hold generation; got transcription"):
+        DemoConfig(tasks=("transcription",))
     with pytest.raises(ConfigError, match="--tasks: 'vision' is not one of generation, "):
         parse_tasks("generation,vision")
 
@@ -94,7 +100,7 @@ def test_page_plays_clips_beside_their_transcripts() -> None:
     audio = b"RIFF...."
     samples = [
         Sample(task="translation", given="A dog runs.", answer="<b>", expected="<b>"),
-        Sample(task="recognition", given="clip 1", answer="abc", expected="abd", audio_wav=audio),
+        Sample(task="transcription", given="clip 1", answer="abc", expected="abd", audio_wav=audio),
     ]
     html = render(sample_run(samples=samples))
     assert "&lt;b&gt;" in html, "answers are text, not markup"

@@ -30,7 +30,7 @@ GEMMA = {"checkpoint": "not/here", "shapes": "google/gemma-3-27b-it", "format": 
 FLEET = {
     "generation": {**GEMMA, "max_model_len": 8192},
     "translation": {"checkpoint": "not/here", "shapes": "ai4bharat/indictrans2-en-indic-1B"},
-    "recognition": {"checkpoint": "ai4bharat/indic-conformer-600m-multilingual", "load_format": "dummy"},
+    "transcription": {"checkpoint": "ai4bharat/indic-conformer-600m-multilingual", "load_format": "dummy"},
     "synthesis": {"checkpoint": "not/here", "shapes": "ai4bharat/IndicF5"},
 }
 

@@ -1,4 +1,4 @@
-"""The bundled models of translation and recognition, planned and served in turns beside a language model."""
+"""The bundled models of translation and transcription, planned and served in turns beside a language model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
         assert server.metrics()["wakes_total"] >= 3
         # The task of each model, as the API servers know it and as the supervisor does.
         admin = f"http://127.0.0.1:{yaml.safe_load(path.read_text())['server']['admin_port']}"
-        tasks = {"sums": "generation", "phrases": "translation", "tones": "recognition", "far": "synthesis"}
+        tasks = {"sums": "generation", "phrases": "translation", "tones": "transcription", "far": "synthesis"}
         for url in (server.url, admin):
             text = httpx.get(f"{url}/metrics", timeout=10).text
             found = re.findall(r'queue_requests\{model_name="(\w+)",priority_class="batch",task="(\w+)"\}', text)

@@ -23,7 +23,7 @@ BUNDLED = Path(checkpoint.__file__).parent.parent / "bundled"
 MODELS = {
     "sums": ("config.json", {"task": "generation"}),
     "phrases": ("config.json", {"task": "translation"}),
-    "tones": ("model_config.yaml", {"task": "recognition"}),
+    "tones": ("model_config.yaml", {"task": "transcription"}),
     "voice": ("config.json", {"task": "synthesis"}),
 }
 

@@ -281,7 +281,7 @@ def test_readiness_request_of_each_task() -> None:
     base: tuple[Any, ...] = ("CPU", "float32", "dummy", [], 0.0)
     engines: list[Any] = [
         GenerationReady(*base, 64, 8, 300, 64, 64, ["float32"], "float32", "none"),
-        TranscriptionReady(*base, "recognition", 100, ["kn"], 16_000, 1600, 16_000, "real"),
+        TranscriptionReady(*base, "transcription", 100, ["kn"], 16_000, 1600, 16_000, "real"),
         SynthesisReady(*base, "synthesis", 100, [], 24_000, 100, 1.0, 3.0, 0.5, 2.0, [32, 16], "real"),
         TranslationReady(*base, "translation", 100, 8, 64, 5, 4, 64, "real"),
     ]

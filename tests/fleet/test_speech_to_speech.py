@@ -24,7 +24,7 @@ from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on 
 
 from meltcore.backends.engine_process import ENGINE_COMMAND  # noqa: E402
 from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfig  # noqa: E402
-from meltcore.models.checkpoint import BUNDLED_RECOGNIZER  # noqa: E402
+from meltcore.models.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
 from meltcore.problems.tones import ToneClip, render, tone_clip  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     (folder / "prompts" / "a.txt").write_text("namaste kagaa nama")
     models = tuple(
         ModelConfig(engine=EngineConfig(model=name, device="cpu", memory_bytes=2**28), served_model_name=(served,))
-        for name, served in ((BUNDLED_RECOGNIZER, "ears"), ("meltcore/sums", "gemma3"), (str(folder), "mouth"))
+        for name, served in ((BUNDLED_TRANSCRIBER, "ears"), ("meltcore/sums", "gemma3"), (str(folder), "mouth"))
     )
     config = ServerConfig(models=models, port=0, api_server_count=1, routes=RoutesConfig(chat_prompt=""))
     with running(serve_command(config, engine=ENGINE_COMMAND), folder / "stderr") as server:

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions over a real server, a small recognizer and the openai client."""
+"""POST /v1/audio/transcriptions over a real server, a small transcriber and the openai client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 
 from meltcore.config import EngineConfig  # noqa: E402
 from meltcore.engine.batch.engine import BatchEngine  # noqa: E402
-from meltcore.engine.batch.recognition import RecognitionTask  # noqa: E402
+from meltcore.engine.batch.transcription import TranscriptionTask  # noqa: E402
 from meltcore.load.config import LoadConfig  # noqa: E402
 from meltcore.load.runner import run_levels  # noqa: E402
 from meltcore.protocol.transcription import Transcribe, Transcript  # noqa: E402
@@ -69,7 +69,7 @@ def wav(seconds: float = 2.0, seed: int = 1, rate: int = 16_000, format: str = "
 @pytest.fixture(scope="module")
 def expected(archive: Path) -> Transcript:
     """The transcript of `wav()` by the engine alone."""
-    engine = BatchEngine(RecognitionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30)))
+    engine = BatchEngine(TranscriptionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30)))
     samples = soundfile.read(io.BytesIO(wav()), dtype="float32")[0]
     pcm = np.rint(np.clip(samples, -1, 1) * 32767).astype(np.int16)
     engine.add(Transcribe(request_id="a", samples=pcm.tobytes(), language="kn"))
@@ -89,7 +89,7 @@ def test_openai_client_gets_the_engines_transcript(client: openai.OpenAI, expect
     assert (card.id, card.task, card.languages) == (MODEL, "transcription", ["hi", "kn", "ta"])  # type: ignore[attr-defined]
 
 
-def test_load_generator_measures_recognition(server: RunningServer) -> None:
+def test_load_generator_measures_transcription(server: RunningServer) -> None:
     workload = "transcribe:language=kn,seconds=1-2,clips=3,decoder=ctc"
     config = LoadConfig(url=server.url, workload=workload, concurrency=(3,), num_prompts=(6,), num_warmups=0)
     [level] = run_levels(config)

@@ -1,4 +1,4 @@
-"""A scripted server of translation, recognition and synthesis: its answers take known times and have known content."""
+"""A scripted server of translation, transcription and synthesis: answers take known times and have known content."""
 
 from __future__ import annotations
 

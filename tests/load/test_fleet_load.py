@@ -64,7 +64,13 @@ def load(name: str, result: LevelResult, **fields: Any) -> StreamLoad:
 
 @pytest.mark.parametrize("total", [3, 10, 100, 10_000])
 def test_connections_are_split_by_share_with_one_for_each_model(total: int) -> None:
-    models = [model("a"), model("b"), model("mt", "translation"), model("asr", "recognition"), model("v", "synthesis")]
+    models = [
+        model("a"),
+        model("b"),
+        model("mt", "translation"),
+        model("asr", "transcription"),
+        model("v", "synthesis"),
+    ]
     shares = shares_of(models, DEFAULT_MIX)
     assert shares == pytest.approx([0.35, 0.35, 0.15, 0.12, 0.03])
     counts = split_connections(total, shares)
@@ -92,7 +98,7 @@ def test_workload_follows_the_card() -> None:
     assert (
         default_workload(model("t", "translation", **card), SIZES) == "translate:src=kan_Knda,tgt=eng_Latn,words=8-40"
     )
-    assert default_workload(model("r", "recognition", languages=["en"]), SIZES).startswith("transcribe:language=en,")
+    assert default_workload(model("r", "transcription", languages=["en"]), SIZES).startswith("transcribe:language=en,")
     assert default_workload(model("s", "synthesis", languages=["kn"]), SIZES).startswith("speak:language=kan_Knda,")
 
 
@@ -202,7 +208,7 @@ def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses
 
 def test_preset_chooses_models_by_name_and_clips_of_ten_seconds() -> None:
     fleet = [model("indictrans3", languages=[]), model("gemma-3-27b"), model("qwen3-30b"), model("mt", "translation"),
-             model("asr", "recognition", languages=["kn"])]  # fmt: skip
+             model("asr", "transcription", languages=["kn"])]  # fmt: skip
     chosen = choose_models(MIXED, fleet)
     assert [each.name for each in chosen] == ["qwen3-30b", "asr", "mt", "gemma-3-27b"]
     assert stream_workload(MIXED.streams[1], chosen[1], SIZES) == "transcribe:language=kn,seconds=10,clips=64"
@@ -268,7 +274,7 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     path = tmp_path / "x.yaml"
     path.write_text(
         "name: x\nstreams:\n- {name: busy, model: mt, concurrency: 4, alone_s: 0.1, min_throughput_ratio: 0.01}\n"
-        "- {name: speech, task: recognition, rate: 20, max_p95_ratio: {e2e: 2}}\n"
+        "- {name: speech, task: transcription, rate: 20, max_p95_ratio: {e2e: 2}}\n"
     )
     with serve_tasks(models=CARDS, delay_s=0.01) as server:
         settings: dict[str, Any] = {"parts": ("interference",), "interference": str(path), "interference_s": 0.5}

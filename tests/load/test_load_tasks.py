@@ -1,4 +1,4 @@
-"""The load on translation, recognition and synthesis: what is sent, what is measured, and what is refused."""
+"""The load on translation, transcription and synthesis: what is sent, what is measured, and what is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_translation_counts_sentences_and_source(tokens: int | None) -> None:
     assert len({str(request["sentences"]) for request in requests}) == 24, "each request has sentences of its own"
 
 
-def test_recognition_sends_every_clip_and_counts_its_seconds() -> None:
+def test_transcription_sends_every_clip_and_counts_its_seconds() -> None:
     with serve_tasks(text="") as server:
         level, task = load(server.url, TRANSCRIBE, extra_body={"timestamp_granularities[]": "word"})
         requests = server.received

@@ -1,4 +1,4 @@
-"""The networks of a recognizer with the modules, names and forward passes that NeMo's have, to be exported.
+"""The networks of a transcriber with the modules, names and forward passes that NeMo's have, to be exported.
 
 Sizes are those of parakeet_tools.CONFIG. The weights of a NeMo checkpoint fit by name.
 """

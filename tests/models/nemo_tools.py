@@ -1,4 +1,4 @@
-"""A small recognizer as a NeMo archive: random weights, and a SentencePiece model per language."""
+"""A small transcriber as a NeMo archive: random weights, and a SentencePiece model per language."""
 
 from __future__ import annotations
 

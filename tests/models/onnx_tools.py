@@ -1,4 +1,4 @@
-"""Writes ONNX files without the package onnx, and a small recognizer in the published layout of such files.
+"""Writes ONNX files without the package onnx, and a small transcriber in the published layout of such files.
 
 A file has the nodes that lead to its weights, as torch.onnx writes them; test_onnx_export.py compares real exports.
 """
@@ -237,7 +237,7 @@ def write_assets(
     scoped: bool = True,
     external: bool = True,
 ) -> dict[str, list[str]]:
-    """Write a recognizer as it is published. tensors: by NeMo's names. Returns the texts of tokens by language."""
+    """Write a transcriber as it is published. tensors: by NeMo's names. Returns the texts of tokens by language."""
     assets = folder / "assets"
     assets.mkdir(parents=True)
     write_preprocessor(assets / "preprocessor.ts", traced=not scoped)

@@ -1,4 +1,4 @@
-"""The bundled synthesizer: the bundled recognizer reads back what it says, and what faults of an engine cost.
+"""The bundled synthesizer: the bundled transcriber reads back what it says, and what faults of an engine cost.
 
 A fault that these texts do not show is another mel scale of the reference's spectrogram, as all that is to say is in
 the text. Spectrograms beside transformers' show it.
@@ -20,7 +20,7 @@ pytest.importorskip("soxr", reason="the extra audio has it")
 
 from meltcore import Synthesizer, Transcriber
 from meltcore.models import indicf5
-from meltcore.models.checkpoint import BUNDLED_RECOGNIZER, BUNDLED_SYNTHESIZER
+from meltcore.models.checkpoint import BUNDLED_SYNTHESIZER, BUNDLED_TRANSCRIBER
 from meltcore.problems.tones import random_word
 from meltcore.protocol.transcription import Decoder
 
@@ -32,7 +32,7 @@ TEXTS = ("sun 42", "fjord jazz", "a kettle 917")
 
 @pytest.fixture(scope="module")
 def transcriber() -> Transcriber:
-    return Transcriber(BUNDLED_RECOGNIZER, device="cpu", memory_bytes=2**30)
+    return Transcriber(BUNDLED_TRANSCRIBER, device="cpu", memory_bytes=2**30)
 
 
 def speak(texts: list[str], num_steps: int) -> list[tuple[np.ndarray, int]]:
@@ -42,7 +42,7 @@ def speak(texts: list[str], num_steps: int) -> list[tuple[np.ndarray, int]]:
 
 
 def read_back(transcriber: Transcriber, texts: list[str], decoder: Decoder, num_steps: int) -> list[str]:
-    """What the recognizer hears when these texts are spoken."""
+    """What the transcriber hears when these texts are spoken."""
     return [found.text for found in transcriber.transcribe(speak(texts, num_steps), "en", decoder=decoder)]
 
 

@@ -14,7 +14,7 @@ from nemo_tools import nemo_config, write_archive
 from parakeet_tools import CONFIG
 
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import find_recognizer
+from meltcore.models.checkpoint import find_transcriber
 from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.nemo_config import read_config
 
@@ -31,7 +31,7 @@ def test_configuration_is_read_as_nemo_writes_it() -> None:
 
 
 def test_published_sizes() -> None:
-    folder = find_recognizer("ai4bharat/indic-conformer-600m-multilingual", dummy=True)
+    folder = find_transcriber("ai4bharat/indic-conformer-600m-multilingual", dummy=True)
     assert folder is not None
     config = read_config(NemoArchive(folder).config)
     assert len(config.languages) == 22
@@ -78,7 +78,7 @@ def test_tensors_and_tokens_of_every_form(form: str, tmp_path: Path) -> None:
         with tarfile.open(path) as tar:
             tar.extractall(tmp_path / "unpacked", filter="data")
         path = tmp_path / "unpacked"
-    assert find_recognizer(str(path)) == path
+    assert find_transcriber(str(path)) == path
     files_before = sorted(path.parent.iterdir())
     archive = NemoArchive(path)
     for name, values in archive.tensors().items():
@@ -99,9 +99,9 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             NemoArchive(tmp_path / f"{name}.nemo").tensors()
     with pytest.raises(ConfigError, match="no such file"):
-        find_recognizer(str(tmp_path / "missing.nemo"))
+        find_transcriber(str(tmp_path / "missing.nemo"))
     with pytest.raises(ConfigError, match=r"2 NeMo archives, so name one of them|3 NeMo archives"):
-        find_recognizer(str(tmp_path))
+        find_transcriber(str(tmp_path))
     pytest.importorskip("sentencepiece")
     with pytest.raises(ConfigError, match="has no 0a1b_hi_tokenizer"):
         NemoArchive(whole).token_texts(CONFIG)

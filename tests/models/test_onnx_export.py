@@ -17,7 +17,7 @@ from onnx_tools import write_preprocessor, write_texts
 from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech
 
 from meltcore.models.indicconformer import IndicConformer
-from meltcore.models.recognizer_assets import PublishedAssets
+from meltcore.models.transcriber_assets import PublishedAssets
 from meltcore.tasks.ctc import ctc_greedy
 from meltcore.tasks.transducer import transducer_greedy
 

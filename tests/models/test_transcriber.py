@@ -19,7 +19,7 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 from meltcore import Transcriber
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.recognition import RecognitionTask
+from meltcore.engine.batch.transcription import TranscriptionTask
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.transcription import Decoder, Transcribe, Transcript
 from meltcore.text.transcripts import SpokenWord, Transcription, model_language
@@ -50,7 +50,7 @@ def encoded(samples: np.ndarray, format: str = "WAV") -> bytes:
 
 def alone(archive: str, samples: np.ndarray, decoder: Decoder = "rnnt") -> Transcript:
     """What the engine makes of one clip."""
-    engine = BatchEngine(RecognitionTask(EngineConfig(model=archive, device="cpu", memory_bytes=2**28)))
+    engine = BatchEngine(TranscriptionTask(EngineConfig(model=archive, device="cpu", memory_bytes=2**28)))
     pcm = np.rint(np.clip(samples, -1, 1) * 32767).astype(np.int16)
     engine.add(Transcribe(request_id="a", samples=pcm.tobytes(), language="kn", decoder=decoder))
     (transcript,) = engine.step().outputs

@@ -19,8 +19,8 @@ from meltcore.kernels.quant.ggml_experts import experts_scratch_values
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import (
     PUBLISHED_CONFIG_FOLDERS,
-    PUBLISHED_RECOGNIZERS,
     PUBLISHED_SYNTHESIS_FOLDERS,
+    PUBLISHED_TRANSCRIBERS,
     PUBLISHED_TRANSLATION_FOLDERS,
     open_checkpoint,
 )
@@ -40,8 +40,8 @@ from meltcore.models.weight_sizes import (
     decoder_cache_specs,
     decoder_weight_bytes,
     largest_expert_slice,
-    recognition_weight_bytes,
     synthesis_weight_bytes,
+    transcription_weight_bytes,
     translation_weight_bytes,
 )
 
@@ -166,12 +166,12 @@ def test_translation_weighs_what_its_model_does(name: str) -> None:
     assert translation_weight_bytes(IndicTrans2Config.read(values), 2) == parameter_bytes(model)
 
 
-def test_recognition_weighs_what_its_model_does() -> None:
-    [folder] = PUBLISHED_RECOGNIZERS.values()
+def test_transcription_weighs_what_its_model_does() -> None:
+    [folder] = PUBLISHED_TRANSCRIBERS.values()
     config = read_config(yaml.safe_load((folder / "model_config.yaml").read_text()))
     with META:
         model = IndicConformer(config).half()
-    assert recognition_weight_bytes(config, 2) == parameter_bytes(model)
+    assert transcription_weight_bytes(config, 2) == parameter_bytes(model)
 
 
 def test_synthesis_weighs_what_its_prepared_model_does() -> None:

@@ -49,8 +49,8 @@ def test_a_whole_target_gives_the_logits_of_decoding_it_token_by_token() -> None
 
 
 @pytest.mark.usefixtures("scripts")
-def test_a_recognizer_learns_the_likelihood_of_the_path_that_greedy_decoding_walks(tmp_path: Path) -> None:
-    from make_bundled_recognizer import (
+def test_a_transcriber_learns_the_likelihood_of_the_path_that_greedy_decoding_walks(tmp_path: Path) -> None:
+    from make_bundled_transcriber import (
         ALPHABETS,
         Trainee,
         archive_config,
@@ -143,7 +143,7 @@ def test_a_synthesizer_learns_the_velocity_that_it_is_sampled_with(monkeypatch: 
     ("script", "options"),
     [
         ("make_bundled_translation.py", ("--rows=16", "--size=32", "--layers=1", "--sentences=4")),
-        ("make_bundled_recognizer.py", ("--seconds=8", "--max-clip=3", "--size=32", "--layers=1", "--clips=16")),
+        ("make_bundled_transcriber.py", ("--seconds=8", "--max-clip=3", "--size=32", "--layers=1", "--clips=16")),
         ("make_bundled_synthesizer.py", ("--frames=1000", "--size=32", "--layers=1", "--texts=4")),
     ],
 )

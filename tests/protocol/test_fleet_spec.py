@@ -30,13 +30,14 @@ models:
     device: [1]
   en-indic: {checkpoint: ai4bharat/indictrans2-en-indic-1B, task: translation, max_queue: 0}
   indic-indic: {checkpoint: ai4bharat/indictrans2-indic-indic-1B, task: translation, aliases: [mt]}
-  ears: {checkpoint: ai4bharat/indic-conformer-600m-multilingual, task: recognition, device: cpu, max_queue_audio_s: 90}
+  ears:
+    {checkpoint: ai4bharat/indic-conformer-600m-multilingual, task: transcription, device: cpu, max_queue_audio_s: 90}
   far: {url: "https://example.test", upstream_key_env: FAR_KEY}
 languages:
   translation:
     - {source: eng_Latn, target: "*", model: en-indic}
     - {source: "*", target: "*", model: mt}
-  recognition: {kan_Knda: ears, "*": ears}
+  transcription: {kan_Knda: ears, "*": ears}
   substitute: {kan_Knda: guj_Gujr, hin_Deva: [tam_Taml, tel_Telu]}
 keys: [{name: app, env: APP_KEY, priority: standard, requests_per_minute: 60}]
 limits:
@@ -66,7 +67,7 @@ def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
         ("eng_Latn", "*", "en-indic"),
         ("*", "*", "mt"),
     ]
-    assert (routes.recognition, routes.synthesis) == ({"kan_Knda": "ears", "*": "ears"}, {})
+    assert (routes.transcription, routes.synthesis) == ({"kan_Knda": "ears", "*": "ears"}, {})
     assert routes.substitute == {"kan_Knda": ("guj_Gujr",), "hin_Deva": ("tam_Taml", "tel_Telu")}
 
 
@@ -122,7 +123,7 @@ timeouts: {start_s: 7, connect_s: 2, request_s: 90}
 models:
   near: {command: vllm, checkpoint: org/m, python: /envs/v/bin/python, device: [2, 3, 4, 5], tensor_parallel_size: 2,
          replicas: 2, memory: 2GiB, max_num_seqs: 8, environment: {A: b}, aliases: [n]}
-  ears: {url: 'http://10.0.0.1:9', task: recognition, upstream_model: whisper, upstream_key_env: KEY}
+  ears: {url: 'http://10.0.0.1:9', task: transcription, upstream_model: whisper, upstream_key_env: KEY}
   cpu: {command: 'llama-server --port {port}', device: cpu}
 """
     near, ears, cpu = server_config(parse_fleet(text)).foreign
@@ -246,16 +247,20 @@ models:
         (MODELS + "gpus: [{memory: 1GiB}]", "gpus[0].id: missing"),
         (MODELS + "server: {port: 80, admin_port: 80}", "server.admin_port: got 80, which is server.port"),
         (
-            MODELS + "languages: {recognition: {kan_Knda: alpah}}",
-            "languages.recognition.kan_Knda: got 'alpah'; no model has this name (did you mean alpha?); models are a",
+            MODELS + "languages: {transcription: {kan_Knda: alpah}}",
+            "languages.transcription.kan_Knda: got 'alpah'; no model has this name (did you mean alpha?); models are a",
         ),
         (
             MODELS + "languages: {synthesis: {kan_Knda: a}}",
             "got 'a', a model of task generation; must be one of task syn",
         ),
         (
-            MODELS + "languages: {recognition: {kannada: a}}",
-            "recognition.kannada: got 'kannada'; must be a FLORES code",
+            "models: {a: {checkpoint: x, task: transcription}}",
+            "models.a.task: got 'transcription'; must be generation, translation, transcription or synthesis",
+        ),
+        (
+            MODELS + "languages: {transcription: {kannada: a}}",
+            "transcription.kannada: got 'kannada'; must be a FLORES code",
         ),
         (
             MODELS + "languages: {translation: [{source: '*', target: '*', model: mt},"
@@ -321,34 +326,34 @@ def test_published_schema_and_reference_are_those_of_the_structs() -> None:
             )
             for task, name, value, tasks in (
                 ("synthesis", "generation_config", "auto", "generation"),
-                ("recognition", "max_queue_tokens", 9, "generation"),
+                ("transcription", "max_queue_tokens", 9, "generation"),
                 ("translation", "max_num_batched_tokens", 512, "generation"),
                 ("translation", "enable_prefix_caching", False, "generation"),
                 ("synthesis", "enforce_eager", True, "generation"),
-                ("recognition", "tensor_parallel_size", 2, "generation"),
-                ("recognition", "max_model_len", 512, "generation or translation"),
+                ("transcription", "tensor_parallel_size", 2, "generation"),
+                ("transcription", "max_model_len", 512, "generation or translation"),
                 ("generation", "max_queue_chars", 9, "translation or synthesis"),
-                ("synthesis", "max_queue_audio_s", 9.0, "recognition"),
+                ("synthesis", "max_queue_audio_s", 9.0, "transcription"),
             )
         ),
         ({"models": {"m": {"checkpoint": "c", "task": "translation", "max_model_len": 99, "max_num_seqs": 2}}}, None),
         (
-            {"models": {"m": {"checkpoint": "c", "task": "recognition", "memory": Size(9), "max_num_seqs": 4}}},
-            "models.m.max_num_seqs: got 4 beside memory, which decides it for task recognition",
+            {"models": {"m": {"checkpoint": "c", "task": "transcription", "memory": Size(9), "max_num_seqs": 4}}},
+            "models.m.max_num_seqs: got 4 beside memory, which decides it for task transcription",
         ),
         ({"models": {"m": {"checkpoint": "c", "memory": Size(9), "max_num_seqs": 4}}}, None),
         ({"models": {"m": {"url": "http://h", "max_queue_chars": 4}}}, "models.m.max_queue_chars: got 4; a model with"),
         (
             {"limits": {"max_queue_audio_s": 60.0}},
-            "limits.max_queue_audio_s: got 60.0; is for task recognition, and no",
+            "limits.max_queue_audio_s: got 60.0; is for task transcription, and no",
         ),
         (
-            {"limits": {"max_queue_tokens": 9}, "models": {"m": {"checkpoint": "c", "task": "recognition"}}},
+            {"limits": {"max_queue_tokens": 9}, "models": {"m": {"checkpoint": "c", "task": "transcription"}}},
             "limits.max_queue_tokens: got 9; is for task generation, and no model is of it",
         ),
         (
-            {"models": {"m": {"url": "http://h", "task": "recognition", "max_queue_tokens": 9}}},
-            "models.m.max_queue_tokens: got 9; uploads of task recognition have no tokens: use max_queue",
+            {"models": {"m": {"url": "http://h", "task": "transcription", "max_queue_tokens": 9}}},
+            "models.m.max_queue_tokens: got 9; uploads of task transcription have no tokens: use max_queue",
         ),
         ({"limits": {"max_queue_tokens": 9}, "models": {"m": {"url": "http://h", "task": "synthesis"}}}, None),
     ],

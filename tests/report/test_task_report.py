@@ -1,4 +1,4 @@
-"""Tables, page and comparison of a load on translation, recognition and synthesis."""
+"""Tables, page and comparison of a load on translation, transcription and synthesis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meltcore.results.schema import Distribution, LevelResult, Task, TaskLoad
 from meltcore.results.starts import StartSet
 
 WIDE = Distribution(n=10_000, p50=12_345.0, p99=58_123.0)
-UNITS: dict[Task, str] = {"translation": "sentences/s", "recognition": "RTFx", "synthesis": "audio s/s"}
+UNITS: dict[Task, str] = {"translation": "sentences/s", "transcription": "RTFx", "synthesis": "audio s/s"}
 
 
 def task_level(task: Task, rate: float, concurrency: int = 10, **changes: object) -> LevelResult:
@@ -51,10 +51,10 @@ def test_table_of_a_task_has_its_metrics_and_fits_80_columns(task: Task) -> None
 
 
 def test_tasks_have_tables_and_tiles_of_their_own() -> None:
-    levels = [sample_level(10), task_level("recognition", 4000.0), task_level("recognition", 2000.0, 20)]
+    levels = [sample_level(10), task_level("transcription", 4000.0), task_level("transcription", 2000.0, 20)]
     assert len(levels_tables(levels)) == 2
     best = [(value, text) for label, value, text in run_tiles(sample_run(levels)) if label == "Best throughput"]
-    assert [text for _, text in best] == ["output tok/s, concurrency 10", "RTFx, recognition, concurrency 10"]
+    assert [text for _, text in best] == ["output tok/s, concurrency 10", "RTFx, transcription, concurrency 10"]
     assert best[1][0] == "4,000"
 
 

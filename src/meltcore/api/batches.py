@@ -42,7 +42,7 @@ class TranscribeBatchEndpoint(Endpoint):
                 raise RequestError(f"unknown file {name[:60]!r}; audio goes into the fields files", param=name[:60])
         if not files:
             raise RequestError("files is missing: it must hold the audio, with file names", param="files")
-        backend, request = self.choices.recognizer(speech_request(fields, b""))
+        backend, request = self.choices.transcriber(speech_request(fields, b""))
         requests = [request._replace(data=data) for data in files]
         exchange.fields |= {"model": backend.names[0], "files": len(files)}
         work = finish_all(

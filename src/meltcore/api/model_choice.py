@@ -35,14 +35,14 @@ class ModelChoice:
         """The models of languages and routes, as fleet.yaml has them now."""
         return self._models.routes or self._config
 
-    def recognizer(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
-        """Return a model that recognizes speech, and the request in the language that it gets.
+    def transcriber(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
+        """Return a model that transcribes speech, and the request in the language that it gets.
 
         Raises RequestError (400, 404, 503).
         """
         choices = []
         for language in self._meanings(request.language):
-            candidates = self._candidates(request.model or _configured(self.config.recognition, language))
+            candidates = self._candidates(request.model or _configured(self.config.transcription, language))
             found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
             backend = _of_language(found, language) or _refuse(candidates, "transcribe speech")
             if _knows(backend, language):

@@ -20,7 +20,7 @@ _MAX_SESSION_BYTES = 128
 
 
 class SpeechToSpeechEndpoint(Endpoint):
-    """Recognizes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
+    """Transcribes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
 
     paths = dwani_paths = ("/v1/speech_to_speech", "/v1/speech_to_speech/")
 
@@ -38,7 +38,7 @@ class SpeechToSpeechEndpoint(Endpoint):
         language = fields.language or ""
         if not language:
             raise RequestError("language is required: models do not detect it", param="language")
-        recognizer, request = self.choices.recognizer(speech_request({"language": language}, data))
+        transcriber, request = self.choices.transcriber(speech_request({"language": language}, data))
         target = fields.target_language or language
         synthesizer = self.choices.synthesizer(
             target, param="target_language"
@@ -46,9 +46,9 @@ class SpeechToSpeechEndpoint(Endpoint):
         exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 
-        transcript = await recognizer.transcribe(request, exchange.identity)
+        transcript = await transcriber.transcribe(request, exchange.identity)
         if not transcript.text.strip():
-            raise RequestError("no speech was recognized in the audio", param="file", code="no_speech")
+            raise RequestError("no speech was found in the audio", param="file", code="no_speech")
         if is_events:
             await exchange.event({"type": "transcript.text.done", "text": transcript.text})
         answer = await answer_in(self.choices, exchange, transcript.text, (language, target))

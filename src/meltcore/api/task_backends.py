@@ -1,4 +1,4 @@
-"""What backends of recognition, synthesis and translation do, and the requests and answers of each."""
+"""What backends of transcription, synthesis and translation do, and the requests and answers of each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SpeechRequest(NamedTuple):
 
 @runtime_checkable
 class SpeechBackend(Protocol):
-    """A backend whose model recognizes speech."""
+    """A backend whose model transcribes speech."""
 
     names: tuple[str, ...]
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it recognizes, by code; none before it is loaded."""
+        """The languages that it transcribes, by code; none before it is loaded."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""

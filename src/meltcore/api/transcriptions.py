@@ -25,7 +25,7 @@ class TranscriptionsEndpoint(Endpoint):
         is_dwani = exchange.scope["path"] in DWANI_PATHS
         request = await read_form(body, content_type, exchange.query if is_dwani else {})
         exchange.fields |= {"model": request.model, "user": request.user}
-        backend, request = self.choices.recognizer(request)
+        backend, request = self.choices.transcriber(request)
         await while_connected(exchange.scope, self._answer(exchange, backend, request))
 
     async def _answer(self, exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> None:

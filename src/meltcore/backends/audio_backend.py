@@ -1,4 +1,4 @@
-"""What the backends of speech recognition and synthesis share: admission, the time limit, and refused routes."""
+"""What the backends of transcription and synthesis share: admission, the time limit, and refused routes."""
 
 from __future__ import annotations
 

@@ -37,15 +37,13 @@ SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortes
 # would double the load of servers that are too slow already.
 _RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
 _MULTIPART_MODEL = re.compile(rb'(name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n)[^\r\n]{0,512}(\r\n--)')
-# Of a path that a model is forwarded at, in the words of our engines' cards.
-_CARD_TASKS = {
+_TASKS = {  # by a path that a model is forwarded at
     "/v1/translate": "translation",
     "/v1/audio/transcriptions": "transcription",
     "/v1/audio/speech": "synthesis",
 }
 # Of a request that waits nothing is tokenized here. Four bytes are a token of English text.
 BYTES_PER_TOKEN = 4
-_TASKS = _CARD_TASKS | {"/v1/audio/transcriptions": "recognition"}  # in those of fleet.yaml
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -375,7 +373,7 @@ class HttpBackend:
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card. Of a foreign model little is known here."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
-        card["task"] = next((_CARD_TASKS[path] for path in self.paths if path in _CARD_TASKS), "generation")
+        card["task"] = task_of(self.config)
         card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
         return card | ({"max_model_len": self.config.max_model_len} if self.config.max_model_len else {})
 

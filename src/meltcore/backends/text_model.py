@@ -46,15 +46,15 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
     return open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
 
 
-def is_recognizer(config: ModelConfig) -> bool:
-    """Return whether the model recognizes speech: it has no text model. Raises ConfigError."""
-    return checkpoints.is_recognizer(config.engine.model, dummy=config.engine.load_format == "dummy")
+def is_transcription_model(config: ModelConfig) -> bool:
+    """Return whether the model transcribes speech: it has no text model. Raises ConfigError."""
+    return checkpoints.is_transcription_model(config.engine.model, dummy=config.engine.load_format == "dummy")
 
 
 def find_task(config: ModelConfig) -> Task:
     """Return what kind of backend a model needs, once its configuration is on this machine. Raises ConfigError."""
-    if is_recognizer(config):
-        task: Task = "recognition"
+    if is_transcription_model(config):
+        task: Task = "transcription"
     elif is_synthesis_model(config.engine.model, dummy=config.engine.load_format == "dummy"):
         task = "synthesis"
     else:

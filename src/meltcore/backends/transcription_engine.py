@@ -1,4 +1,4 @@
-"""The backend of a speech recognizer whose engines run on this machine, as one API server process sees it."""
+"""The backend of a transcription model whose engines run on this machine, as one API server process sees it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TranscriptionEngine(AudioBackend):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
-    task = "recognition"
+    task = "transcription"
     unit = AUDIO_S
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
@@ -69,7 +69,7 @@ class TranscriptionEngine(AudioBackend):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it recognizes, by code; none before it is loaded."""
+        """The languages that it transcribes, by code; none before it is loaded."""
         return self._ready.languages if self._ready is not None else ()
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.demo.config import GENERATION
-from meltcore.demo.tasks import RECOGNIZED_LANGUAGE, Problem, clips, phrases
+from meltcore.demo.tasks import TRANSCRIBED_LANGUAGE, Problem, clips, phrases
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE
 from meltcore.results.schema import CheckResult
@@ -205,13 +205,13 @@ def _completions(fleet: _Fleet) -> str:
 
 
 @_opens("openai: audio.speech.create, read back by audio.transcriptions.create", "/v1/audio/speech",
-        "/v1/audio/transcriptions", tasks=("synthesis", "recognition"))  # fmt: skip
+        "/v1/audio/transcriptions", tasks=("synthesis", "transcription"))  # fmt: skip
 def _speech(fleet: _Fleet) -> str:
     model = fleet.models["synthesis"]
     audio = fleet.openai.audio.speech.create(model=model, voice="seven", input=_TEXT, response_format="wav").content
     _expect(audio[:4] == b"RIFF", f"it begins with {audio[:4]!r}")
     heard = fleet.openai.audio.transcriptions.create(
-        model=fleet.models["recognition"], file=("speech.wav", audio), language=RECOGNIZED_LANGUAGE
+        model=fleet.models["transcription"], file=("speech.wav", audio), language=TRANSCRIBED_LANGUAGE
     ).text
     _expect(heard, "nothing was heard in it")
     return f"{len(audio):,} bytes, heard as {heard!r}"
@@ -227,12 +227,12 @@ def _speech_stream(fleet: _Fleet) -> str:
     return f"{sum(map(len, parts)):,} bytes of MP3"
 
 
-@_opens("openai: audio.transcriptions.create, with word times", "/v1/audio/transcriptions", tasks=("recognition",))
+@_opens("openai: audio.transcriptions.create, with word times", "/v1/audio/transcriptions", tasks=("transcription",))
 def _transcription(fleet: _Fleet) -> str:
     found = fleet.openai.audio.transcriptions.create(
-        model=fleet.models["recognition"],
+        model=fleet.models["transcription"],
         file=("clip.wav", fleet.clip.audio_wav),
-        language=RECOGNIZED_LANGUAGE,
+        language=TRANSCRIBED_LANGUAGE,
         response_format="verbose_json",
         timestamp_granularities=["word"],
     )
@@ -288,7 +288,7 @@ def _translate(fleet: _Fleet) -> str:
     return found[0]  # type: ignore[no-any-return]
 
 
-@_opens("dwani: asr.transcribe", "/v1/transcribe", tasks=("recognition",))
+@_opens("dwani: asr.transcribe", "/v1/transcribe", tasks=("transcription",))
 def _transcribe(fleet: _Fleet) -> str:
     found = fleet.dwani.transcribe(str(fleet.clip_path), "english")["text"]
     _expect(found == fleet.clip.answer, f"{found!r}, not {fleet.clip.answer!r}")
@@ -332,7 +332,7 @@ def _talk(fleet: _Fleet) -> str:
 
 
 @_opens("HTTP: /v1/speech_to_speech, streamed as events", "/v1/speech_to_speech",
-        tasks=(GENERATION, "synthesis", "recognition"))  # fmt: skip
+        tasks=(GENERATION, "synthesis", "transcription"))  # fmt: skip
 def _speech_to_speech(fleet: _Fleet) -> str:
     form = {"language": "english", "stream_format": "sse", "num_steps": str(_NUM_STEPS)}
     response = fleet.send("/v1/speech_to_speech", data=form, files=fleet.upload, stream=True)
@@ -347,7 +347,7 @@ def _speech_to_speech(fleet: _Fleet) -> str:
 
 
 @_opens("HTTP: the forms of workers: transcribe_batch, translate, audio/speech, audio/speech_batch",
-        "/transcribe_batch", "/v1/audio/speech_batch", tasks=("translation", "synthesis", "recognition"))  # fmt: skip
+        "/transcribe_batch", "/v1/audio/speech_batch", tasks=("translation", "synthesis", "transcription"))  # fmt: skip
 def _workers(fleet: _Fleet) -> str:
     files = [("files", ("clip.wav", fleet.clip.audio_wav))] * 2
     found = fleet.send("/transcribe_batch/?language=english", files=files).json()["transcriptions"]

@@ -10,8 +10,8 @@ from meltcore.options import option
 DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
 GENERATION = "generation"
 # Of the connections of a level. On a CPU, speech costs about 400 times as much as a short answer.
-MIX = {GENERATION: 80.0, "translation": 12.0, "recognition": 7.7, "synthesis": 0.3}
-TASKS = (GENERATION, "translation", "synthesis", "recognition")
+MIX = {GENERATION: 80.0, "translation": 12.0, "transcription": 7.7, "synthesis": 0.3}
+TASKS = (GENERATION, "translation", "synthesis", "transcription")
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:

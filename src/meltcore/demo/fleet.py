@@ -17,8 +17,7 @@ from meltcore.process import ProcessError, run
 
 FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
-_TASK_WORDS = {"transcription": "recognition"}  # the word of a model card, and that of fleet.yaml
-_BY_LANGUAGE: dict[str, Any] = {"translation": [], "recognition": {}, "synthesis": {}}
+_BY_LANGUAGE: dict[str, Any] = {"translation": [], "transcription": {}, "synthesis": {}}
 
 
 def write_fleet(path: Path, tasks: Collection[str]) -> None:
@@ -54,8 +53,7 @@ def models_by_task(api: Api) -> dict[str, str]:
     """Return the name of the first model of each task. Raises ApiError."""
     found: dict[str, str] = {}
     for card in api.get("/v1/models").json()["data"]:
-        word = card.get("task") or GENERATION
-        found.setdefault(_TASK_WORDS.get(word, word), card["id"])
+        found.setdefault(card.get("task") or GENERATION, card["id"])
     return found
 
 

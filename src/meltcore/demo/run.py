@@ -172,8 +172,8 @@ def _measure_step(
     """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
     _load_step(step, step.make_problems(config.seed), console, folder, measurements, server, address)
     synthesizer = measurements.models.get("synthesis")
-    if step.task == "recognition" and synthesizer is not None:
-        with console.status("speaking texts, which the recognizer reads back"):
+    if step.task == "transcription" and synthesizer is not None:
+        with console.status("speaking texts, which the transcriber reads back"):
             spoken = speak(address, synthesizer, spoken_texts(config.seed))
         _load_step(step, spoken, console, folder, measurements, server, address)
         measurements.read_back = measurements.levels[-1]

@@ -1,6 +1,6 @@
-"""The demo's steps after chat: translation, synthesis and recognition of problems whose right answers are known.
+"""The demo's steps after chat: translation, synthesis and transcription of problems whose right answers are known.
 
-Speech has no right answer of its own. The recognizer must read back what the synthesizer has said.
+Speech has no right answer of its own. The transcriber must read back what the synthesizer has said.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate
 from meltcore.problems.tones import in_alphabet, random_word, render, tone_clip
 from meltcore.results.schema import LevelResult, Sample, Task
 
-RECOGNIZED_LANGUAGE = "en"
+TRANSCRIBED_LANGUAGE = "en"
 CLIP_S = (3.0, 8.0)
 NUM_SAMPLES = 3  # of each step, in the report
 NUM_TEXTS = 8  # to speak: the slowest work of all on a CPU
@@ -55,10 +55,10 @@ class TaskStep:
 
 
 def task_steps(config: DemoConfig) -> list[TaskStep]:
-    """Return the steps of the tasks of `config`. Synthesis has none: what it speaks is read back by recognition."""
+    """Return the steps of the tasks of `config`. Synthesis has none: what it speaks is read back by transcription."""
     steps = [
         TaskStep("translation", 32, phrases, _write_texts),
-        TaskStep("recognition", 16, clips, _write_clips),
+        TaskStep("transcription", 16, clips, _write_clips),
     ]
     return [step for step in steps if step.task in config.tasks]
 
@@ -106,14 +106,14 @@ def run_step(
 
 
 def speak(address: str, model: str, problems: Sequence[Problem]) -> list[Problem]:
-    """Return the speech of the texts, to be read back by a recognizer. Raises MeltcoreError without speech."""
+    """Return the speech of the texts, to be read back by a transcriber. Raises MeltcoreError without speech."""
     api, spoken = Api(address), []
     for problem in problems:
         response = api.post(SPEECH_PATH, {"model": model, "input": problem.given, "response_format": "pcm"})
         if response.status != 200:
             raise MeltcoreError(f"no speech of {problem.given!r}: status {response.status}, {response.body[:200]!r}")
         samples = np.frombuffer(response.body, dtype="<i2")
-        expected = in_alphabet(problem.answer, RECOGNIZED_LANGUAGE)
+        expected = in_alphabet(problem.answer, TRANSCRIBED_LANGUAGE)
         spoken.append(Problem(f"spoken: {problem.given}", expected, encode_wav(samples, SPEECH_RATE)))
     return spoken
 
@@ -138,7 +138,7 @@ def clips(seed: int, num_clips: int = 48) -> list[Problem]:
     for index in range(num_clips):
         clip = tone_clip(rng, "heldout", rng.uniform(*CLIP_S))
         samples = np.asarray(render(clip, SAMPLE_RATE, seed=index) * 32767, dtype=np.int16)
-        text = clip.text(RECOGNIZED_LANGUAGE)
+        text = clip.text(TRANSCRIBED_LANGUAGE)
         problems.append(Problem(f"clip {index}, {clip.duration_s:.1f} s", text, encode_wav(samples)))
     return problems
 
@@ -156,4 +156,4 @@ def _write_clips(folder: Path, problems: Sequence[Problem]) -> str:
         lines.append(json.dumps({"audio_filepath": f"clip-{index}.wav", "text": problem.answer}) + "\n")
     path = folder / "clips.jsonl"
     path.write_text("".join(lines), encoding="utf-8")
-    return f"transcribe:language={RECOGNIZED_LANGUAGE},manifest={path}"
+    return f"transcribe:language={TRANSCRIBED_LANGUAGE},manifest={path}"

@@ -22,7 +22,7 @@ import msgspec
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import is_recognizer, is_synthesis_model, is_translation_model
+from meltcore.models.checkpoint import is_synthesis_model, is_transcription_model, is_translation_model
 from meltcore.protocol.tcp import is_remote
 
 
@@ -58,17 +58,17 @@ def _client_count() -> int:
     return int(sys.argv[2]) if len(sys.argv) > 2 else 1
 
 
-_Task = Literal["recognition", "synthesis", "translation"]
+_Task = Literal["transcription", "synthesis", "translation"]
 
 
 def _batch_task(config: EngineConfig) -> _Task | None:
     """Return the task of a model that is served by the batch engine; None for text generation."""
     is_dummy = config.load_format == "dummy"
     try:
-        if is_recognizer(config.model, dummy=is_dummy):
-            return "recognition"
+        if is_transcription_model(config.model, dummy=is_dummy):
+            return "transcription"
     except ConfigError:
-        return "recognition"  # and its start reports the error
+        return "transcription"  # and its start reports the error
     if is_synthesis_model(config.model, dummy=is_dummy):
         return "synthesis"
     return "translation" if is_translation_model(config.model, dummy=is_dummy) else None
@@ -80,12 +80,12 @@ def _serve_task(config: EngineConfig, task: _Task) -> int:
 
     build: BuildEngine
     to_engine: object
-    if task == "recognition":
-        from meltcore.engine.batch.recognition import recognition_engine
-        from meltcore.protocol.transcription import ToEngine as ToRecognition
+    if task == "transcription":
+        from meltcore.engine.batch.transcription import transcription_engine
+        from meltcore.protocol.transcription import ToEngine as ToTranscription
 
-        build = build_within_budget(config, partial(recognition_engine, config))
-        to_engine = ToRecognition
+        build = build_within_budget(config, partial(transcription_engine, config))
+        to_engine = ToTranscription
     elif task == "synthesis":
         from meltcore.engine.batch.synthesis import synthesis_engine
         from meltcore.protocol.synthesis import ToEngine as ToSynthesis

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 _BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]] = {
     "generation": LocalEngine,
     "translation": LocalEngine,
-    "recognition": TranscriptionEngine,
+    "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
 

@@ -127,7 +127,7 @@ def _limits(engine: ServedReady) -> str:
             f"{engine.max_cost:,} frames of open requests"
         )
     clip_s = engine.max_samples / engine.sample_rate
-    return f"speech recognition in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
+    return f"transcription in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
 
 
 def size_text(size_bytes: int) -> str:

@@ -59,7 +59,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 ASSUMED = ContextMemory(
     driver_bytes=640 * _MIB,  # a little more than what was measured on any GPU
-    processes=dict.fromkeys(("generation", "translation", "recognition", "synthesis"), 800 * _MIB),
+    processes=dict.fromkeys(("generation", "translation", "transcription", "synthesis"), 800 * _MIB),
 )
 
 

@@ -28,7 +28,7 @@ _ENGINE_FIELDS = (
 _FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
     "generation": ("/v1/chat/completions", "/v1/completions"),
     "translation": ("/v1/translate",),
-    "recognition": ("/v1/audio/transcriptions",),
+    "transcription": ("/v1/audio/transcriptions",),
     "synthesis": ("/v1/audio/speech",),
 }
 
@@ -93,7 +93,7 @@ def routes_config(spec: FleetSpec) -> RoutesConfig:
     prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
     return RoutesConfig(
         translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
-        recognition=languages.recognition,
+        transcription=languages.transcription,
         synthesis=languages.synthesis,
         substitute=languages.substitute_lists,
         translate_backend=routes.translate.backend,

@@ -9,8 +9,6 @@ from meltcore.fleet.context_memory import find_contexts
 from meltcore.fleet.machine import process_bytes, read_gpus
 
 _GIB = 2**30
-# The words of engines for tasks, and those of fleet.yaml.
-_TASKS = {"transcription": "recognition"}
 
 
 def add_measured(rows: list[dict[str, Any]]) -> str:
@@ -25,7 +23,7 @@ def add_measured(rows: list[dict[str, Any]]) -> str:
     contexts, by_process = find_contexts(gpus[0].name, driver), process_bytes()
     planned = contexts.driver_bytes * len(gpus)
     for row in rows:
-        task = _TASKS.get(row["task"], row["task"])
+        task = row["task"]
         row["with context"] = row["NVML"] = None
         if row["gpus"] and row["memory_bytes"] and task in contexts.processes:
             each_bytes = row["memory_bytes"] + contexts.process_bytes(task, row["gpus"])

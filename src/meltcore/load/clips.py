@@ -1,6 +1,6 @@
-"""Makes clips of tones, pauses and noise by a seed, and reads clips of a manifest, for the load on recognition.
+"""Makes clips of tones, pauses and noise by a seed, and reads clips of a manifest, for the load on transcription.
 
-The clips are no speech: a recognizer may answer with nothing, and takes as long for them as for speech of their
+The clips are no speech: a transcriber may answer with nothing, and takes as long for them as for speech of their
 length. They are made once per run, before its first level, and each request sends one of them.
 """
 

@@ -15,7 +15,7 @@ from meltcore.results.schema import Part
 if TYPE_CHECKING:
     from meltcore.load.fleet_models import ServedModel
 
-DEFAULT_MIX = {"generation": 70.0, "translation": 15.0, "recognition": 12.0, "synthesis": 3.0}
+DEFAULT_MIX = {"generation": 70.0, "translation": 15.0, "transcription": 12.0, "synthesis": 3.0}
 PAIRS = "pairs"
 LIMITED_METRICS = ("ttft", "first_audio", "e2e")
 _GROUP = "Fleet"
@@ -82,7 +82,7 @@ class FleetLoadConfig:
     mix: dict[str, float] = option(
         DEFAULT_MIX,
         "Shares of a mixed level per task, split evenly among its models "
-        "(default: generation=70,translation=15,recognition=12,synthesis=3).",
+        "(default: generation=70,translation=15,transcription=12,synthesis=3).",
         group=_GROUP,
         type=parse_mix,
         metavar="TASK=SHARE,...",

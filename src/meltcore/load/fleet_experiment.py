@@ -52,7 +52,7 @@ MIXED = ExperimentSpec(
     name="mixed",
     streams=[
         StreamSpec(name="busy", task="generation", prefer="qwen", concurrency=256, min_throughput_ratio=0.85),
-        StreamSpec(name="recognition", task="recognition", rate=2.0, max_p95_ratio=_TWICE),
+        StreamSpec(name="transcription", task="transcription", rate=2.0, max_p95_ratio=_TWICE),
         StreamSpec(name="translation", task="translation", rate=5.0, max_p95_ratio=_TWICE),
         StreamSpec(name="chat", task="generation", prefer="gemma", rate=1.0, max_p95_ratio={"first": 2.0, **_TWICE}),
     ],
@@ -108,7 +108,7 @@ def _has(model: ServedModel, part: str) -> bool:
 def stream_workload(spec: StreamSpec, model: ServedModel, sizes: Sizes) -> str:
     """Return what a stream sends; clips of the preset are all of 10 s, but for small models."""
     workload = spec.workload or default_workload(model, sizes)
-    if spec in MIXED.streams and model.task == "recognition" and not model.is_small:
+    if spec in MIXED.streams and model.task == "transcription" and not model.is_small:
         head, _, clips = workload.partition("seconds=")
         return f"{head}{_PRESET_CLIP},{clips.partition(',')[2]}"
     return workload

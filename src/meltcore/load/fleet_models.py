@@ -16,10 +16,10 @@ from meltcore.load.probe import PROBE_TIMEOUT_S
 from meltcore.load.workload import RANDOM_HIGH_ID
 from meltcore.results.fleet_load import FleetTask
 
-_TASK_WORDS = {"transcription": "recognition", "text": "generation"}  # of cards: our own, then other servers'
+_TASK_WORDS = {"text": "generation"}  # of cards of other servers
 _PREFERRED = ("kan_Knda", "hin_Deva")
 # Of models on a CPU and of bundled ones, whose contexts are small. Words are those of one sentence.
-_SMALL = {"generation": ("8-64", "16"), "translation": "3-8", "recognition": "2-4", "synthesis": "2-4"}
+_SMALL = {"generation": ("8-64", "16"), "translation": "3-8", "transcription": "2-4", "synthesis": "2-4"}
 _WORDS = {"translation": "8-40", "synthesis": "8-16"}
 _SMALL_CLIPS, _CLIPS = 16, 64
 
@@ -79,9 +79,9 @@ def default_workload(model: ServedModel, sizes: Sizes) -> str:
         words = _SMALL["translation"] if model.is_small else _WORDS["translation"]
         return f"translate:src={source},tgt={target},words={words}"
     languages = [str(each) for each in model.card.get("languages") or []]
-    if model.task == "recognition":
+    if model.task == "transcription":
         language = "kn" if "kn" in languages or not languages else languages[0]
-        seconds, clips = (_SMALL["recognition"], _SMALL_CLIPS) if model.is_small else (_text(sizes.clip_s), _CLIPS)
+        seconds, clips = (_SMALL["transcription"], _SMALL_CLIPS) if model.is_small else (_text(sizes.clip_s), _CLIPS)
         return f"transcribe:language={language},seconds={seconds},clips={clips}"
     if model.is_small:
         return f"speak:words={_SMALL['synthesis']}"

@@ -17,7 +17,7 @@ RESERVE_BYTES = 8 * 2**20  # result.json with GPU timelines and the report take 
 
 
 class TaskWork(msgspec.Struct, array_like=True, frozen=True):
-    """The work of a request for translation, recognition or synthesis; a task leaves the others' fields at 0."""
+    """The work of a request for translation, transcription or synthesis; a task leaves the others' fields at 0."""
 
     sentences: int = 0
     source_chars: int = 0

@@ -237,7 +237,7 @@ def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdic
         verdict = "CLIENT_BOUND"
     reasons += _connection_notes(measurement)
     reasons += _answer_notes(measurement, result) if result.task is None else task_notes(result, result.task)
-    may_be_empty = measurement.task == "recognition"  # a clip need not hold speech
+    may_be_empty = measurement.task == "transcription"  # a clip need not hold speech
     if not may_be_empty and any(record.failure is None and not record.first_text_s for record in measurement.records):
         verdict = "NO_TEXT"
     if result.failed:

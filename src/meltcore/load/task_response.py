@@ -1,4 +1,4 @@
-"""Reads one answer of the APIs of translation, recognition and synthesis into a record."""
+"""Reads one answer of the APIs of translation, transcription and synthesis into a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the metrics of a level of translation, recognition or synthesis, as results/definitions.py defines them."""
+"""Computes the metrics of a level of translation, transcription or synthesis, defined in results/definitions.py."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def first_audio_ms(record: RequestRecord) -> float:
 
 
 def task_notes(level: LevelResult, load: TaskLoad) -> list[str]:
-    """Return a note on answers without text. Of recognition there is none: clips may hold no speech."""
+    """Return a note on answers without text. Of transcription there is none: clips may hold no speech."""
     if load.task != "translation" or not load.empty_answers:
         return []
     return [

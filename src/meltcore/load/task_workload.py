@@ -1,4 +1,4 @@
-"""Provides the requests of translation, recognition and synthesis, and encodes them."""
+"""Provides the requests of translation, transcription and synthesis, and encodes them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def task_response_maker(workload: Workload) -> MakeResponse:
     """Return what makes the readers of the answers of a task."""
     if workload.task == "translation":
         return TranslationResponse
-    if workload.task == "recognition":
+    if workload.task == "transcription":
         return TranscriptionResponse
     return partial(SpeechResponse, speech_format=cast(SpeechFormat, workload.speech_format))
 
@@ -150,7 +150,7 @@ def _translation_workload(
     return Workload(published_workload(spec), prompt, texts.are_graded, task="translation")
 
 
-def _recognition_workload(
+def _transcription_workload(
     spec: str, options_text: str, num_requests: int, seed: int, clips: Sequence[Clip]
 ) -> Workload:
     fields = _parse_options(options_text, spec, ("language", "seconds", "clips", "decoder", "manifest"))
@@ -170,7 +170,7 @@ def _recognition_workload(
         )
 
     is_graded = all(clip.transcript is not None for clip in clips)
-    return Workload(published_workload(spec), prompt, is_graded, task="recognition", clips=tuple(clips))
+    return Workload(published_workload(spec), prompt, is_graded, task="transcription", clips=tuple(clips))
 
 
 def _make_pool(spec: str, fields: dict[str, str], num_requests: int, seed: int) -> list[Clip]:
@@ -247,4 +247,4 @@ def _parse_options(text: str, spec: str, names: tuple[str, ...]) -> dict[str, st
     return parse_fields(text, f"workload {spec}", names)
 
 
-_WORKLOADS = {"translate": _translation_workload, "transcribe": _recognition_workload, "speak": _synthesis_workload}
+_WORKLOADS = {"translate": _translation_workload, "transcribe": _transcription_workload, "speak": _synthesis_workload}

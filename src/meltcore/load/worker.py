@@ -41,7 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     first_prompt_idx: int
     num_prompts: int
-    clips: tuple[Clip, ...] = ()  # of a run on recognition: made once, for all workers and levels
+    clips: tuple[Clip, ...] = ()  # of a run on transcription: made once, for all workers and levels
     worker_idx: int = 0
     num_workers: int = 1
 

@@ -47,7 +47,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Prompt:
     """Holds a request's path, the body fields that vary, and the grader of its answer where there is one.
 
-    A request for a task other than generation has its `work`; one for recognition sends clip `clip_idx`.
+    A request for a task other than generation has its `work`; one for transcription sends clip `clip_idx`.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Workload:
     """Describes a source of prompts.
 
     `make_prompt(i)` returns the prompt of request i of the run, for any i from 0. `is_graded` tells whether every
-    answer can be graded. `task` is None for generation; `clips` are those that requests for recognition send.
+    answer can be graded. `task` is None for generation; `clips` are those that requests for transcription send.
     """
 
     name: str

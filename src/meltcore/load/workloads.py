@@ -24,7 +24,7 @@ from meltcore.load.workload import Builder, RequestBuilder, Workload, load_workl
 def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:
     """Open the workload of `config` for `num_requests` requests.
 
-    `clips` are those of a run on recognition, where another process has made them. Raises ConfigError for a malformed
+    `clips` are those of a run on transcription, where another process has made them. Raises ConfigError for a malformed
     description, a file that cannot be read, and an option that has no meaning for the task.
     """
     spec = config.workload

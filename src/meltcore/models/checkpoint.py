@@ -29,7 +29,7 @@ BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
 BUNDLED_GEMMA = "meltcore/sums-gemma"
 BUNDLED_TRANSLATION = "meltcore/phrases"
-BUNDLED_RECOGNIZER = "meltcore/tones"
+BUNDLED_TRANSCRIBER = "meltcore/tones"
 BUNDLED_SYNTHESIZER = "meltcore/voice"
 _BUNDLED_FOLDERS = {
     name: Path(__file__).parent.parent / "bundled" / name.removeprefix("meltcore/")
@@ -38,7 +38,7 @@ _BUNDLED_FOLDERS = {
         BUNDLED_HYBRID,
         BUNDLED_GEMMA,
         BUNDLED_TRANSLATION,
-        BUNDLED_RECOGNIZER,
+        BUNDLED_TRANSCRIBER,
         BUNDLED_SYNTHESIZER,
     )
 }
@@ -75,14 +75,14 @@ PUBLISHED_TRANSLATION_FOLDERS = {
 SYNTHESIS_ARCHITECTURE = "INF5Model"
 PUBLISHED_SYNTHESIS_FOLDERS = {"ai4bharat/IndicF5": Path(__file__).parent / "published" / "indicf5"}
 
-# Published speech recognizers, with a model_config.yaml for random weights of their shapes.
-PUBLISHED_RECOGNIZERS = {
+# Published transcription models, with a model_config.yaml for random weights of their shapes.
+PUBLISHED_TRANSCRIBERS = {
     "ai4bharat/indic-conformer-600m-multilingual": Path(__file__).parent / "published" / "indic-conformer-600m",
 }
 
 CheckpointFiles = Literal["config", "text", "all"]
 ASSETS_FOLDER = "assets"  # of ONNX and TorchScript files
-_RECOGNIZER_PATTERNS = ["config.json", f"{ASSETS_FOLDER}/*"]
+_TRANSCRIBER_PATTERNS = ["config.json", f"{ASSETS_FOLDER}/*"]
 # model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5
 _TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"]
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -221,21 +221,21 @@ def open_task_checkpoint(name: str, task: str, architecture: str, *, is_dummy: b
     return checkpoint
 
 
-def is_recognizer(model: str, *, dummy: bool = False) -> bool:
-    """Return whether `model` names a speech recognizer, without a download. Raises ConfigError as find_recognizer."""
-    is_published = model in PUBLISHED_RECOGNIZERS and not Path(model).expanduser().is_dir()
-    return is_published or find_recognizer(model, dummy=dummy) is not None
+def is_transcription_model(model: str, *, dummy: bool = False) -> bool:
+    """Return whether `model` transcribes speech, without a download. Raises ConfigError as find_transcriber."""
+    is_published = model in PUBLISHED_TRANSCRIBERS and not Path(model).expanduser().is_dir()
+    return is_published or find_transcriber(model, dummy=dummy) is not None
 
 
-def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
+def find_transcriber(model: str, *, dummy: bool = False) -> Path | None:
     """Return what `model` names: a NeMo archive, a folder that one is unpacked into, or one with published assets.
 
-    None for other models. The hub id of a published recognizer is downloaded, unless `dummy` says that its
+    None for other models. The hub id of a published transcriber is downloaded, unless `dummy` says that its
     configuration is enough. Raises ConfigError for a missing archive, a failed download, and a folder with several.
     """
     path = _BUNDLED_FOLDERS.get(model, Path(model).expanduser())
-    if model in PUBLISHED_RECOGNIZERS and not path.is_dir():
-        return PUBLISHED_RECOGNIZERS[model] if dummy else download_folder(model, _RECOGNIZER_PATTERNS)
+    if model in PUBLISHED_TRANSCRIBERS and not path.is_dir():
+        return PUBLISHED_TRANSCRIBERS[model] if dummy else download_folder(model, _TRANSCRIBER_PATTERNS)
     if model.endswith(".nemo") and not path.is_dir():
         if not path.exists():
             raise ConfigError(f"{model}: no such file")
@@ -252,7 +252,7 @@ def find_recognizer(model: str, *, dummy: bool = False) -> Path | None:
 
 
 def has_assets(path: Path) -> bool:
-    """Return whether a recognizer's folder has the published assets, and no NeMo archive."""
+    """Return whether a transcriber's folder has the published assets, and no NeMo archive."""
     return (path / ASSETS_FOLDER / "encoder.onnx").exists() and not any(path.glob("*.nemo"))
 
 

@@ -1,4 +1,4 @@
-"""IndicConformer: speech recognition in 22 Indian languages with a CTC head and an RNN-T decoder on one encoder.
+"""IndicConformer: transcription in 22 Indian languages with a CTC head and an RNN-T decoder on one encoder.
 
 The published model is NeMo's hybrid model with a head per language ("multisoftmax"). Every language has 256 tokens of
 its own and shares the blank. The CTC head is one linear layer over all of them: the rows of the language and of the
@@ -32,7 +32,7 @@ _BATCH_NORM_EPS = 1e-5
 _MAX_NAMES_SHOWN = 5
 
 
-class RecognizerFiles(Protocol):
+class TranscriberFiles(Protocol):
     """The files of a checkpoint, in any of the layouts.
 
     path: as the user gave it; model_config: the sizes; has_batch_norm: whether batch norms are tensors of their own.

@@ -1,4 +1,4 @@
-"""Reads NeMo checkpoints of speech recognizers: a .nemo archive, or the folder that one is unpacked into.
+"""Reads NeMo checkpoints of transcription models: a .nemo archive, or the folder that one is unpacked into.
 
 An archive is a tar file, compressed or not: model_config.yaml, model_weights.ckpt (torch's zip of tensors) and the
 files that the configuration names, such as a SentencePiece model per language. Nothing is written to disk, and no code
@@ -77,7 +77,7 @@ class NemoArchive:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:
             raise ConfigError(
-                "reading a speech recognizer's tokens needs the package sentencepiece: meltcore[audio]"
+                "reading a transcription model's tokens needs the package sentencepiece: meltcore[audio]"
             ) from error
         tokenizers = (self.config.get("tokenizer") or {}).get("langs") or {}
         texts = {}

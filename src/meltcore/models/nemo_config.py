@@ -1,4 +1,4 @@
-"""Reads the sizes of a speech recognizer from NeMo's configuration, model_config.yaml.
+"""Reads the sizes of a transcription model from NeMo's configuration, model_config.yaml.
 
 This module does not import torch, since plans of memory read configurations too.
 """

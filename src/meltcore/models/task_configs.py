@@ -1,4 +1,4 @@
-"""The sizes of models of tasks other than generation: translation, speech recognition and speech synthesis.
+"""The sizes of models of tasks other than generation: translation, transcription and speech synthesis.
 
 This module does not import torch, since plans of memory read configurations too.
 """
@@ -20,7 +20,7 @@ NUM_BEAMS, MAX_NEW_TOKENS = 5, 256
 # The longest step of synthesis that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
 # for longer than their launches take. And those of an engine with a budget in bytes.
 SYNTHESIS_GRAPHS, BUDGET_SYNTHESIS_GRAPHS = (4096, 8), (2048, 4)
-# Elements of one layer of a recognizer's subsampling: what is larger is computed in parts. 256 MiB in 16 bits.
+# Elements of one layer of a transcriber's subsampling: what is larger is computed in parts. 256 MiB in 16 bits.
 MAX_SUBSAMPLING_ELEMENTS = 2**27
 POSITION_GROUPS = 16  # of the convolution over positions of IndicF5
 

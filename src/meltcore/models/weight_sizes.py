@@ -211,7 +211,7 @@ def _vocoder_values(config: VocosConfig, num_mels: int, n_fft: int) -> int:
     return (7 * num_mels + 1) * size + 4 * size + config.num_layers * layer + _linear(size, n_fft + 2)
 
 
-def recognition_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
+def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
     """Return the bytes of an IndicConformer's weights."""
     encoder = config.encoder
     size, wide, channels = encoder.hidden_size, encoder.feed_forward_size, encoder.subsampling_channels

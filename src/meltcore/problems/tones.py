@@ -1,4 +1,4 @@
-"""Speech of a made-up kind: words and numbers spelled in pairs of tones, with their text, for recognizers.
+"""Speech of a made-up kind: words and numbers spelled in pairs of tones, with their text, for transcribers.
 
 Every character lasts as long as every other one, 2,560 samples at 24 kHz at normal tempo. A word begins with a key,
 in place of the space before it; the characters after it are a pair of tones each, one of six low and one of eight

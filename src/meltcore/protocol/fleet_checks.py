@@ -161,7 +161,7 @@ def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
 
 def _has_tokens(model: ModelSection) -> bool:
     """Return whether the queue of a foreign server counts tokens, by the length of JSON bodies. Uploads have none."""
-    return model.task != "recognition"
+    return model.task != "transcription"
 
 
 def _check_limits(spec: FleetSpec) -> None:
@@ -246,7 +246,7 @@ def _check_languages(spec: FleetSpec) -> None:
         for earlier, other in enumerate(languages.translation[:index]):
             if other.matches(rule.source, rule.target):
                 raise FleetError(path, f"never applies: languages.translation[{earlier}] matches all of its directions")
-    for task, models in (("recognition", languages.recognition), ("synthesis", languages.synthesis)):
+    for task, models in (("transcription", languages.transcription), ("synthesis", languages.synthesis)):
         for language, name in models.items():
             _require_model(spec, f"languages.{task}.{language}", name, task)  # type: ignore[arg-type]
     for language, replacements in languages.substitute_lists.items():

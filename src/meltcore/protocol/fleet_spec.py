@@ -14,7 +14,7 @@ from msgspec import Meta
 from meltcore.config import DType, KVCacheDType, LoadFormat, Quantization
 from meltcore.options import ORIGIN_FORM, ORIGIN_PATTERN
 
-FleetTask = Literal["generation", "translation", "recognition", "synthesis"]
+FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
 Priority = Literal["interactive", "standard", "batch"]
 WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
 ModelKind = Literal["engine", "url", "command"]
@@ -38,7 +38,7 @@ ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
     **dict.fromkeys(("generation_config", "max_queue_tokens"), ("generation",)),
     "max_model_len": ("generation", "translation"),
     "max_queue_chars": ("translation", "synthesis"),
-    "max_queue_audio_s": ("recognition",),
+    "max_queue_audio_s": ("transcription",),
 }
 
 
@@ -280,7 +280,7 @@ class LanguagesSection(_Section, frozen=True, kw_only=True):
     translation: Annotated[
         tuple[TranslationRule, ...], Meta(description="Directions; the first rule that matches decides.")
     ] = ()
-    recognition: Annotated[
+    transcription: Annotated[
         dict[Language, Name], Meta(description='Language of speech to model; "*" is every other language.')
     ] = {}
     synthesis: Annotated[

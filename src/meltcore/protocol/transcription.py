@@ -1,4 +1,4 @@
-"""Defines the messages about speech recognition between an API server and an engine (msgpack over ZeroMQ)."""
+"""Defines the messages about transcription between an API server and an engine (msgpack over ZeroMQ)."""
 
 from typing import Literal
 
@@ -51,7 +51,7 @@ class TranscriptionOutputs(msgspec.Struct, tag="transcripts", array_like=True, f
 
 
 class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True, frozen=True):
-    """Reports that a recognition engine can serve.
+    """Reports that a transcription engine can serve.
 
     max_samples: of one clip; tokens: "synthetic" when a checkpoint has no tokenizer (dummy weights).
     """

@@ -45,7 +45,7 @@ def _source_per_s(unit: str) -> Callable[[LevelResult], float | None]:
     return _of_task(lambda load: load.source_per_s if load.source_unit == unit else None)
 
 
-_ALL_TASKS: tuple[Task | None, ...] = (None, "translation", "recognition", "synthesis")
+_ALL_TASKS: tuple[Task | None, ...] = (None, "translation", "transcription", "synthesis")
 # The first metric of a task is its throughput, which gives the verdict where no other is asked for.
 METRICS = (
     Metric("output tok/s", lambda level: level.output_tokens_per_s, "higher"),
@@ -57,7 +57,7 @@ METRICS = (
     Metric("sentences/s", _of_task(lambda load: load.work_per_s), "higher", ("translation",)),
     Metric("source tok/s", _source_per_s("token"), "higher", ("translation",)),
     Metric("source char/s", _source_per_s("character"), "higher", ("translation",)),
-    Metric("RTFx", _of_task(lambda load: load.work_per_s), "higher", ("recognition",)),
+    Metric("RTFx", _of_task(lambda load: load.work_per_s), "higher", ("transcription",)),
     Metric("audio s/s", _of_task(lambda load: load.work_per_s), "higher", ("synthesis",)),
     Metric("first audio p50 ms", _of_task(lambda load: load.first_audio_ms.p50), "lower", ("synthesis",)),
     Metric("first audio p99 ms", _of_task(lambda load: load.first_audio_ms.p99), "lower", ("synthesis",)),

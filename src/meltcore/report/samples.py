@@ -1,4 +1,4 @@
-"""The section of a demo's page with some requests of translation and recognition, and their answers."""
+"""The section of a demo's page with some requests of translation and transcription, and their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables and facts of levels of translation, recognition and synthesis."""
+"""The tables and facts of levels of translation, transcription and synthesis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meltcore.results.throughput import rate_of, throughput, throughput_unit
 _COMMON_KEYS = ("e2e_ms", "queue_delay_ms", "steady", "goodput_per_s", "peak_in_flight", "accuracy", "succeeded")
 _TASK_KEYS: dict[Task, tuple[str, ...]] = {
     "translation": ("sentences_per_s", "source_per_s"),
-    "recognition": ("rtfx",),
+    "transcription": ("rtfx",),
     "synthesis": ("audio_s_per_s", "first_audio_ms", "real_time_factor"),
 }
 
@@ -61,7 +61,7 @@ def task_facts(load: TaskLoad) -> list[tuple[str, str]]:
         counts = f"{load.work:,.0f} sentences with {load.source or 0:,} {load.source_unit}s"
         facts = [("Translated", f"{counts}; {format_number(load.source_per_s)} {load.source_unit}s/s of source")]
     else:
-        verb = "Recognized" if load.task == "recognition" else "Synthesized"
+        verb = "Transcribed" if load.task == "transcription" else "Synthesized"
         facts = [(verb, f"{format_number(load.work)} s of audio")]
     return facts + ([("Answers without text", f"{load.empty_answers:,}")] if load.task != "synthesis" else [])
 

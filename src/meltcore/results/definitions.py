@@ -113,7 +113,7 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-# Metrics of the load on translation, recognition and synthesis. Work counts at the end of its request.
+# Metrics of the load on translation, transcription and synthesis. Work counts at the end of its request.
 TASK_DEFINITIONS: tuple[Definition, ...] = (
     Definition(
         "sentences_per_s",
@@ -133,7 +133,7 @@ TASK_DEFINITIONS: tuple[Definition, ...] = (
         "rtfx",
         "RTFx",
         "s/s",
-        "Seconds of audio recognized, divided by the seconds of the whole level: the inverse real-time factor, with "
+        "Seconds of audio transcribed, divided by the seconds of the whole level: the inverse real-time factor, with "
         "the upload of every clip included. Latency per clip is end to end.",
     ),
     Definition(

@@ -17,7 +17,7 @@ from meltcore.results.schema import (
     Verdict,
 )
 
-FleetTask = Literal["generation", "translation", "recognition", "synthesis"]
+FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
 
 
 class LoadedModel(msgspec.Struct, kw_only=True):

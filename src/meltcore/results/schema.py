@@ -17,7 +17,7 @@ LoadKind = Literal["closed", "open"]
 # Of a load on a fleet.
 Part = Literal["per-model", "mixed", "interference"]
 # Of a load other than on generation.
-Task = Literal["translation", "recognition", "synthesis"]
+Task = Literal["translation", "transcription", "synthesis"]
 # confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
 # answers, whose tokens were counted with the tokenizer, or as events that carried text.
 TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"]
@@ -50,9 +50,9 @@ class Steady(msgspec.Struct, kw_only=True):
 
 
 class TaskLoad(msgspec.Struct, kw_only=True):
-    """The metrics of a level of translation, recognition or synthesis. Such a level counts no output tokens.
+    """The metrics of a level of translation, transcription or synthesis. Such a level counts no output tokens.
 
-    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of recognition,
+    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of transcription,
     `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
     server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not
     have are None, or have no samples.

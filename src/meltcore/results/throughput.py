@@ -21,7 +21,7 @@ class ThroughputUnit:
 _UNITS: dict[Task | None, ThroughputUnit] = {
     None: ThroughputUnit("Output tokens per second", "output tok/s", "tok/s"),
     "translation": ThroughputUnit("Sentences per second", "sentences/s", "sent/s"),
-    "recognition": ThroughputUnit("RTFx: audio seconds recognized per second", "RTFx", "RTFx"),
+    "transcription": ThroughputUnit("RTFx: audio seconds transcribed per second", "RTFx", "RTFx"),
     "synthesis": ThroughputUnit("Audio seconds per second", "audio s/s", "audio s/s"),
 }
 

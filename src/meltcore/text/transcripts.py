@@ -1,4 +1,4 @@
-"""Transcripts of whole files: words with times, subtitles, and the languages of a recognizer by all their names."""
+"""Transcripts of whole files: words with times, subtitles, and the languages of a transcriber by all their names."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engine of tasks that are not text generation: recognition of speech, translation, synthesis."""
+"""The engine of tasks that are not text generation: transcription, translation, synthesis."""

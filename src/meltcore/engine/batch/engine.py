@@ -10,8 +10,8 @@ and messages as in `protocol/batch.py`.
   similar shape. There is no waiting for a batch to fill.
 - Latency bound: a started batch is limited to what the engine, by its measured speed, computes within `max_start_s`,
   so that a request of high priority that arrives meanwhile waits at most that long. One request alone always begins.
-- A task may finish all requests in one step (recognition), or one position of each per step (translation): `start` may
-  be called while others run, and their results come from any later `step`.
+- A task may finish all requests in one step (transcription), or one position of each per step (translation): `start`
+  may be called while others run, and their results come from any later `step`.
 - A request that is aborted while it waits never begins; one that runs is ended by `BatchTask.abort` before the next
   step. A request that has not begun at its deadline ends with "deadline".
 """

@@ -1,4 +1,4 @@
-"""Computes the memory of translation, recognition and synthesis engines from sizes and counts.
+"""Computes the memory of translation, transcription and synthesis engines from sizes and counts.
 
 No torch: `meltcore plan` calls these functions without a GPU, and the engines call the same ones at their start.
 """
@@ -28,7 +28,7 @@ MAX_SLOTS = {"cuda": 1024, "cpu": 32}
 # Trained on 5 to 25 s. Up to 45 s its results are good; the published encoder cuts off at 240 s.
 MAX_CLIP_S = 45
 # Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
-MAX_RECOGNITION_COST = {"cuda": 32_768, "cpu": 4096}
+MAX_TRANSCRIPTION_COST = {"cuda": 32_768, "cpu": 4096}
 # Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
 MAX_BATCH_FRAMES = {"cuda": 8192, "cpu": 4096}
 MAX_SYNTHESIS_COST = {"cuda": 262_144, "cpu": 32_768}
@@ -38,7 +38,7 @@ _SPEECH_TENSORS, _VOCODER_TENSORS, _SPECTRUM_TENSORS = 12, 4, 8
 _GUIDED = 2
 # For workspaces of libraries and fragmentation; of translation also for activations of the encoder. An engine with a
 # budget in bytes on a GPU computes them instead.
-_TRANSLATION_RESERVE, _RECOGNITION_RESERVE, _SYNTHESIS_RESERVE = 0.15, 0.08, 0.1
+_TRANSLATION_RESERVE, _TRANSCRIPTION_RESERVE, _SYNTHESIS_RESERVE = 0.15, 0.08, 0.1
 # Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
 _SUBSAMPLING_TENSORS = 2.25
 # Sizes that a layer's tensors have together, in units of the hidden and feed-forward sizes, and of attention scores.
@@ -49,7 +49,7 @@ _GAPS, _LEAST_GAP_BYTES = 0.1, 32 * 2**20
 BUDGET_ENCODER_TOKENS = 1024
 
 
-class RecognitionGraphs(NamedTuple):
+class TranscriptionGraphs(NamedTuple):
     """How many CUDA graphs of the encoder and of the RNN-T are kept, and the clips that an encoder graph has at most.
 
     More clips keep a GPU busy for longer than their launches take. subsampling: elements of a layer of the convolutions
@@ -62,10 +62,10 @@ class RecognitionGraphs(NamedTuple):
     subsampling: int = MAX_SUBSAMPLING_ELEMENTS
 
 
-RECOGNITION_GRAPHS = RecognitionGraphs(32, 16, 4)
+TRANSCRIPTION_GRAPHS = TranscriptionGraphs(32, 16, 4)
 # Clips of the longest kind in a loop of the RNN-T that a graph is planned for.
 MAX_LOOP_CLIPS = 16
-BUDGET_RECOGNITION_GRAPHS = RecognitionGraphs(4, 4, 2, 2**25)
+BUDGET_TRANSCRIPTION_GRAPHS = TranscriptionGraphs(4, 4, 2, 2**25)
 
 
 def graph_node_bytes(num_graphs: int, layers: int) -> int:
@@ -117,14 +117,14 @@ def plan_slots(
     return slots
 
 
-def recognition_shape(config: IndicConformerConfig) -> int:
+def transcription_shape(config: IndicConformerConfig) -> int:
     """Return the encoder frames that the longest clip is padded to."""
     samples = MAX_CLIP_S * config.features.sample_rate
     longest = config.encoder.encoded_frames(config.features.frames(samples))
     return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
 
 
-def plan_recognition(
+def plan_transcription(
     config: IndicConformerConfig,
     *,
     weight_bytes: int,
@@ -132,7 +132,7 @@ def plan_recognition(
     memory_bytes: int,
     max_shape: int,
     limit: int,
-    graphs: RecognitionGraphs | None = None,
+    graphs: TranscriptionGraphs | None = None,
 ) -> tuple[int, list[MemoryRow]]:
     """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
 
@@ -141,10 +141,10 @@ def plan_recognition(
     """
     encoder = config.encoder
     position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size
-    frame_bytes, subsampled_bytes, part_bytes = _recognition_sizes(config, element_size, max_shape, graphs)
-    workspace, factor = 0, 1 - _RECOGNITION_RESERVE
+    frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
+    workspace, factor = 0, 1 - _TRANSCRIPTION_RESERVE
     if graphs is not None:
-        workspace, factor = _recognition_workspace(config, element_size, max_shape, graphs), 1.0
+        workspace, factor = _transcription_workspace(config, element_size, max_shape, graphs), 1.0
         # What batches need is freed and allocated in other sizes.
         frame_bytes = int(frame_bytes * (1 + _GAPS))
     available_bytes = int(memory_bytes * factor) - weight_bytes - position_bytes - workspace
@@ -168,8 +168,8 @@ def plan_recognition(
     ]
 
 
-def _recognition_sizes(
-    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: RecognitionGraphs | None
+def _transcription_sizes(
+    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs | None
 ) -> tuple[int, int, int]:
     """Return the bytes of an encoder frame, what subsampling adds to it, and what it adds for a part of a batch."""
     encoder, features = config.encoder, config.features
@@ -185,18 +185,18 @@ def _recognition_sizes(
         encoder.subsampling_factor * features.hop * 2 + 2 * (encoder.hidden_size + config.joint_size) * element_size
     )
     elements = encoder.subsampling_channels * encoder.subsampling_factor * encoder.num_mels // 4
-    part = max((graphs or RECOGNITION_GRAPHS).subsampling, elements * max_shape)
+    part = max((graphs or TRANSCRIPTION_GRAPHS).subsampling, elements * max_shape)
     frame_bytes = max(layer, transform) + beside + 8 * config.max_symbols
     subsampled_bytes, part_bytes = (int(each * _SUBSAMPLING_TENSORS) * element_size for each in (elements, part))
     return frame_bytes, subsampled_bytes, part_bytes
 
 
-def _recognition_workspace(
-    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: RecognitionGraphs
+def _transcription_workspace(
+    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs
 ) -> int:
     """Return the bytes of graphs with their inputs, and of libraries."""
     encoder = config.encoder
-    frame_bytes, subsampled_bytes, part_bytes = _recognition_sizes(config, element_size, max_shape, graphs)
+    frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
     frames = graphs.clips * max_shape
     pool = frames * frame_bytes + min(part_bytes, frames * subsampled_bytes)
     kept = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meltcore.engine.batch.memory_plans import (
-    BUDGET_RECOGNITION_GRAPHS,
+    BUDGET_TRANSCRIPTION_GRAPHS,
     MAX_BATCH_FRAMES,
-    MAX_RECOGNITION_COST,
     MAX_SLOTS,
     MAX_SYNTHESIS_COST,
-    plan_recognition,
+    MAX_TRANSCRIPTION_COST,
     plan_slots,
     plan_synthesis,
-    recognition_shape,
+    plan_transcription,
     synthesis_shape,
+    transcription_shape,
     translation_workspace,
 )
 from meltcore.engine.core.kv_cache import PageLayout
@@ -33,7 +33,7 @@ from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
-    find_recognizer,
+    find_transcriber,
     open_checkpoint,
 )
 from meltcore.models.decoder_families import DECODER_CONFIGS
@@ -49,8 +49,8 @@ from meltcore.models.weight_sizes import (
     decoder_cache_specs,
     decoder_weight_bytes,
     largest_slice,
-    recognition_weight_bytes,
     synthesis_weight_bytes,
+    transcription_weight_bytes,
     translation_weight_bytes,
 )
 from meltcore.protocol.fleet_spec import FleetTask, ModelSection
@@ -63,7 +63,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # turn; a sliding window keeps as many tokens more of each step.
 _BATCHED_TOKENS, _SLIDING_BATCHED_TOKENS = 2048, 1024
 # Concurrency to plan for where the file names none: sequences, sentences and clips or texts.
-_DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "recognition": 16, "synthesis": 4}
+_DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "transcription": 16, "synthesis": 4}
 _CLIP_S = 30  # of a clip to plan for
 # What an engine holds of a GPU while it sleeps, beside its context: workspaces of libraries, tables, inputs of graphs.
 # Measured on an H100: 40 to 118 MiB, of generation about 55 MiB and the token counts of penalties.
@@ -114,12 +114,12 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
         name, source = model.shapes, f"published shapes of {model.shapes}"
     is_dummy = model.load_format == "dummy" or model.shapes is not None
     try:
-        recognizer = find_recognizer(name, dummy=is_dummy)
-        checkpoint = open_checkpoint(name, files="config") if recognizer is None else None
+        transcriber = find_transcriber(name, dummy=is_dummy)
+        checkpoint = open_checkpoint(name, files="config") if transcriber is None else None
     except ConfigError as error:
         raise UnknownSizesError(str(error)) from error
-    if recognizer is not None:
-        return _recognition(model, recognizer, on_cpu, source)
+    if transcriber is not None:
+        return _transcription(model, transcriber, on_cpu, source)
     assert checkpoint is not None
     architectures = checkpoint.config.get("architectures") or []
     if TRANSLATION_ARCHITECTURE in architectures:
@@ -209,7 +209,7 @@ def _translation(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, sour
     return EngineNeeds("translation", budget, rows, model.max_model_len, sentences, source)
 
 
-def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> EngineNeeds:
+def _transcription(model: ModelSection, path: Path, on_cpu: bool, source: str) -> EngineNeeds:
     import yaml
 
     if not (path / CONFIG_FILE).is_file():
@@ -218,19 +218,19 @@ def _recognition(model: ModelSection, path: Path, on_cpu: bool, source: str) -> 
         )
     config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
     element_size = _element_size(model, on_cpu, "float16")
-    weight_bytes, max_shape = recognition_weight_bytes(config, element_size), recognition_shape(config)
-    clips = model.max_num_seqs or _DEFAULT_CONCURRENCY["recognition"]
-    limit = MAX_RECOGNITION_COST["cpu" if on_cpu else "cuda"]
+    weight_bytes, max_shape = transcription_weight_bytes(config, element_size), transcription_shape(config)
+    clips = model.max_num_seqs or _DEFAULT_CONCURRENCY["transcription"]
+    limit = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"]
     frames = min(limit, clips * round(_CLIP_S / config.frame_s))
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
-        graphs = None if on_cpu else BUDGET_RECOGNITION_GRAPHS
-        cost, rows = plan_recognition(config, memory_bytes=memory_bytes, limit=limit, graphs=graphs, **sizes)
+        graphs = None if on_cpu else BUDGET_TRANSCRIPTION_GRAPHS
+        cost, rows = plan_transcription(config, memory_bytes=memory_bytes, limit=limit, graphs=graphs, **sizes)
         return cost >= frames, [*rows, _rest(memory_bytes, rows)]
 
     budget, rows = _budget(model, divide)
-    return EngineNeeds("recognition", budget, rows, None, clips, source)
+    return EngineNeeds("transcription", budget, rows, None, clips, source)
 
 
 def _synthesis(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:

@@ -1,4 +1,4 @@
-"""Speech recognition on a GPU: the CPU's tokens, graphs as eager launches, company as alone."""
+"""Transcription on a GPU: the CPU's tokens, graphs as eager launches, company as alone."""
 
 from __future__ import annotations
 

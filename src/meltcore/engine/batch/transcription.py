@@ -1,4 +1,4 @@
-"""Speech recognition for the batch engine: clips in, transcripts with word times out. A batch is one step."""
+"""Transcription for the batch engine: clips in, transcripts with word times out. A batch is one step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine, check_options
 from meltcore.engine.batch.memory_plans import (
-    BUDGET_RECOGNITION_GRAPHS,
+    BUDGET_TRANSCRIPTION_GRAPHS,
     MAX_CLIP_S,
-    MAX_RECOGNITION_COST,
-    RECOGNITION_GRAPHS,
+    MAX_TRANSCRIPTION_COST,
+    TRANSCRIPTION_GRAPHS,
     graph_node_bytes,
-    plan_recognition,
-    recognition_shape,
+    plan_transcription,
+    transcription_shape,
 )
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.errors import RequestError
-from meltcore.models.checkpoint import find_recognizer, has_assets
-from meltcore.models.indicconformer import IndicConformer, RecognizerFiles
+from meltcore.models.checkpoint import find_transcriber, has_assets
+from meltcore.models.indicconformer import IndicConformer, TranscriberFiles
 from meltcore.models.loader import Progress, check_memory, task_dtype
 from meltcore.models.nemo_archive import NemoArchive
-from meltcore.models.recognizer_assets import PublishedAssets
 from meltcore.models.task_configs import IndicConformerConfig
+from meltcore.models.transcriber_assets import PublishedAssets
 from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
 from meltcore.tasks.ctc import Emissions, ctc_greedy
@@ -48,7 +48,7 @@ class _Batch(NamedTuple):
     shape: int
 
 
-class RecognitionTask(SleepableTask):
+class TranscriptionTask(SleepableTask):
     """Transcribes clips with an IndicConformer on one device."""
 
     def __init__(
@@ -59,8 +59,8 @@ class RecognitionTask(SleepableTask):
         Raises ConfigError when the checkpoint or a setting cannot work.
         """
         start_s = time.monotonic()
-        check_options(config, "speech recognition")
-        path = find_recognizer(config.model, dummy=config.load_format == "dummy")
+        check_options(config, "transcription")
+        path = find_transcriber(config.model, dummy=config.load_format == "dummy")
         assert path is not None, "the caller has found it"
         device = choose_device(config.device)
         super().__init__(config, device)
@@ -69,7 +69,7 @@ class RecognitionTask(SleepableTask):
         self._token_texts: dict[str, list[str]] = {}
 
         def load(*, progress: Progress) -> IndicConformer:
-            files: RecognizerFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
+            files: TranscriberFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
             try:
                 model = _build(config, files.model_config, self._dtype, device)
                 self._token_texts = _load(model, files, config, progress)
@@ -81,19 +81,19 @@ class RecognitionTask(SleepableTask):
         model_config = self.model.config
         self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
         self._languages = {language: index for index, language in enumerate(model_config.languages)}
-        max_shape = recognition_shape(model_config)
+        max_shape = transcription_shape(model_config)
         weight_bytes = sum(values.nbytes for values in self.model.parameters())
         is_exact = has_budget(config, device)
-        self.max_cost, self.memory = plan_recognition(
+        self.max_cost, self.memory = plan_transcription(
             model_config,
             weight_bytes=weight_bytes,
             element_size=self._dtype.itemsize,
             memory_bytes=byte_budget(config, device, weight_bytes),
             max_shape=max_shape,
-            limit=MAX_RECOGNITION_COST[device.type],
-            graphs=BUDGET_RECOGNITION_GRAPHS if is_exact else None,
+            limit=MAX_TRANSCRIPTION_COST[device.type],
+            graphs=BUDGET_TRANSCRIPTION_GRAPHS if is_exact else None,
         )
-        graphs = BUDGET_RECOGNITION_GRAPHS if is_exact else RECOGNITION_GRAPHS
+        graphs = BUDGET_TRANSCRIPTION_GRAPHS if is_exact else TRANSCRIPTION_GRAPHS
         self.model.encoder.pre_encode.max_elements = graphs.subsampling
         num_graphs = graphs.encoder + graphs.transducer
         self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
@@ -249,11 +249,11 @@ class RecognitionTask(SleepableTask):
         )
 
 
-def recognition_engine(
+def transcription_engine(
     config: EngineConfig, progress: Callable[[str, float], None]
 ) -> BatchEngine[Transcribe, Transcript]:
-    """Load a recognizer and return its engine. Raises ConfigError."""
-    return BatchEngine(RecognitionTask(config, progress))
+    """Load a transcriber and return its engine. Raises ConfigError."""
+    return BatchEngine(TranscriptionTask(config, progress))
 
 
 def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
@@ -279,7 +279,7 @@ def _build(
 
 
 def _load(
-    model: IndicConformer, files: RecognizerFiles, config: EngineConfig, progress: Callable[[str, float], None]
+    model: IndicConformer, files: TranscriberFiles, config: EngineConfig, progress: Callable[[str, float], None]
 ) -> dict[str, list[str]]:
     """Fill the weights and return the texts of the tokens, by language. Of dummy weights they are numbers."""
     if config.load_format == "dummy":

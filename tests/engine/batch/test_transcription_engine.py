@@ -1,4 +1,4 @@
-"""The recognition engine: clips in, transcripts out, the same alone as in company; refusals; its process."""
+"""The transcription engine: clips in, transcripts out, the same alone as in company; refusals; its process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.memory_plans import plan_recognition
-from meltcore.engine.batch.recognition import RecognitionTask, words_of
+from meltcore.engine.batch.memory_plans import plan_transcription
+from meltcore.engine.batch.transcription import TranscriptionTask, words_of
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.transcription import FromEngine, Transcribe, Transcript, TranscriptionReady, Word
@@ -34,8 +34,8 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def task(archive: Path) -> RecognitionTask:
-    return RecognitionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30))
+def task(archive: Path) -> TranscriptionTask:
+    return TranscriptionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30))
 
 
 def pcm(clip: torch.Tensor) -> bytes:
@@ -67,7 +67,7 @@ def words(transcript: Transcript) -> tuple[Any, ...]:
     return transcript.text, transcript.words, transcript.tokens, transcript.frames, transcript.finish_reason
 
 
-def test_transcripts_are_the_same_alone_as_in_company(task: RecognitionTask) -> None:
+def test_transcripts_are_the_same_alone_as_in_company(task: TranscriptionTask) -> None:
     """Random arrivals of both decoders and three languages, in batches of several shapes."""
     requests = requests_of(12)
     alone = {}
@@ -94,7 +94,7 @@ def test_transcripts_are_the_same_alone_as_in_company(task: RecognitionTask) -> 
 
 
 def test_engine_hears_alike_after_its_weights_were_dropped(archive: Path) -> None:
-    task = RecognitionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30, enable_sleep_mode=True))
+    task = TranscriptionTask(EngineConfig(model=str(archive), device="cpu", memory_bytes=2**30, enable_sleep_mode=True))
     engine, found = BatchEngine(task), []
     for _ in range(2):
         for request in requests_of(1):
@@ -119,7 +119,7 @@ def test_words_have_their_times() -> None:
     assert words_of(Emissions([], [], []), texts, 0.08) == ()
 
 
-def test_wrong_clips_are_refused(task: RecognitionTask) -> None:
+def test_wrong_clips_are_refused(task: TranscriptionTask) -> None:
     engine = BatchEngine(task)
     for samples, language, message in [
         (b"", "hi", "257|320 to 720000 samples of 2 bytes; it has 0 bytes"),
@@ -134,7 +134,7 @@ def test_wrong_clips_are_refused(task: RecognitionTask) -> None:
     assert transcript.finish_reason == "stop"
 
 
-def test_longest_clip_is_transcribed(task: RecognitionTask) -> None:
+def test_longest_clip_is_transcribed(task: TranscriptionTask) -> None:
     engine = BatchEngine(task)
     noise = np.random.default_rng(0).integers(-3000, 3000, 720_000, dtype=np.int16)
     engine.add(Transcribe(request_id="long", samples=noise.tobytes(), language="ta", decoder="ctc"))
@@ -146,21 +146,21 @@ def test_longest_clip_is_transcribed(task: RecognitionTask) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: speech recognition does not support it"),
-        ({"quantization": "fp8"}, "--quantization fp8: speech recognition does not support it"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: transcription does not support it"),
+        ({"quantization": "fp8"}, "--quantization fp8: transcription does not support it"),
         ({"max_model_len": 100}, "--max-model-len 100"),
         ({"memory_bytes": 2**20}, r"0\.00 GiB must hold the weights and a clip of 45 s"),
     ],
 )
 def test_options_that_cannot_work_are_refused(archive: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RecognitionTask(EngineConfig(**{"model": str(archive), "device": "cpu", **changes}))
+        TranscriptionTask(EngineConfig(**{"model": str(archive), "device": "cpu", **changes}))
 
 
 def test_memory_plan_of_the_published_size() -> None:
     """1.2 GB of weights in float16; a batch of half an hour of audio needs a few gigabytes."""
     config = CONFIG.__class__(tuple("abcdefghijklmnopqrstuv"))
-    max_cost, rows = plan_recognition(
+    max_cost, rows = plan_transcription(
         config, weight_bytes=1_230_000_000, element_size=2, memory_bytes=16 * 2**30, max_shape=640, limit=32_768
     )
     assert max_cost > 20_000
@@ -169,7 +169,7 @@ def test_memory_plan_of_the_published_size() -> None:
 
 
 def test_dummy_weights_of_published_form(tmp_path: Path, archive: Path) -> None:
-    task = RecognitionTask(EngineConfig(model=str(archive), device="cpu", load_format="dummy", memory_bytes=2**30))
+    task = TranscriptionTask(EngineConfig(model=str(archive), device="cpu", load_format="dummy", memory_bytes=2**30))
     assert task.ready().weights == "dummy"
     assert task.ready().tokens == "synthetic"
     assert task.ready().output_lengths == "synthetic"
@@ -192,7 +192,7 @@ def client(tmp_path: Path, archive: Path) -> Iterator[EngineClient]:
 
 
 @pytest.mark.slow
-def test_process_serves_refuses_and_aborts(client: EngineClient, task: RecognitionTask) -> None:
+def test_process_serves_refuses_and_aborts(client: EngineClient, task: TranscriptionTask) -> None:
     ready: Any = client.ready(TranscriptionReady)
     assert ready.languages == ["hi", "kn", "ta"]
     assert (ready.sample_rate, ready.max_samples, ready.task) == (16_000, 720_000, "transcription")

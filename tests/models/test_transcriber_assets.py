@@ -15,13 +15,13 @@ from parakeet_tools import CONFIG, build, nemo_names, reference_ctc, reference_r
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.recognition import RecognitionTask
+from meltcore.engine.batch.transcription import TranscriptionTask
 from meltcore.errors import ConfigError
 from meltcore.models import onnx_file
-from meltcore.models.checkpoint import find_recognizer, is_recognizer
+from meltcore.models.checkpoint import find_transcriber, is_transcription_model
 from meltcore.models.indicconformer import IndicConformer
 from meltcore.models.onnx_file import OnnxGraph
-from meltcore.models.recognizer_assets import PublishedAssets
+from meltcore.models.transcriber_assets import PublishedAssets
 from meltcore.protocol.transcription import Transcribe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,16 +65,16 @@ def test_every_form_has_the_weights_of_nemo(form: dict[str, Any], tmp_path: Path
 
 
 def test_transcripts_are_those_of_the_weights(assets: Path) -> None:
-    task = RecognitionTask(EngineConfig(model=str(assets), device="cpu", memory_bytes=2**30))
+    task = TranscriptionTask(EngineConfig(model=str(assets), device="cpu", memory_bytes=2**30))
     task.model.load_state_dict(build(nemo_tensors()).state_dict())
     expected = transcripts(task)
-    assert transcripts(RecognitionTask(EngineConfig(model=str(assets), device="cpu", memory_bytes=2**30))) == expected
+    assert transcripts(TranscriptionTask(EngineConfig(model=str(assets), device="cpu", memory_bytes=2**30))) == expected
     assert all(len(text.split()) > 3 for text in expected)
-    assert is_recognizer(str(assets))
-    assert find_recognizer(str(assets)) == assets
+    assert is_transcription_model(str(assets))
+    assert find_transcriber(str(assets)) == assets
 
 
-def transcripts(task: RecognitionTask) -> list[str]:
+def transcripts(task: TranscriptionTask) -> list[str]:
     engine = BatchEngine(task)
     pcm = (speech(2.0)[0].clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes()
     for decoder in ("ctc", "rnnt"):
@@ -311,8 +311,8 @@ def test_hub_id_downloads_the_assets(assets: Path, monkeypatch: pytest.MonkeyPat
         return assets
 
     monkeypatch.setattr("meltcore.models.checkpoint.download_folder", download)
-    assert is_recognizer(hub_id)
+    assert is_transcription_model(hub_id)
     assert asked == []
-    assert find_recognizer(hub_id) == assets
+    assert find_transcriber(hub_id) == assets
     assert asked == [(hub_id, ["config.json", "assets/*"])]
-    assert is_recognizer("Qwen/Qwen3-0.6B") is False
+    assert is_transcription_model("Qwen/Qwen3-0.6B") is False

@@ -7,8 +7,8 @@ how many they had. The median of the repetitions is quoted, with its share of th
 measured rate. No engine that serves this model could be carried to the machine, so that rows have no peer: the targets
 come from the published rates of its class.
 
-    python benchmarks/recognition.py
-    python benchmarks/recognition.py --profile rnnt      # kernels of the largest level by their time; prints only
+    python benchmarks/transcription.py
+    python benchmarks/transcription.py --profile rnnt      # kernels of the largest level by their time; prints only
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.recognition import RecognitionTask
+from meltcore.engine.batch.transcription import TranscriptionTask
 from meltcore.models.task_configs import ConformerConfig
 from meltcore.protocol.transcription import Transcribe, Transcript
 
@@ -69,7 +69,7 @@ def make_clips(lengths_s: list[float], rate: int, language: str, decoder: Decode
     return Clips(requests, sum(lengths_s))
 
 
-def spread_tokens(task: RecognitionTask, lengths_s: list[float], tokens_per_s: float) -> None:
+def spread_tokens(task: TranscriptionTask, lengths_s: list[float], tokens_per_s: float) -> None:
     """Change the random head of CTC so that clips have about as many tokens as asked for, spread over their frames.
 
     A random encoder says nearly the same at all frames, so that a clip would have no token or one at every frame. The
@@ -120,7 +120,7 @@ def encoder_flops(config: ConformerConfig, frames: list[int]) -> float:
     return 2.0 * (total * (config.num_layers * layer + subsampling) + config.num_layers * attention)
 
 
-def measure(task: RecognitionTask, clips: Clips, reps: int) -> tuple[float, int]:
+def measure(task: TranscriptionTask, clips: Clips, reps: int) -> tuple[float, int]:
     """The median seconds of a transcription, after one that warms up, and the tokens of all clips."""
     engine = BatchEngine(task, max_start_s=LATENCY_BOUND_S)
     tokens = sum(each.tokens for each in transcribe(engine, clips))
@@ -132,7 +132,7 @@ def measure(task: RecognitionTask, clips: Clips, reps: int) -> tuple[float, int]
     return statistics.median(times), tokens
 
 
-def profile(task: RecognitionTask, clips: Clips) -> None:
+def profile(task: TranscriptionTask, clips: Clips) -> None:
     """Print the kernels of a transcription by their time."""
     engine = BatchEngine(task, max_start_s=LATENCY_BOUND_S)
     transcribe(engine, clips)
@@ -156,7 +156,7 @@ def main() -> None:
     need_gpu(model=args.model)
 
     is_gpu = torch.cuda.is_available()
-    task = RecognitionTask(EngineConfig(model=args.model, load_format="dummy", device="cuda" if is_gpu else "cpu"))
+    task = TranscriptionTask(EngineConfig(model=args.model, load_format="dummy", device="cuda" if is_gpu else "cpu"))
     features, language = task.model.config.features, task.model.config.languages[0]
     low, high = map(float, args.lengths.split(":"))
     draw = random.Random(args.seed)

@@ -1,4 +1,4 @@
-"""The bundled recognizer: held-out clips are right in one batch, and what faults of an engine cost.
+"""The bundled transcriber: held-out clips are right in one batch, and what faults of an engine cost.
 
 Faults that these clips do not show: masks of attention and of convolutions, as the model has learned to listen close
 by; relative positions off by one; and no pre-emphasis, which the features' normalization takes out. Random checkpoints
@@ -23,9 +23,9 @@ pytest.importorskip("soxr", reason="the extra audio has it")
 
 from meltcore import Transcriber
 from meltcore.config import EngineConfig
-from meltcore.engine.batch.recognition import RecognitionTask
+from meltcore.engine.batch.transcription import TranscriptionTask
 from meltcore.models import conformer, log_mel
-from meltcore.models.checkpoint import BUNDLED_RECOGNIZER
+from meltcore.models.checkpoint import BUNDLED_TRANSCRIBER
 from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.problems.tones import ALPHABETS, ToneClip, render, tone_clip
 from meltcore.protocol.transcription import Decoder, Transcribe
@@ -47,7 +47,7 @@ def clips(longest_s: float) -> list[tuple[ToneClip, np.ndarray]]:
 
 @pytest.mark.slow
 def test_held_out_clips_are_right_in_both_languages_by_both_decoders() -> None:
-    transcriber = Transcriber(BUNDLED_RECOGNIZER, device="cpu", memory_bytes=2**30)
+    transcriber = Transcriber(BUNDLED_TRANSCRIBER, device="cpu", memory_bytes=2**30)
     assert transcriber.languages == list(ALPHABETS)
     for language in ALPHABETS:
         for decoder in get_args(Decoder):
@@ -58,7 +58,7 @@ def test_held_out_clips_are_right_in_both_languages_by_both_decoders() -> None:
 
 def num_right(decoder: Decoder) -> int:
     """Clips of 1 to 5 s that are right in one batch, all padded to the longest."""
-    task = RecognitionTask(EngineConfig(model=BUNDLED_RECOGNIZER, device="cpu", memory_bytes=2**30))
+    task = TranscriptionTask(EngineConfig(model=BUNDLED_TRANSCRIBER, device="cpu", memory_bytes=2**30))
     requests = [
         Transcribe(
             request_id=str(i),
@@ -119,13 +119,13 @@ def _advance_on_blank(patch: pytest.MonkeyPatch) -> None:
 
 def _take_the_last_token_as_blank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IndicConformerConfig, "blank", property(lambda config: config.tokens_per_language - 1))
-    patch.setattr(RecognitionTask, "_transcript", _transcript(RecognitionTask._transcript))
+    patch.setattr(TranscriptionTask, "_transcript", _transcript(TranscriptionTask._transcript))
 
 
 def _transcript(right: Callable[..., Any]) -> Callable[..., Any]:
     """Leave out the true blank, which has no text."""
 
-    def transcript(self: RecognitionTask, request: Transcribe, emissions: Any, count: int) -> Any:
+    def transcript(self: TranscriptionTask, request: Transcribe, emissions: Any, count: int) -> Any:
         texts = self._token_texts[request.language]
         kept = [each for each in zip(*emissions, strict=True) if each[0] < len(texts)]
         return right(self, request, type(emissions)(*map(list, zip(*kept, strict=True))), count)
