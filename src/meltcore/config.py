@@ -343,6 +343,8 @@ class RoutesConfig:
     model of the task that has the language answers.
     """
 
+    order: tuple[str, ...] = ()  # first names of models, as fleet.yaml has them; others follow in the order of adding
+
     translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
     transcription: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
     synthesis: dict[str, str] = field(default_factory=dict)

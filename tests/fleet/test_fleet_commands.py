@@ -281,6 +281,14 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     assert rows(capsys)["third"]["pid"] == after["third"]["pid"], "an unchanged model keeps its engine"
     assert fleet.complete("third") == 200
     assert len(fleet.server.engine_pids()) == 3
+    fleet.write({"fourth": {}, "second": {"max_model_len": 256}, "third": {}}, **sections)
+    assert main(["reload"]) == 0
+    wait_until(lambda: {row["state"] for row in rows(capsys).values()} == {"ready"}, "the changed model")
+    assert [chat_model(fleet) for _ in range(4)] == ["fourth"] * 4, "the first of the file"
+    fleet.write({"fourth": {"max_model_len": 256}, "second": {"max_model_len": 256}, "third": {}}, **sections)
+    assert main(["reload"]) == 0
+    wait_until(lambda: {row["state"] for row in rows(capsys).values()} == {"ready"}, "the changed default")
+    assert [chat_model(fleet) for _ in range(4)] == ["fourth"] * 4, "also where it was replaced"
     assert fleet.server.check_no_leak()["requests_failed_total"] == 0
 
 

@@ -89,19 +89,40 @@ class ModelTable:
     def __init__(self, backends: Sequence[Backend] = ()) -> None:
         self.backends: list[Backend] = []
         self._by_name: dict[str, Backend] = {}
-        self.routes: RoutesConfig | None = None  # instead of those of the configuration
+        self._routes: RoutesConfig | None = None
         for backend in backends:
             self.add(backend)
 
     def add(self, backend: Backend) -> None:
-        """Add a model. Its names lead to it from now on, also those that another model has."""
-        self.backends.append(backend)
+        """Add a model. Its names lead to it from now on, also those that another model has.
+
+        It comes before an older one of its name, and else where the order of `routes` puts it.
+        """
+        at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
+        self.backends.insert(len(self.backends) if at is None else at, backend)
+        self._sort()
         self._by_name |= dict.fromkeys(backend.names, backend)
 
     def remove(self, backend: Backend) -> None:
         """Remove a model, and those of its names that lead to it."""
         self.backends.remove(backend)
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
+
+    @property
+    def routes(self) -> RoutesConfig | None:
+        """The routes of a fleet, instead of those of the configuration, and the order of its models."""
+        return self._routes
+
+    @routes.setter
+    def routes(self, routes: RoutesConfig | None) -> None:
+        self._routes = routes
+        self._sort()
+
+    def _sort(self) -> None:
+        """Keep the order of the file whatever order models were added in: the first is the default."""
+        if self._routes is not None:
+            places = {name: place for place, name in enumerate(self._routes.order)}
+            self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no model can serve."""

@@ -92,6 +92,7 @@ def routes_config(spec: FleetSpec) -> RoutesConfig:
     languages, routes = spec.languages, spec.routes
     prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
     return RoutesConfig(
+        order=tuple(spec.models),
         translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
         transcription=languages.transcription,
         synthesis=languages.synthesis,
