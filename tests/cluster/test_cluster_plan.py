@@ -39,7 +39,9 @@ def test_plan_reads_gpus_and_memory_of_every_node(
     fleet.write_text(f"models: {{a: {{{QWEN}, tensor_parallel_size: 2}}, b: {{{QWEN}, replicas: 2}}}}")
     assert main(["plan", str(fleet), "--ray", address]) == 0
     printed = " ".join(capfd.readouterr().out.split())
-    assert "fits on 3 GPUs of 2 nodes" in printed
+    conclusion = printed.split("The fleet fits on ")[1]
+    assert all(f"{node.name} GPU" in conclusion for node in cluster.nodes)
+    assert "idle" not in conclusion
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def plan_page(plan: FleetPlan) -> Page:
     return Page(
         title="Fleet plan",
         name=plan.source,
-        subtitle="What fits on which GPU, from configurations alone",
+        subtitle=_conclusion(plan),
         sections=sections,
         footer="meltcore plan",
         badge="FITS" if plan.fits else "DOES NOT FIT",
@@ -52,19 +52,50 @@ def _conclusion(plan: FleetPlan) -> str:
     if plan.fits:
         sleeping = [model.name for model in plan.models if model.is_sleeping]
         turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
-        nodes = len({gpu.node for gpu in plan.gpus})
-        of_nodes = f" of {nodes} nodes" if nodes > 1 else ""
-        return f"The fleet fits on {len(plan.gpus)} GPU{'s' * (len(plan.gpus) != 1)}{of_nodes}{turns}."
+        return f"The fleet fits{_gpus_text(plan)}{turns}."
     if not plan.gpus:
         return "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
-    return f"The fleet does not fit as it is. With {len(plan.changes)} changes it does."
+    changes = f"{len(plan.changes)} change{'s' * (len(plan.changes) != 1)}"
+    return f"The fleet does not fit as it is. With {changes} it fits{_gpus_text(plan)}."
+
+
+def _gpus_text(plan: FleetPlan) -> str:
+    """Return the GPUs that engines are on, and those that stay idle: " on GPUs 0 to 2; GPU 3 is idle"."""
+    used = [gpu for gpu in plan.gpus if not _is_idle(gpu)]
+    idle = [gpu for gpu in plan.gpus if _is_idle(gpu)]
+    if not used:
+        return " without a GPU"
+    text = f" on {_numbers_text(used)}"
+    return text + (f"; {_numbers_text(idle)} {'is' if len(idle) == 1 else 'are'} idle" if idle else "")
+
+
+def _is_idle(gpu: PlannedGpu) -> bool:
+    return len(gpu.parts) <= 1  # the driver's alone
+
+
+def _numbers_text(gpus: list[PlannedGpu]) -> str:
+    """Return GPUs as text, by node: "GPU 0", "GPUs 0 to 3, 5", "a GPU 0, b GPUs 0, 1"."""
+    by_node: dict[str, list[int]] = {}
+    for gpu in gpus:
+        by_node.setdefault(gpu.node, []).append(gpu.number)
+    texts = []
+    for node, numbers in by_node.items():
+        ranges: list[list[int]] = []
+        for number in sorted(numbers):
+            if ranges and number == ranges[-1][-1] + 1:
+                ranges[-1].append(number)
+            else:
+                ranges.append([number])
+        parts = [f"{each[0]} to {each[-1]}" if len(each) > 2 else ", ".join(map(str, each)) for each in ranges]
+        texts.append(f"{node} GPU{'s' * (len(numbers) > 1)} {', '.join(parts)}".strip())
+    return ", ".join(texts)
 
 
 def _gpus(plan: FleetPlan) -> Table:
     rows = []
     for gpu in plan.gpus:
         sizes = (gpu.total_bytes, gpu.used_bytes, gpu.total_bytes - gpu.used_bytes)
-        rows.append(Row([Cell(_name(gpu)), *map(_gib, sizes)]))
+        rows.append(Row([Cell(_name(gpu) + (", idle" if _is_idle(gpu) else "")), *map(_gib, sizes)]))
     return Table([Column("GPU", align="text"), *numeric_columns("GiB", "planned", "free")], rows)
 
 
@@ -77,7 +108,8 @@ def _picture(gpu: PlannedGpu) -> Figure:
         (part.name, float(part.size_bytes), "v-none" if part.name == "driver" else f"bar c{index % NUM_COLORS + 1}")
         for index, part in enumerate(gpu.parts)
     ]
-    title = f"{_name(gpu)}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
+    idle = ", idle" if _is_idle(gpu) else ""
+    title = f"{_name(gpu)}{idle}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
     legend = ", ".join(f"{part.name} {part.size_bytes / _GIB:.1f} GiB" for part in gpu.parts)
     return Figure(title, stacked_bar(parts, float(gpu.total_bytes), title), caption=legend)
 
