@@ -289,3 +289,45 @@ def test_measured_contexts_are_used_for_their_gpu_and_driver() -> None:
     measured, assumed = (plan.gpus[0].used_bytes for plan in sizes if plan is not None)
     beside = row.driver_bytes + sum(row.process_bytes(task) for task in ("generation", "generation", "translation"))
     assert measured - assumed == beside - 3 * CONTEXT_BYTES - DRIVER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("vram", "text"),
+    [
+        ("80", "The fleet fits on GPU 0; all models stay awake."),
+        ("80,80,80,80,80", "The fleet fits on GPU 0; GPUs 1 to 4 are idle; all models stay awake."),
+    ],
+)
+def test_plan_names_used_and_idle_gpus(
+    vram: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "fleet.yaml", tmp_path / "plan.html"
+    file.write_text("models: {sums: {checkpoint: meltcore/sums}}")
+    assert main.main(["plan", str(file), "--vram", vram, "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert text in printed
+    assert text in page.read_text()
+    assert printed.count(", idle") == vram.count(",")
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "message"),
+    [
+        ("url: http://127.0.0.1:9, upstream_key_env: NO_SUCH_KEY", "", "NO_SUCH_KEY"),
+        ("command: 'no-such-program --port {port}', device: cpu", "", "no-such-program"),
+        ("checkpoint: meltcore/sums, device: cpu", "keys: [{name: a, env: NO_SUCH_KEY}]", "NO_SUCH_KEY"),
+        ("checkpoint: meltcore/sums, device: cpu", "keys: [{name: a, file: /no/such/file}]", "/no/such/file"),
+    ],
+)
+def test_plan_refuses_what_up_refuses(
+    model: str, sections: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{a: {{{model}}}}}\n{sections}\n")
+    errors = []
+    for command in ("plan", "up"):
+        assert main.main([command, str(file)]) == 2
+        errors.append(capsys.readouterr().err.removeprefix(f"meltcore {command}: "))
+    assert message in errors[0]
+    assert errors[0] == errors[1]
+    assert main.main(["plan", str(file), "--vram", "80"]) == 0, "for another machine"

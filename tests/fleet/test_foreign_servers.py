@@ -14,9 +14,10 @@ import openai
 import pytest
 from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
 
+from meltcore.backends.foreign_process import free_port
 from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
 from meltcore.fleet.replica import RestartPolicy
-from meltcore.process import group_members
+from meltcore.process import LoggedProcess, group_members
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
@@ -165,3 +166,20 @@ def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
     with running(serve_command(config), tmp_path / "stderr") as server:
         assert server.wait_exit() == 2
         assert "two models are served as m" in server.stderr
+
+
+@pytest.mark.slow
+def test_fleet_waits_for_a_server_elsewhere_and_uses_one_that_is_late(tmp_path: Path) -> None:
+    port = free_port()
+    far = ForeignConfig(
+        served_model_name=("far",), urls=(f"http://127.0.0.1:{port}",), health_interval_s=0.1, start_timeout_s=1.0
+    )
+    command = [*SCRIPTED.format(port=port).split()]
+    with serving(tmp_path, far, fleet=True) as server:
+        assert server.request("GET", "/health").status == 503, "it is not ready before it answers"
+        wait_until(lambda: "far could not be loaded: no answer within 1 s (timeouts.start_s)" in server.stderr, "fail")
+        with LoggedProcess(command, tmp_path / "upstream.log", name="upstream", report=print):
+            ask = {"model": "far", "messages": QUESTION}
+            wait_until(lambda: server.post("/v1/chat/completions", ask).status == 200, "the late server")
+        server.signal()
+        assert server.wait_exit() == 0

@@ -48,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.errors import ConfigError
     from meltcore.fleet.cluster import Cluster
     from meltcore.fleet.context_memory import find_contexts
+    from meltcore.fleet.from_spec import server_config
     from meltcore.fleet.machine import read_gpus
+    from meltcore.fleet.operations import check_config, check_startable
     from meltcore.fleet.plan import describe_plan, plan_fleet
-    from meltcore.fleet.planned import check_gpus
+    from meltcore.fleet.planned import check_devices, check_gpus
     from meltcore.host_memory import host_available_bytes
     from meltcore.protocol.fleet_file import load_fleet
     from meltcore.report.console import print_page
@@ -58,15 +60,22 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.report.html import write_page
 
     spec = load_fleet(args.fleet)
+    if args.vram or args.ray:  # for another machine: its keys, programs and GPUs are not looked for here
+        check_config(server_config(spec))
     cluster = Cluster.read(args.ray) if args.ray else None
     gpus, driver = ((), "") if args.vram else read_gpus() if cluster is None else cluster.machine[:2]
     gpu_bytes = [round(size * 2**30) for size in args.vram or ()] or [gpu.total_bytes for gpu in gpus]
+    if not args.vram and cluster is None:
+        check_startable(server_config(spec))
+    num_gpus = len(gpu_bytes)
     if spec.gpus and not args.vram:
-        check_gpus(spec, len(gpu_bytes))
+        check_gpus(spec, num_gpus)
         gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
     if not gpu_bytes and any(model.device != "cpu" and model.kind != "url" for model in spec.models.values()):
         place = "this machine" if cluster is None else "the cluster"
         raise ConfigError(f"{place} has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
+    if not args.vram or not spec.gpus:
+        check_devices(spec, num_gpus)
     contexts = find_contexts(gpus[0].name if gpus else None, driver)
     nodes: dict[str, Any] = {}
     if args.host_memory:

@@ -6,6 +6,7 @@ API servers only get addresses. Whether a server answers, each of them asks by i
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from meltcore.backends.engine_process import EngineProcess
 from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
 from meltcore.backends.http_backend import task_of, upstream_api_key
+from meltcore.backends.http_replica import Replica as Upstream
 from meltcore.config import EngineConfig, ForeignConfig
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddForeign, EndRequests, StatusChanged
@@ -28,6 +30,7 @@ from meltcore.fleet.served_model import POLL_S, log_path
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
+_HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 ServerState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed"]
 
 
@@ -76,6 +79,8 @@ class ForeignModel:
             self.may_run.set()
         self.servers: list[ForeignServer] = []
         urls = config.urls
+        # A fleet is not ready before servers that run elsewhere have answered.
+        self._elsewhere = [Upstream(index, url, config, upstream_api_key(config)) for index, url in enumerate(urls)]
         if not urls:
             count = config.replicas
             folder = parts.log_folder or parts.sockets
@@ -89,7 +94,12 @@ class ForeignModel:
     # --- starting
 
     async def load(self) -> None:
-        """Start all servers and wait for them. Raises MeltcoreError where one fails; with a policy, where all do."""
+        """Start all servers and wait for them. Raises MeltcoreError where one fails; with a policy, where all do.
+
+        With a policy it also waits for a server that runs elsewhere, up to `start_timeout_s`.
+        """
+        if self._elsewhere and self._parts.policy is not None:
+            await self._wait_elsewhere(self.config.start_timeout_s)
         for server in self.servers:
             server.task = asyncio.create_task(self._keep(server))
         started = [server.started for server in self.servers]
@@ -108,6 +118,20 @@ class ForeignModel:
         except MeltcoreError as error:
             await self._stop_servers()
             self.fail(str(error))
+        if self._elsewhere and self.status == "failed":  # it may be started yet
+            await self._wait_elsewhere(math.inf)
+            self.update_status()
+
+    async def _wait_elsewhere(self, limit_s: float) -> None:
+        """Wait until one of the servers at the addresses is healthy. Raises ConfigError where none is in time."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            await asyncio.gather(*(server.check_health() for server in self._elsewhere))
+            if any(server.state == "up" for server in self._elsewhere):
+                return
+            if time.monotonic() >= deadline_s:
+                raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
+            await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
     def fail(self, reason: str) -> None:
         """Refuse requests from now on; `reason` says why no server could be started."""
@@ -200,6 +224,8 @@ class ForeignModel:
     async def stop(self) -> None:
         """End all processes now."""
         self._draining = True
+        if self._elsewhere and self.loading is not None:
+            self.loading.cancel()
         await self._stop_servers()
 
     async def _stop_servers(self) -> None:

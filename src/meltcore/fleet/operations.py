@@ -122,7 +122,7 @@ class FleetOperations:
             raise ConfigError("this fleet was started without a file")
         async with self._lock:
             supervisor = self._supervisor
-            config = resolve_config(await asyncio.to_thread(self._read_config))
+            config = check_startable(await asyncio.to_thread(self._read_config))
             for model in config.models:
                 place_replicas(model)
             check_unchanged(supervisor.config, config)
@@ -181,6 +181,25 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
             await asyncio.wait({stopped}, timeout=POLL_S)
     finally:
         stopped.cancel()
+
+
+def check_config(config: ServerConfig) -> None:
+    """Raise ConfigError when two models have the same name, or `routes` names none of them."""
+    every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
+    names = [name for of_model in every_model for name in set(of_model)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
+    config.check_routes()
+
+
+def check_startable(config: ServerConfig) -> ServerConfig:
+    """Return the resolved configuration after the checks that need no process, for a start, a plan and a reload.
+
+    Raises ConfigError for what `check_config` and `resolve_config` refuse: names, keys, programs, endpoints.
+    """
+    check_config(config)
+    return resolve_config(config)
 
 
 def resolve_config(config: ServerConfig) -> ServerConfig:

@@ -110,26 +110,33 @@ def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
     return room
 
 
-def check_gpus(spec: FleetSpec, count: int) -> str:
-    """Raise ConfigError where `gpus` names more than the `count` GPUs that are there; returns the count as text."""
+def check_gpus(spec: FleetSpec, count: int) -> None:
+    """Raise ConfigError where `gpus` names more than the `count` GPUs that are there."""
     visible = f"{count} {'is' if count == 1 else 'are'} visible"
     for index, gpu in enumerate(spec.gpus):
         if gpu.id >= count:
             raise ConfigError(f"gpus[{index}].id: got {gpu.id}; {visible}, numbered from 0")
-    return visible
+
+
+def check_devices(spec: FleetSpec, count: int) -> None:
+    """Raise ConfigError where a model's `device` names more than the `count` GPUs that are there."""
+    for name, model in spec.models.items():
+        if model.kind != "url" and not isinstance(model.device, str):
+            for number in model.device:
+                if number >= count:
+                    visible = f"{count} {'is' if count == 1 else 'are'} visible"
+                    raise ConfigError(f"models.{name}.device: got GPU {number}; {visible}, numbered from 0")
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
     """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
     count = len(machine.gpus)
-    visible = check_gpus(spec, count)
+    check_gpus(spec, count)
+    check_devices(spec, count)
     models = dict(spec.models)
     for name, model in models.items():
         if model.kind == "url" or model.device == "cpu":
             continue
-        missing = [] if isinstance(model.device, str) else [number for number in model.device if number >= count]
-        if missing:
-            raise ConfigError(f"models.{name}.device: got GPU {missing[0]}; {visible}, numbered from 0")
         if count == 0 and model.kind == "engine":
             if model.tensor_parallel_size > 1:
                 raise ConfigError(

@@ -39,7 +39,7 @@ from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.mps import MpsDaemon
-from meltcore.fleet.operations import FleetOperations, resolve_config
+from meltcore.fleet.operations import FleetOperations, check_startable
 from meltcore.fleet.placement import (
     Placement,
     cpu_environment,
@@ -91,8 +91,7 @@ def serve(
     neither the others nor the server. Raises ConfigError when the server cannot start: the address is taken, or,
     without `fleet`, a checkpoint or an engine fails.
     """
-    _check_names(config)
-    config = resolve_config(config)
+    config = check_startable(config)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)
@@ -462,13 +461,3 @@ def _new_log_folder(parent: Path, port: int) -> Path:
     except OSError as error:
         raise ConfigError(f"the folder of logs, {folder}, cannot be used: {error.strerror}") from error
     return folder
-
-
-def _check_names(config: ServerConfig) -> None:
-    """Raise ConfigError when two models have the same name, or `routes` names none of them."""
-    every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
-    names = [name for of_model in every_model for name in set(of_model)]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
-    config.check_routes()
