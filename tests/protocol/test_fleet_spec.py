@@ -255,8 +255,8 @@ models:
             "got 'a', a model of task generation; must be one of task syn",
         ),
         (
-            "models: {a: {checkpoint: x, task: transcription}}",
-            "models.a.task: got 'transcription'; must be generation, translation, transcription or synthesis",
+            "models: {a: {checkpoint: x, task: recognition}}",
+            "models.a.task: got 'recognition'; must be generation, translation, transcription or synthesis",
         ),
         (
             MODELS + "languages: {transcription: {kannada: a}}",
