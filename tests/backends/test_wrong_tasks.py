@@ -13,7 +13,7 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 
 from meltcore.api.backend import ModelTable
-from meltcore.api.forward import FOREIGN_PATHS
+from meltcore.api.forward import FOREIGN_PATHS, read_fields
 from meltcore.api.keys import ApiKeys
 from meltcore.api.metrics import Metrics
 from meltcore.api.routes import build_app
@@ -67,6 +67,12 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         for end in ("", "/")
     },
     **dict.fromkeys(FOREIGN_PATHS, ({"input": "a"}, ())),
+}
+OWN_ROUTE = {
+    "generation": "/v1/chat/completions",
+    "translation": "/v1/translate",
+    "recognition": "/v1/audio/transcriptions",
+    "synthesis": "/v1/audio/speech",
 }
 NAMELESS = {"/v1/chat", *VISION_PATHS}
 
@@ -151,4 +157,10 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
         assert set(error) == {"message", "type", "param", "code"}, path
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "model"), (path, answer)
         assert model in error["message"], path
+        assert OWN_ROUTE[model.removeprefix("far-")] in error["message"], (path, error["message"])
         assert answer.get("detail", error["message"]) == error["message"]
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":' * 200_000, b'{"model": "\xff"}', b"", b"5"])
+def test_body_that_is_no_object_names_no_model(body: bytes) -> None:
+    assert read_fields(body, "application/json").model is None

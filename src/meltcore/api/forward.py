@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -15,9 +16,10 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meltcore.api.backend import ModelTable
-from meltcore.api.http import ClientDisconnectedError, Headers, header, read_body, request_id, send_error
+from meltcore.api.backend import Backend, ModelTable
+from meltcore.api.http import ClientDisconnectedError, Headers, discard_body, header, read_body, request_id, send_error
 from meltcore.api.log import Log, shorten
+from meltcore.api.task_backends import SpeechBackend, SynthesisBackend, TranslationBackend
 from meltcore.errors import RequestError
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
@@ -120,7 +122,7 @@ class ForwardingEndpoint:
             named = None if fields.model is None else self._models.get(fields.model)
             if not is_forwarding(named):
                 if self._own is None:
-                    raise _not_served(self._models.find(fields.model).names[0], scope["path"])
+                    raise _not_served(self._models.find(fields.model), scope["path"])
                 await self._answer_own(scope, _replay(body, receive), send)
                 return
             exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}
@@ -140,6 +142,7 @@ class ForwardingEndpoint:
 
     async def _answer_own(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._own is None:
+            await discard_body(receive)  # a client that is still sending would lose the answer to a reset
             raise HTTPException(404)
         await self._own(scope, receive, send)
 
@@ -148,7 +151,7 @@ class ForwardingEndpoint:
     ) -> None:
         path = exchange.scope["path"]
         if path not in backend.paths:
-            raise _not_served(backend.names[0], path)
+            raise _not_served(backend, path)
         request = ForwardedRequest(
             scope=exchange.scope,
             send=exchange.send,
@@ -187,12 +190,27 @@ def read_fields(body: bytes, content_type: str) -> _Fields:
         return _Fields() if found is None else _Fields(found[1].decode(errors="replace"))
     try:
         return _decode_fields(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _Fields()  # the endpoint of our own models says what is wrong
 
 
-def _not_served(name: str, path: str) -> RequestError:
-    return RequestError(f"the model {name} does not serve {shorten(path)}", param="model")
+def routes_of(backend: Backend | ForwardingBackend) -> Sequence[str]:
+    """Return the routes for the task of a model."""
+    if is_forwarding(backend):
+        return backend.paths
+    if isinstance(backend, SpeechBackend):
+        return ("/v1/audio/transcriptions",)
+    if isinstance(backend, SynthesisBackend):
+        return ("/v1/audio/speech",)
+    is_translation = isinstance(backend, TranslationBackend) and backend.translates
+    return ("/v1/translate",) if is_translation else ("/v1/chat/completions", "/v1/completions")
+
+
+def _not_served(backend: Backend | ForwardingBackend, path: str) -> RequestError:
+    routes = ", ".join(routes_of(backend))
+    return RequestError(
+        f"the model {backend.names[0]} does not serve {shorten(path)}; it serves {routes}", param="model"
+    )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

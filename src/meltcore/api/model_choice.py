@@ -10,7 +10,7 @@ import msgspec
 
 from meltcore.api.backend import Backend, ModelTable
 from meltcore.api.foreign_chat import PATH as CHAT_PATH
-from meltcore.api.forward import ForwardingBackend
+from meltcore.api.forward import ForwardingBackend, routes_of
 from meltcore.api.llm_translation import LLMTranslator
 from meltcore.api.protocol import TranslateRequest
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
@@ -167,9 +167,9 @@ def _is_chat_model(backend: Backend) -> bool:
 
 
 def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
-    if len(candidates) == 1 and isinstance(foreign := candidates[0], ForwardingBackend):
-        raise RequestError(
-            f"{foreign.names[0]} cannot {task} here; it serves {', '.join(foreign.paths)}", param="model"
-        )
+    if len(candidates) == 1:
+        [backend] = candidates
+        routes = ", ".join(routes_of(backend))
+        raise RequestError(f"{backend.names[0]} cannot {task} here; it serves {routes}", param="model")
     names = " and ".join(backend.names[0] for backend in candidates)
     raise RequestError(f"{names} cannot {task}", param="model")
