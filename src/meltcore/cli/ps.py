@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-_WIDTH = 240  # a line per engine, whatever the terminal: other programs read it too
+_WIDTH = 240  # outside a terminal: a line per engine, for other programs
 HELP = "list the engines of a fleet"
 EXAMPLES = """\
   meltcore ps
@@ -44,24 +44,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
+    import sys
+
     from rich.console import Console
-    from rich.table import Table
 
     from meltcore.fleet.console import size_text
+    from meltcore.report.console import print_table
+    from meltcore.report.page import Cell, Column, Row, Table, numeric_columns
 
-    table = Table(show_edge=False, pad_edge=False)
-    for name in ("model", "task", "state"):
-        table.add_column(name)
     measured = [name for name in ("with context", "NVML") if name in rows[0]] if rows else []
-    for name in ("pid", "memory", *measured, "restarts", "open requests", "port"):
-        table.add_column(name, justify="right")
+    columns = [Column(name, align="text") for name in ("model", "task", "state")]
+    columns += numeric_columns("pid", "memory", *measured, "restarts", "open requests", "port")
+    lines = []
     for row in rows:
         num_replicas = sum(each["model"] == row["model"] for each in rows)
         model = f"{row['model']} ({row['replica']})" if num_replicas > 1 else row["model"]
         cells = [model, row["task"], row["state"], str(row["pid"] or "-"), size_text(row["memory_bytes"])]
         cells += ["-" if row[name] is None else size_text(row[name]) for name in measured]
-        table.add_row(*cells, *(str(row[name]) for name in ("restarts", "open_requests", "port")))
-    console = Console(highlight=False, markup=False, width=_WIDTH)
-    console.print(table, crop=False)
+        cells += [str(row[name]) for name in ("restarts", "open_requests", "port")]
+        lines.append(Row([Cell(cell) for cell in cells]))
+    width = None if sys.stdout.isatty() else _WIDTH
+    print_table(Table(columns, lines), Console(highlight=False, width=width))
     for reason in dict.fromkeys(row["reason"] for row in rows if row["reason"]):
         print(reason)

@@ -126,7 +126,11 @@ def _models(plan: FleetPlan) -> Table:
     columns = [
         *(Column(name, align="text") for name in ("model", "task", "place")),
         Column("sizes from", console=None, align="text"),
-        *numeric_columns("context", "concurrency", "weights", "caches", "other", "GiB"),
+        *numeric_columns("context"),
+        *numeric_columns("concurrency", console="seqs"),
+        *numeric_columns("weights", "caches"),
+        *numeric_columns("other", console=None),  # with these 80 columns hold names of 23 characters
+        *numeric_columns("GiB"),
     ]
     return Table(columns, [_model_row(model) for model in plan.models])
 
