@@ -10,7 +10,7 @@ import pytest
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.options import shown_url
-from meltcore.protocol.fleet_file import parse_fleet
+from meltcore.protocol.fleet_file import load_fleet, parse_fleet
 
 MODEL = "checkpoint: meltcore/sums"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -51,6 +51,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("models: {" + ", ".join(f"m{n}: {{{MODEL}}}" for n in range(257)) + "}", "models: has 257 entries; must have"),
         (LAUGHS + "models: *i", "aliases make more than 100,000 values"),
         ("models: &m {a: *m}", "line 1: an alias stands for a value that holds it"),
+        (f'models: {{a: {{{MODEL}}}}}\nkeys: [{{name: a, file: "a\\0b"}}]', "keys[0].file: has a NUL character"),
         ("models: " + "[" * 10_000, "not YAML"),
         (f"models: {{a: {{{MODEL}, max_num_seqs: {'9' * 5000}}}}}", "not YAML"),
     ],
@@ -61,6 +62,13 @@ def test_values_past_their_limits_are_refused_quickly(text: str, message: str) -
         parse_fleet(text)
     assert message in str(error.value).replace("got True", "got true")
     assert time.monotonic() - started_s < 5
+
+
+def test_empty_file_is_named_empty(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        load_fleet(file)
 
 
 def test_aliases_of_small_values_are_read() -> None:

@@ -71,7 +71,7 @@ def _resolved(config: ServerConfig) -> Iterator[KeyConfig]:
 def _read(path: str, subject: str) -> str:
     try:
         text = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{subject}: {path} cannot be read: {error}") from error
     if not text:
         raise ConfigError(f"{subject}: {path} is empty")

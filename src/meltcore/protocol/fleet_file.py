@@ -37,6 +37,8 @@ def load_fleet(path: str | Path) -> FleetSpec:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"{file}: is empty; `meltcore fleet init` writes a file to begin with")
     return parse_fleet(text, str(file))
 
 
@@ -179,6 +181,8 @@ def _convert_size(value: Any, path: str) -> Size:
 def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise FleetError(path, f"got {value}; must be a finite number")
+    if isinstance(value, str) and "\0" in value:  # which no path, command or address can hold
+        raise FleetError(path, "has a NUL character; remove it")
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
