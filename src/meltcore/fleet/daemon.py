@@ -137,7 +137,8 @@ def running() -> list[DaemonRecord]:
 def stop(records: list[DaemonRecord], timeout_s: float) -> int:
     """Ask each server to drain and leave; 0 where all have left within `timeout_s`."""
     for record in records:
-        os.kill(record.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(record.pid, signal.SIGTERM)
     deadline_s = time.monotonic() + timeout_s
     num_still_running = 0
     for record in records:

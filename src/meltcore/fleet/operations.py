@@ -106,7 +106,10 @@ class FleetOperations:
                 return
             started = await self._replace(model, model.config)
             if started.loading is not None:
-                await started.loading
+                await asyncio.wait({started.loading})
+                if started.loading.cancelled():  # by `meltcore down`
+                    raise ConfigError(f"{model.name} was ended while it was loading")
+                started.loading.result()
         except MeltcoreError as error:  # of an engine
             raise ConfigError(f"{model.name} did not come back: {error}") from error
         if started.status == "failed":
