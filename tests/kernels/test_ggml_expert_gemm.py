@@ -17,6 +17,7 @@ from meltcore.kernels.moe.align import max_tiles, moe_align_block_size, scan_siz
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant import ggml_expert_gemm as expert_gemm_file
+from meltcore.kernels.quant import ggml_experts
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty
 from meltcore.kernels.quant.ggml_expert_gemm import (
     KERNEL,
@@ -56,6 +57,13 @@ def test_tiles_are_those_measured() -> None:
     assert sizes == [8, 8, 16, 16, 32, 32]
 
 
+def test_tiles_of_triton_follow_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ggml_experts, "shared_memory_bytes", lambda device: 227 * 1024)
+    weight = empty(GgmlType.Q8_0, (128, 1536, 2048), META)
+    tiles = [ggml_experts.select_config(8 * tokens, weight) for tokens in (128, 129, 480, 481, 8064)]
+    assert [(tile.block_m, tile.num_stages) for tile in tiles] == [(16, 4), (32, 3), (32, 3), (64, 2), (64, 2)]
+
+
 def test_body_follows_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Qwen3-30B-A3B on an H200. Gate and up in tensors of their own are not dequantized."""
     monkeypatch.setattr(grouped_gemm_tma, "capability", lambda device: 90)
@@ -69,7 +77,7 @@ def test_body_follows_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> N
         hidden.element_size.return_value = dtype.itemsize
         return select_body(hidden, 8 * tokens, parts, down)
 
-    limits = (1, 512, 513, 4095, 4096, 8064)
+    limits = (1, 256, 257, 4095, 4096, 8064)
     assert [body(tokens, gate_up) for tokens in limits] == ["cuda"] * 2 + ["triton"] * 2 + ["dequantized"] * 2
     assert [body(tokens, *apart) for tokens in limits] == ["cuda"] * 2 + ["triton"] * 4
     assert body(1, gate_up, is_cuda=False) == body(1, gate_up, dtype=torch.float32) == "triton"
@@ -79,18 +87,25 @@ def test_body_follows_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (257, 9)])
-def test_warm_up_covers_every_launch(experts: int, top_k: int) -> None:
+def test_warm_up_covers_every_launch(experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Qwen3-30B-A3B and Qwen3.5-35B-A3B; a step of the most tokens is part of every warm-up."""
+    monkeypatch.setattr(ggml_experts, "shared_memory_bytes", lambda device: 227 * 1024)
+    weight = empty(GgmlType.Q8_0, (experts, 1024, 2048), META)
 
-    def launches(tokens: int) -> object:
+    def gemm(tokens: int) -> object:
         pairs, per_expert = tokens * top_k, tokens * top_k / experts
         if per_expert >= MIN_DEQUANTIZED_PAIRS:
             return "dequantized"
         if per_expert <= MAX_PAIRS:
-            return select_config(pairs, experts, [GgmlType.Q8_0], 227 * 1024), scan_size(pairs)
-        return "triton", scan_size(pairs)
+            return select_config(pairs, experts, [GgmlType.Q8_0], 227 * 1024)
+        return ggml_experts.select_config(pairs, weight)
 
-    assert set(map(launches, range(1, 8193))) == set(map(launches, (*PROMPT_TOKENS, *EXPERT_TOKENS, 8192)))
+    def scan(tokens: int) -> int:
+        return scan_size(tokens * top_k)
+
+    warmed = *PROMPT_TOKENS, *EXPERT_TOKENS, 8192
+    assert set(map(gemm, range(1, 8193))) == set(map(gemm, warmed))
+    assert set(map(scan, range(1, 8193))) == set(map(scan, warmed))
 
 
 def test_recorded_launches_are_compiled_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +198,7 @@ def test_experts_match_the_reference(block_type: BlockType) -> None:
     gate_up = there(stacked(random_weight(1, experts * 512, 512, block_type), experts), device)
     down = there(stacked(random_weight(2, experts * 512, 256, block_type), experts), device)
     bodies = []
-    for tokens in (1, 5, 33, 100, 700, 1100):
+    for tokens in (1, 5, 33, 64, 100, 700, 1100):
         hidden = torch.randn(tokens, 512, device=device).bfloat16()
         ids = torch.rand(tokens, experts, device=device).topk(top_k).indices.int()
         routing = Routing(ids, torch.rand(tokens, top_k, device=device))
@@ -201,7 +216,7 @@ def test_experts_match_the_reference(block_type: BlockType) -> None:
         graph.replay()
         assert torch.equal(captured, ggml_expert_outputs(hidden, routing, [gate_up], down))
     last = "dequantized" if torch.cuda.get_device_capability() == (9, 0) else "triton"
-    assert bodies == ["cuda"] * 4 + ["triton", last]
+    assert bodies == ["cuda"] * 4 + ["triton"] * 2 + [last]
 
 
 @pytest.mark.gpu

@@ -20,9 +20,9 @@ from meltcore.kernels.nvrtc import CudaKernel
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
 from meltcore.kernels.quant.ggml_skinny_gemm import MAX_WEIGHT_BYTES, MIN_CAPABILITY, THREADS, SkinnyConfig
 
-# Pairs per expert up to which it is faster than the body in Triton. Measured with Q8_0 on an H200: at 16 pairs 245 us
-# against 324, at 64 pairs 664 against 468; straight lines meet at about 30.
-MAX_PAIRS = 32
+# Pairs per expert up to which it is faster than the body in Triton. Measured with Q8_0: at 16 pairs 245 us against 252
+# on an H200 and 267 against 257 on an H100, at 24 pairs 303 against 270 on the latter.
+MAX_PAIRS = 16
 _MAX_TILES = 2048  # MAX_TILES of ggml_expert_gemm.cu
 _STATIC_BYTES = 2 * _MAX_TILES + 32  # of shared memory beside the stages
 _GATED = 1

@@ -27,9 +27,12 @@ from meltcore.kernels.quant.ggml_decode import block_k, dequantize
 from meltcore.kernels.quant.ggml_gemm import ggml_tile_matmul
 from meltcore.kernels.quant.ggml_linear import SLICE_VALUES
 
-# Pairs per expert from which on dequantizing is faster. With Q8_0 on an H200 and 128 experts of 768 x 2,048 it takes
-# 1,165 us at 128 pairs, 1,753 at 504. Decoding took 917 and 3,042 with four stages; two take 0.83 of it at 64 pairs.
+# Pairs per expert from which on dequantizing is faster: with Q8_0 and 128 experts of 768 x 2,048 from 280 on an H100,
+# and by its numbers from 226 on an H200, whose memory is faster (docs/decisions/quantized-weights.md).
 MIN_DEQUANTIZED_PAIRS = 256
+# Of 16-bit tokens, up to which tiles of 32 pairs are faster than tiles of 64: 292 us against 332 at 28, 337 against 331
+# at 32, with Q8_0 on an H100.
+_MAX_PAIRS_IN_SMALL_TILES = 30
 _Body = Literal["dequantized", "cuda", "triton"]
 
 
@@ -107,14 +110,19 @@ def _ggml_grouped_gemm_kernel(
 def select_config(pairs: int, weight: GgmlTensor) -> GemmConfig:
     """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, K].
 
-    Tiles of pairs as for unquantized weights (`default_config`), tiles of columns as the format has them. Tiles of 64
-    pairs have two stages: on an H200, 64 pairs per expert took 563 us with four and 468 with two (twice the programs).
+    Tiles of pairs as for unquantized weights (`default_config`), but of 32 where those suffice, and tiles of columns as
+    the format has them. Larger tiles have fewer stages, so that more programs run on an SM: on an H200, 64 pairs per
+    expert took 563 us with four and 468 with two; on an H100, 16 pairs took 326 us in tiles of 64, and 257 in tiles of
+    32 with three.
     """
     shared_bytes = shared_memory_bytes(weight.values.device)
     block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)
+    if block_m == 64 and pairs <= _MAX_PAIRS_IN_SMALL_TILES * len(weight.values):
+        block_m = 32
     width = block_k(weight)
     stage_bytes = 2 * block_m * width + 64 * (weight.values.shape[-1] * width // weight.columns + 16)
-    stages = 2 if block_m == 64 else max(2, min(4, shared_bytes // 2 // stage_bytes))
+    most = {32: 3, 64: 2}.get(block_m, 4)
+    stages = max(2, min(most, shared_bytes // 2 // stage_bytes))
     return GemmConfig(block_m, 64, width, stages)
 
 
