@@ -12,10 +12,13 @@ from kernel_tools import in_triton
 from test_linear import assert_near, assert_rounded_once, moved, random_matmul, random_norm
 from triton.runtime import interpreter
 
+from meltcore.kernels.gemm import tma
+from meltcore.kernels.gemm.split_k import GemmConfig
+from meltcore.kernels.gemm.tma import tma_gemm
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, Fp8Tensor, quantize, quantize_reference
 from meltcore.kernels.quant.fp8_gemv import fp8_gemv, fp8_skinny_gemm, supports
-from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE, fp8_linear
+from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE, fp8_linear, uses_tma
 from meltcore.kernels.quant.fp8_split_k import fp8_split_k_gemm
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
@@ -180,7 +183,7 @@ def test_few_token_kernel_supports() -> None:
 
 @pytest.mark.gpu
 @TYPES
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 500, 3000])
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 33, 65, 129, 257, 500, 1100, 3000, 12000])
 def test_every_number_of_tokens_is_served_on_cuda(tokens: int, dtype: torch.dtype) -> None:
     cuda = torch.device("cuda")
     hidden, weight = random_fp8_matmul(tokens, tokens, 192, 512, dtype)
@@ -254,3 +257,35 @@ def test_split_k_gemm_fuses_the_activation(
     result = tiles(hidden.to(device), there(weight, device), gated=True)
     assert result.shape == (tokens, n)
     assert_summed_by_tensor_cores(result, exact_gated(hidden, weight), dtype)
+
+
+@pytest.mark.slow
+@TYPES
+@pytest.mark.parametrize("config", [GemmConfig(64, 128, 128, 3, 4), GemmConfig(128, 256, 128, 3, 8)])
+def test_tma_gemm_matches_dequantized_numbers(config: GemmConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Scales of rows and tokens that fill no tile; alone, added to a residual, and with the activation."""
+    hidden, weight = random_fp8_matmul(0, 150, 336, 208, dtype)
+    tokens, rows = in_triton(quantize)(hidden.to(device), None), there(weight, device)
+
+    def multiply(*, gated: bool = False, residual: torch.Tensor | None = None) -> torch.Tensor:
+        scales = tokens.scales, rows.scales
+        return tma_gemm(tokens.values, rows.values, dtype, scales=scales, gated=gated, residual=residual, config=config)
+
+    assert_summed_by_tensor_cores(multiply(), exact(hidden, weight), dtype)
+    before = torch.randn(150, 336).to(dtype)
+    residual = before.to(device, copy=True)
+    assert multiply(residual=residual) is residual
+    assert_summed_by_tensor_cores(residual, before.double() + exact(hidden, weight), dtype)
+    assert_summed_by_tensor_cores(multiply(gated=True), exact_gated(hidden, weight), dtype)
+
+
+def test_tma_is_used_for_many_tokens_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_used(tokens: int, *, gated: bool = False, k: int = 64) -> bool:
+        return uses_tma(quantize_reference(torch.zeros(tokens, k)), quantize_reference(torch.zeros(32, k)), gated=gated)
+
+    monkeypatch.setattr(tma, "capability", lambda device: 90)
+    assert [is_used(tokens) for tokens in (256, 257, 5000)] == [False, True, True]
+    assert [is_used(tokens, gated=True) for tokens in (128, 129)] == [False, True]
+    assert not is_used(300, k=40)
+    monkeypatch.setattr(tma, "capability", lambda device: 89)
+    assert not is_used(5000)

@@ -25,6 +25,9 @@ from meltcore.kernels.gemm import tma
 from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma
 from meltcore.kernels.moe.align import scan_size
 from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
+from meltcore.kernels.quant import fp8_split_k
+from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor
+from meltcore.kernels.quant.fp8_linear import uses_tma
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])
@@ -64,6 +67,35 @@ def test_warm_up_covers_every_tile_of_gate_and_up(rows: int, limit: int) -> None
 
     warmed = [tokens for tokens in (*PROMPT_TOKENS, limit) if tokens <= limit]
     assert set(map(launches, range(1, limit + 1))) == set(map(launches, warmed))
+
+
+@pytest.mark.parametrize("limit", [2048, 8192, 16384])
+@pytest.mark.parametrize(("hidden_size", "width"), [(1024, 3072), (2048, 6144), (2560, 9728), (4096, 12288)])
+def test_warm_up_covers_every_tile_of_fp8(
+    hidden_size: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of dense layers on a Hopper GPU; one token and up to 16 have kernels of their own."""
+    monkeypatch.setattr(tma, "capability", lambda device: 90)
+
+    def launches(tokens: int) -> object:
+        chosen = []
+        for rows, k, gated in ((2 * width, hidden_size, True), (hidden_size, width, False), (6144, hidden_size, False)):
+            hidden, weight = (
+                Fp8Tensor(torch.empty(count, k, dtype=FP8, device="meta"), torch.empty(count, device="meta"))
+                for count in (tokens, rows)
+            )
+            if uses_tma(hidden, weight, gated=gated):
+                chosen.append(tma.select_config(tokens, rows, gated=gated, is_fp8=True))
+            else:
+                chosen.append(fp8_split_k.select_config(tokens, rows, k, 227 * 1024))
+        return tuple(chosen)
+
+    def kernels(counts: Iterable[int]) -> list[set[object]]:
+        """Of each of the three layers: they need not change at one number of tokens."""
+        return [set(each) for each in zip(*map(launches, counts), strict=True)]
+
+    warmed = [tokens for tokens in (*PROMPT_TOKENS, limit) if 16 < tokens <= limit]
+    assert kernels(range(17, limit + 1)) == kernels(warmed)
 
 
 @pytest.mark.parametrize("width", [768, 512, 256, 128, 64])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.gemm import tma
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant import fp8_gemv, fp8_split_k
@@ -16,6 +17,8 @@ from meltcore.kernels.quant.fp8 import Fp8Tensor, quantize
 
 # Of both sizes of a weight: the tensor cores' instructions read 16 bytes at a time (torch._scaled_mm checks it).
 SIZE_MULTIPLE = 16
+# Of tokens, up to which split-K tiles are faster than those by TMA on Hopper GPUs, without and with an activation.
+_MAX_SPLIT_K_TOKENS, _MAX_GATED_SPLIT_K_TOKENS = 256, 128
 
 
 def fp8_linear(
@@ -37,6 +40,11 @@ def fp8_linear(
     quantized = quantize(hidden, norm)
     if is_skinny:
         return fp8_gemv.fp8_skinny_gemm(quantized, weight, hidden.dtype, gated=gated, residual=residual)
+    if in_triton and uses_tma(quantized, weight, gated=gated):
+        scales = quantized.scales, weight.scales
+        return tma.tma_gemm(
+            quantized.values, weight.values, hidden.dtype, scales=scales, gated=gated, residual=residual
+        )
     if in_triton and fp8_split_k.supports(hidden, weight):
         return fp8_split_k.fp8_split_k_gemm(quantized, weight, hidden.dtype, gated=gated, residual=residual)
     output = (_scaled_mm if in_triton else _matmul_reference)(quantized, weight, hidden.dtype)
@@ -45,13 +53,19 @@ def fp8_linear(
     return output if residual is None else residual.add_(output)
 
 
+def uses_tma(hidden: Fp8Tensor, weight: Fp8Tensor, *, gated: bool) -> bool:
+    """Return whether the GEMM with TMA supports these tensors and is faster than the others."""
+    max_tokens = _MAX_GATED_SPLIT_K_TOKENS if gated else _MAX_SPLIT_K_TOKENS
+    return len(hidden.values) > max_tokens and tma.supports(hidden.values, weight.values)
+
+
 def _matmul_reference(quantized: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
     sums = quantized.values.float() @ weight.values.float().t()
     return (sums * quantized.scales[:, None] * weight.scales).to(dtype)
 
 
 def _scaled_mm(quantized: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiply by torch's kernel with a scale per row, which supports bfloat16 outputs only."""
+    """Multiply by torch's kernel with a scale per row, which has bfloat16 outputs only."""
     output = torch._scaled_mm(
         quantized.values,
         weight.values.t(),

@@ -29,7 +29,7 @@ MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 K_MULTIPLE = 64
 # With more, torch's scaled GEMM is as fast, the kernels around it included.
 MAX_TOKENS = 2048
-_MAX_ROWS_OF_SMALL_WEIGHT = 2048
+_MAX_ROWS_OF_SMALL_WEIGHT, _MAX_ROWS_OF_SPLIT_WEIGHT = 2**11, 2**13
 
 
 def supports(hidden: torch.Tensor, weight: Fp8Tensor) -> bool:
@@ -99,11 +99,13 @@ def _fp8_split_k_gemm_kernel(
 def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConfig:
     """Select the configuration for the shape of a weight.
 
-    rows, k: of the weight; shared_bytes: shared memory available to a program, for up to 4 stages.
+    rows, k: of the weight; shared_bytes: shared memory available to a program.
 
-    The best of a sweep over the four GEMMs of a Qwen3-0.6B layer (H200, 2026-11-21).
+    The best of sweeps over the four GEMMs of a Qwen3-0.6B layer, up to 2,048 rows on an H200 and wider ones on an H100
+    (docs/decisions/quantized-weights.md). Of those a program takes over half of an SM's shared memory, as in
+    gemm/split_k.py.
     """
-    split_k = 1
+    split_k, min_stages = 1, 4
     if rows <= _MAX_ROWS_OF_SMALL_WEIGHT:
         if tokens <= 512:
             block_m, block_n = (32 if tokens <= 32 else 64), (32 if 32 < tokens <= 64 else 64)
@@ -112,14 +114,17 @@ def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConf
         if k > 2048 and tokens <= 128:
             # Tiles too few for all SMs, with much to sum.
             split_k = 4 if tokens <= 64 else 2
-    elif tokens <= 128:
-        block_m, block_n = triton.next_power_of_2(max(32, tokens)), 64
+    elif tokens <= 256:
+        block_m, block_n = (32, 128) if tokens <= 64 else (128, 64)
+        min_stages = shared_bytes // 2 // ((block_m + block_n) * 128) + 1
+        if tokens <= 32 and rows <= _MAX_ROWS_OF_SPLIT_WEIGHT:
+            split_k = 2
     else:
         block_m, block_n = (128 if tokens <= 512 or shared_bytes < 2**17 else 256), 128
     block_k = 128 if k % (128 * split_k) == 0 else 64
     if k % (block_k * split_k):
         split_k = 1
-    stages = min(4, shared_bytes // ((block_m + block_n) * block_k))
+    stages = min(max(4, min_stages), shared_bytes // ((block_m + block_n) * block_k))
     return GemmConfig(block_m, block_n, block_k, stages, 8 if block_m == 256 else 4, split_k)
 
 
