@@ -77,6 +77,7 @@ def test_every_control_has_a_label_and_tabs_have_panels() -> None:
         before = markup.partition(control)[0]
         assert before.rfind("<label") > before.rfind("</label>"), control
     panels = re.findall(r'<section class="card" id="(\w+)" role="tabpanel" aria-labelledby="tab-(\w+)"', markup)
+    assert '<a href="docs">' in markup, "the page leads to Swagger UI"
     assert [name for name, _ in panels] == [tab for _, tab in panels] == list(TABS)
 
 
