@@ -209,7 +209,7 @@ class Driver:
                 if (start := self._engines.get(message.engine)) is not None and start.node in self._living:
                     self._write(self._living[start.node], line)
             elif message.node not in self._living:
-                answer(EngineEnded(message.engine, f"the node {message.node} is gone", is_node_gone=True))
+                answer(EngineEnded(message.engine, f"the node {message.node} is gone", no_room=True))
             else:
                 self._engines[message.engine] = message
                 rack = self._living[message.node]
@@ -255,7 +255,7 @@ class Driver:
         self._living = {name: its_rack for name, its_rack in self._living.items() if its_rack != rack}
         for number in [number for number, start in self._engines.items() if start.node in lost]:
             node = self._engines.pop(number).node
-            answer(EngineEnded(number, f"the node {node} is gone", is_node_gone=number not in self._listening))
+            answer(EngineEnded(number, f"the node {node} is gone", no_room=number not in self._listening))
 
     async def _end_rack(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None

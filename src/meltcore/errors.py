@@ -48,5 +48,12 @@ class EngineDeadError(MeltcoreError):
     """Reports that the engine process has ended. Each of its open requests has failed."""
 
 
+class EnginePendingError(MeltcoreError):
+    """Reports that an engine was not started: no node has room for it, or the cluster cannot be changed.
+
+    That is no death. The engine waits, and is tried again.
+    """
+
+
 class RankError(MeltcoreError):
     """Reports that a rank of a tensor-parallel group has ended or hangs. The engine cannot continue."""

@@ -25,7 +25,7 @@ from meltcore.process import start_ticks
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
 from server_harness import MODEL, RunningServer, make_model, wait_until
 
-POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5, max_deaths=20)
+POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5)
 START_S = 60.0
 SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
@@ -61,25 +61,30 @@ def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] |
         cluster = cluster_utils.Cluster()
         try:
             for index, sizes in enumerate(gib):
-                cluster.add_node(
-                    wait=False,
-                    num_cpus=1,
-                    num_gpus=len(sizes),
-                    resources={f"gpu{number}_gib": size for number, size in enumerate(sizes)},
-                    object_store_memory=STORE_BYTES,
-                    env_vars={
-                        "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
-                        "TMPDIR": str(folder),  # of actors and engines
-                        "SCRIPTED_GIB": ",".join(map(str, sizes)),
-                        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(sizes)))),
-                    },
-                    **({"include_dashboard": False} if index == 0 else {}),
-                )
+                add_node(cluster, folder, sizes, is_head=index == 0)
             cluster.wait_for_nodes(60)
             cluster.temporary = folder
             yield cluster
         finally:
             cluster.shutdown()
+
+
+def add_node(cluster: Any, folder: Path, sizes: Sequence[int], *, is_head: bool = False) -> None:
+    """Start a raylet with GPUs of these sizes."""
+    cluster.add_node(
+        wait=False,
+        num_cpus=1,
+        num_gpus=len(sizes),
+        resources={f"gpu{number}_gib": size for number, size in enumerate(sizes)},
+        object_store_memory=STORE_BYTES,
+        env_vars={
+            "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
+            "TMPDIR": str(folder),  # of actors and engines
+            "SCRIPTED_GIB": ",".join(map(str, sizes)),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(sizes)))),
+        },
+        **({"include_dashboard": False} if is_head else {}),
+    )
 
 
 def write_fleet(folder: Path, *, step_s: float = 0.002) -> Path:

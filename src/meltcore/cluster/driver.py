@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +16,11 @@ import msgspec
 
 from meltcore.cluster.command_actor import run_on_nodes
 from meltcore.cluster.engine_actor import EngineActor
-from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, connect, living_nodes, read_nodes
+from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, connect, free_resources, living_nodes, read_nodes
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.protocol.cluster import (
     ClusterFailed,
+    ClusterState,
     EngineEnded,
     EngineListening,
     EngineOutput,
@@ -31,9 +34,13 @@ from meltcore.protocol.cluster import (
     gpu_resource,
 )
 
-_START_LIMIT_S = 120.0  # for a worker process of Ray, and the engine process to listen
+_READY_LIMIT_S = 60.0  # for a worker process of Ray: there is none while other jobs have the memory
+_START_LIMIT_S = 90.0  # for the engine process to listen
+_ROOM_LIMIT_S, _ROOM_POLL_S = 5.0, 0.25  # for Ray to take back what the engine before it had
 _CALLS = 4  # of one actor that run together: start or wait, read its output, and kill
 _REST_S = 2.0  # for the last output of an engine that has ended
+_THREADS = 128
+_HEAD_POLL_S, _HEAD_LIMIT_S = 2.0, 3.0  # the head node is asked so often, and has so long to answer
 
 
 class Driver:
@@ -42,72 +49,129 @@ class Driver:
     def __init__(self, answer: Callable[[FromDriver], None]) -> None:
         self._answer = answer
         self._actors: dict[int, Any] = {}
+        self._starting: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Answer until the end of the input."""
+        # Questions to a head node that is silent keep their threads.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+        self._keep(self._watch_head())
+        reading: asyncio.Task[None] | None = None
         decode = msgspec.json.Decoder(ToDriver).decode
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             message = decode(line)
             if isinstance(message, ReadNodes):
-                await self._read_nodes(message)
+                reading = self._keep(self._read_nodes(message, after=reading))
             elif isinstance(message, KillEngine):
-                if (actor := self._actors.get(message.engine)) is not None:
+                if (task := self._starting.pop(message.engine, None)) is not None:
+                    task.cancel()
+                elif (actor := self._actors.get(message.engine)) is not None:
                     actor.kill.remote()
+            elif isinstance(message, RunOnNodes):
+                self._keep(run_on_nodes(message, self._answer))
             else:
-                if isinstance(message, RunOnNodes):
-                    task = asyncio.create_task(run_on_nodes(message, self._answer))
-                else:
-                    task = asyncio.create_task(self._keep_engine(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._starting[message.engine] = self._keep(self._keep_engine(message))
+        if reading is not None:  # a question may be all that there is
+            await reading
 
-    async def _read_nodes(self, message: ReadNodes) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watch_head(self) -> None:
+        """Ask the head node again and again, and tell when it answers no more, or again.
+
+        Ray itself waits for it for a minute, and then ends this process.
+        """
+        is_lost = False
+        while True:
+            asked = asyncio.create_task(asyncio.to_thread(living_nodes))
+            await asyncio.wait({asked}, timeout=_HEAD_LIMIT_S)
+            if not asked.done():
+                is_lost = True
+                self._answer(ClusterState(f"the head node has not answered for {_HEAD_LIMIT_S:g} s"))
+            with suppress(Exception):  # a question that fails is none that goes unanswered
+                await asked
+            if is_lost:
+                is_lost = False
+                self._answer(ClusterState(""))
+            await asyncio.sleep(_HEAD_POLL_S)
+
+    async def _read_nodes(self, message: ReadNodes, after: asyncio.Task[None] | None) -> None:
+        """Answer a question, once the one before it has its answer."""
+        if after is not None:
+            await after
         try:
             self._answer(Nodes(await asyncio.to_thread(read_nodes, message.paths)))
         except MeltcoreError as error:
             self._answer(ClusterFailed(str(error)))
 
     async def _keep_engine(self, message: StartEngine) -> None:
-        if message.node not in dict(living_nodes()):
-            self._answer(EngineEnded(message.engine, f"the node {message.node} is gone", is_node_gone=True))
-        else:
-            self._answer(EngineEnded(message.engine, await self._run_engine(message)))
+        """Start an engine and wait until it has ended; answers how."""
+        import ray
 
-    async def _run_engine(self, message: StartEngine) -> str:
-        """Start an engine and wait until it has ended; returns how."""
+        ended = EngineEnded(message.engine, "its start was cancelled")
+        try:
+            ended = await self._run_engine(message)
+        except ray.exceptions.RayTaskError as error:
+            ended = EngineEnded(message.engine, f"node {message.node}: {error.cause}")
+        except (ray.exceptions.RayError, EngineDeadError) as error:
+            first_line = str(error).strip().partition("\n")[0]
+            was_started = message.engine not in self._starting
+            is_gone = message.node not in dict(await asyncio.to_thread(living_nodes))
+            reason = f"node {message.node}: its actor has died: {first_line}"
+            if is_gone:
+                reason = f"the node {message.node} is gone"
+            ended = EngineEnded(message.engine, reason, no_room=is_gone and not was_started)
+        finally:
+            self._starting.pop(message.engine, None)
+            self._answer(ended)
+
+    async def _run_engine(self, message: StartEngine) -> EngineEnded:
+        """Start an engine and wait until it has ended; returns how. Raises errors of Ray and of the start."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        try:
-            node = dict(living_nodes())[message.node]
-            # The plan has chosen the node. Ray counts the memory, so that no other job takes it.
-            actor = self._actors[message.engine] = (
-                ray.remote(EngineActor)
-                .options(
-                    num_cpus=0,
-                    max_concurrency=_CALLS,
-                    resources={gpu_resource(number): message.gib for number in message.gpus},
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-                    runtime_env={"env_vars": KEEP_VISIBLE | KEEP_ENGINES},
-                )
-                .remote()
+        node = dict(await asyncio.to_thread(living_nodes)).get(message.node)
+        if node is None:
+            return EngineEnded(message.engine, f"the node {message.node} is gone", no_room=True)
+        if not await _has_room(node["NodeID"], message):
+            reason = f"other Ray jobs have the memory of GPU {message.gpus[0]} of {message.node}"
+            return EngineEnded(message.engine, reason, no_room=True)
+        # The plan has chosen the node. Ray counts the memory, so that no other job takes it.
+        actor = self._actors[message.engine] = (
+            ray.remote(EngineActor)
+            .options(
+                num_cpus=0,
+                max_concurrency=_CALLS,
+                resources={gpu_resource(number): message.gib for number in message.gpus},
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+                runtime_env={"env_vars": KEEP_VISIBLE | KEEP_ENGINES},
             )
-            output = asyncio.create_task(self._pass_output(message.engine, actor))
+            .remote()
+        )
+        output = asyncio.create_task(self._pass_output(message.engine, actor))
+        try:
+            try:
+                async with asyncio.timeout(_READY_LIMIT_S):
+                    await actor.__ray_ready__.remote()
+            except TimeoutError:
+                reason = f"Ray has started no worker on {message.node} within {_READY_LIMIT_S:g} s"
+                return EngineEnded(message.engine, reason, no_room=True)
             try:
                 async with asyncio.timeout(_START_LIMIT_S):
                     host, port, pid = await actor.start.remote(msgspec.json.encode(message))
-                self._answer(EngineListening(message.engine, host, port, pid))
-                return str(await actor.wait.remote())
-            finally:
-                await self._close(message.engine, output)
-        except TimeoutError:
-            return f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
-        except ray.exceptions.RayTaskError as error:
-            return f"node {message.node}: {error.cause}"
-        except (ray.exceptions.RayError, EngineDeadError, KeyError) as error:
-            first_line = str(error).strip().partition("\n")[0]
-            return f"node {message.node} is gone, or its actor has died: {first_line}"
+            except TimeoutError:
+                reason = f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
+                return EngineEnded(message.engine, reason)
+            self._starting.pop(message.engine, None)
+            self._answer(EngineListening(message.engine, host, port, pid))
+            return EngineEnded(message.engine, str(await actor.wait.remote()))
+        finally:
+            await self._close(message.engine, output)
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
         """Answer what an engine prints, until it has ended or its actor is gone."""
@@ -126,7 +190,20 @@ class Driver:
         with suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(_REST_S):
                 await actor.close.remote()
-        ray.kill(actor)
+        await asyncio.to_thread(ray.kill, actor)  # it asks the head node
+
+
+async def _has_room(node_id: str, message: StartEngine) -> bool:
+    """Return whether Ray can give an engine its memory now, or within a few seconds."""
+    deadline_s = time.monotonic() + _ROOM_LIMIT_S
+    while message.gpus:
+        free = (await asyncio.to_thread(free_resources)).get(node_id, {})
+        if all(free.get(gpu_resource(number), 0.0) >= message.gib for number in message.gpus):
+            return True
+        if time.monotonic() > deadline_s:
+            return False
+        await asyncio.sleep(_ROOM_POLL_S)
+    return True
 
 
 def main() -> int:

@@ -72,6 +72,14 @@ def living_nodes() -> list[tuple[str, dict[str, Any]]]:
     return sorted(zip(names, alive, strict=True), key=lambda named: named[0])
 
 
+def free_resources() -> dict[str, dict[str, float]]:
+    """Return what Ray can give away now of each living node, by the node's id."""
+    from ray._private.state import available_resources_per_node  # Ray's public function adds up all nodes
+
+    found: dict[str, dict[str, float]] = available_resources_per_node()
+    return found
+
+
 def read_nodes(paths: list[str]) -> list[ClusterNode]:
     """Return all living nodes with their GPUs and memory, and which of these paths they have not, by name.
 

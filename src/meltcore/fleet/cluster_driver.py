@@ -14,13 +14,14 @@ import msgspec
 import zmq
 
 from meltcore.backends.remote_engine import RemoteRun
-from meltcore.errors import ConfigError, EngineDeadError
+from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.needs import HOST_PROCESS_BYTES
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
     ClusterFailed,
     ClusterNode,
+    ClusterState,
     EngineEnded,
     EngineListening,
     EngineOutput,
@@ -36,10 +37,7 @@ from meltcore.protocol.tcp import FleetKeys
 _CONNECT_LIMIT_S = 180.0
 _EXIT_LIMIT_S = 10.0
 _LINE_BYTES = 2**24
-
-
-class NodeGoneError(EngineDeadError):
-    """Reports that the node of an engine is not in the cluster."""
+_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
 
 
 def free_gpus(node: ClusterNode, memory_bytes: int, given: Mapping[tuple[str, int | None], int]) -> list[int]:
@@ -57,10 +55,10 @@ def free_gpus(node: ClusterNode, memory_bytes: int, given: Mapping[tuple[str, in
 
 
 class ClusterDriver:
-    """The driver process of one fleet. When it ends, engines go on; the next start of an engine starts it again."""
+    """The driver process of one fleet. When it ends, engines go on, and it is started again."""
 
     def __init__(self, address: str, report: Callable[[str], None]) -> None:
-        """`report` gets a line when the cluster can no longer be changed."""
+        """`report` gets a line when the cluster can no longer be changed, and when it can be again."""
         self._address = address
         self._report = report
         self.name = secrets.token_hex(8)  # of the fleet, on its nodes
@@ -69,6 +67,7 @@ class ClusterDriver:
         self.problem = ""  # why the cluster cannot be changed; "": it can
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._retrying: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[None] | None = None
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
         self._paths: set[str] = set()  # checkpoints of engines that may be started elsewhere
@@ -82,9 +81,11 @@ class ClusterDriver:
     async def connect(self) -> None:
         """Start the driver where none runs, and wait until it has the cluster. Raises ConfigError."""
         async with self._lock:
-            if self._process is not None and self._process.returncode is None and not self.problem:
+            if self._process is not None and self._process.returncode is None:
+                if self.problem:
+                    raise ConfigError(self.problem)
                 return
-            await self.stop()
+            await self._end_process()
             self._process = await start_async(
                 [sys.executable, "-m", DRIVER_MODULE, self._address],
                 stdin=subprocess.PIPE,
@@ -98,31 +99,49 @@ class ClusterDriver:
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     await asyncio.shield(self._connected)
-            except TimeoutError:
-                self.problem = f"--ray {self._address}: the cluster gave no answer within {_CONNECT_LIMIT_S:g} s"
+            except (TimeoutError, ConfigError) as error:
+                self.problem = str(error) or (
+                    f"--ray {self._address}: the cluster gave no answer within {_CONNECT_LIMIT_S:g} s"
+                )
+                await self._end_process()
                 raise ConfigError(self.problem) from None
-            except ConfigError as error:
-                self.problem = str(error)
-                raise
-            self.problem = ""
+            self._set_problem("")
+
+    async def _retry(self) -> None:
+        """Start the driver again, until it has the cluster."""
+        pause_s = _FIRST_RETRY_S
+        while self.problem:
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_RETRY_S, 2 * pause_s)
+            with suppress(ConfigError):
+                await self.connect()
 
     async def start_engine(self, start: StartEngine, on_output: Callable[[bytes], None]) -> RemoteRun:
         """Start an engine process, and give what it prints to `on_output`.
 
-        Raises EngineDeadError where it does not run, or the cluster cannot be changed.
+        Raises EnginePendingError where nothing was started: no node has room, or the cluster cannot be changed.
+        Raises EngineDeadError where the engine does not run.
         """
         self._outputs[start.engine] = on_output
         try:
-            await self.connect()
-        except ConfigError as error:
-            raise EngineDeadError(f"the cluster cannot be changed: {error}") from error
-        try:
-            return await self._start_on_node(start)
-        except NodeGoneError as error:
-            return await self._start_on_node(await self._elsewhere(start, error))
+            if self.problem:
+                raise EnginePendingError(self._unchangeable)
+            try:
+                return await self._start_on_node(start)
+            except EnginePendingError as error:
+                return await self._start_on_node(await self._elsewhere(start, error))
+        except MeltcoreError:
+            self._outputs.pop(start.engine, None)
+            raise
 
-    async def _elsewhere(self, start: StartEngine, gone: NodeGoneError) -> StartEngine:
-        """Return the same engine for another node that has room now. Raises NodeGoneError where none has."""
+    @property
+    def _unchangeable(self) -> str:
+        return f"the cluster cannot be changed: {self.problem}"
+
+    async def _elsewhere(self, start: StartEngine, reason: EnginePendingError) -> StartEngine:
+        """Return the same engine for another node that has room now. Raises EnginePendingError where none has."""
+        if self.problem:
+            raise reason
         model, memory_bytes = start.config.model, start.config.memory_bytes or 0
         if model.startswith("/"):
             self._paths.add(model)
@@ -130,7 +149,8 @@ class ClusterDriver:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 nodes = await self._read_nodes()
         except (TimeoutError, ConfigError) as error:
-            raise gone from error
+            why = str(error) or f"they gave no answer within {_CONNECT_LIMIT_S:g} s"
+            raise EnginePendingError(f"{reason}, and the nodes cannot be read: {why}") from error
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
         given: Counter[tuple[str, int | None]] = Counter()
         for number, other in self._running.items():
@@ -147,10 +167,10 @@ class ClusterDriver:
                 load = sum(given[node.name, gpu] for gpu in node.gib) if start.gpus else 0
                 room.append((load, -host_bytes, node.name, gpus))
         if not room:
-            raise NodeGoneError(f"{gone}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
+            raise EnginePendingError(f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
         *_, name, gpus = min(room)
         self._moved.add(start.engine)
-        self._report(f"{gone}: its engine of {model} is started on {name}")
+        self._report(f"{reason}: its engine of {model} is started on {name}")
         return msgspec.structs.replace(start, node=name, gpus=gpus)
 
     async def _read_nodes(self) -> list[ClusterNode]:
@@ -172,7 +192,7 @@ class ClusterDriver:
             self.kill_engine(start.engine)
             self._forget(start.engine)
             raise
-        except EngineDeadError:
+        except MeltcoreError:
             self._forget(start.engine)
             raise
         finally:
@@ -190,13 +210,19 @@ class ClusterDriver:
 
     async def stop(self) -> None:
         """End the driver, and with it what it has started."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+            await asyncio.gather(self._retrying, return_exceptions=True)
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         if self._process is None:
             return
         assert self._process.stdin is not None
         assert self._reading is not None
+        self._reading.cancel()
         self._process.stdin.close()
         await end_async(self._process, _EXIT_LIMIT_S)
-        self._reading.cancel()
         self._process = None
 
     def _send(self, message: ToDriver) -> None:
@@ -223,13 +249,15 @@ class ClusterDriver:
         elif isinstance(message, EngineOutput):
             if (on_output := self._outputs.get(message.engine)) is not None:
                 on_output(message.data)
+        elif isinstance(message, ClusterState):
+            self._set_problem(message.problem and f"--ray {self._address}: {message.problem}")
         elif isinstance(message, EngineEnded):
-            if not message.is_node_gone:  # else it may be started elsewhere
+            if not message.no_room:  # else it may be started elsewhere
                 self._outputs.pop(message.engine, None)
             if (run := self._ended.pop(message.engine, None)) is not None and not run.done():
                 run.set_result(message.reason)
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
-                entry[1].set_exception((NodeGoneError if message.is_node_gone else EngineDeadError)(message.reason))
+                entry[1].set_exception((EnginePendingError if message.no_room else EngineDeadError)(message.reason))
         elif self._nodes is not None and not self._nodes.done():
             if isinstance(message, ClusterFailed):
                 self._nodes.set_exception(ConfigError(message.message))
@@ -242,14 +270,27 @@ class ClusterDriver:
                 self._connected.set_result(None)
 
     def _lose(self, reason: str) -> None:
-        """Fail what has been asked. Engines that run go on, for as long as they can be reached."""
+        """Fail what has been asked, and try to have the cluster again. Engines go on while they can be reached."""
         error = f"--ray {self._address}: {reason}"
-        if self._connected is not None and not self._connected.done():
+        if self._connected is not None and not self._connected.done():  # the caller tries again, or gives up
             self._connected.set_exception(ConfigError(error))
-        for _, future in self._starts.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(f"the cluster cannot be changed: {error}"))
+            return
+        self._set_problem(self.problem or error)
+        if self._nodes is not None and not self._nodes.done():
+            self._nodes.set_exception(ConfigError(self.problem))
         self._ended.clear()
-        if not self.problem:
-            self.problem = error
-            self._report(f"the cluster cannot be changed: {error}; its engines go on")
+        if self._retrying is None or self._retrying.done():
+            self._retrying = asyncio.create_task(self._retry())
+
+    def _set_problem(self, problem: str) -> None:
+        """Note whether the cluster can be changed; engines that are being started wait for it."""
+        before, self.problem = self.problem, problem
+        if problem:
+            for number, (_, future) in self._starts.items():
+                if not future.done():
+                    self.kill_engine(number)
+                    future.set_exception(EnginePendingError(self._unchangeable))
+        if problem and not before:
+            self._report(f"{self._unchangeable}; its engines go on")
+        elif before and not problem:
+            self._report("the cluster can be changed again")

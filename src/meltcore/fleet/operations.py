@@ -106,13 +106,14 @@ class FleetOperations:
                 return
             started = await self._replace(model, model.config)
             if started.loading is not None:
-                await asyncio.wait({started.loading})
+                await _wait_loaded(started, started.loading)
                 if started.loading.cancelled():  # by `meltcore down`
                     raise ConfigError(f"{model.name} was ended while it was loading")
-                started.loading.result()
+                if started.loading.done():
+                    started.loading.result()
         except MeltcoreError as error:  # of an engine
             raise ConfigError(f"{model.name} did not come back: {error}") from error
-        if started.status == "failed":
+        if started.status == "failed" or (isinstance(started, ServedModel) and started.is_pending):
             raise ConfigError(started.reason)
 
     async def reload(self) -> ReloadResult:
@@ -173,6 +174,12 @@ class FleetOperations:
         if model.loading is not None:
             model.loading.cancel()
         await model.stop()
+
+
+async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:
+    """Wait until a model is loaded or has failed, or waits itself for room on a node."""
+    while not loading.done() and not (isinstance(model, ServedModel) and model.is_pending):
+        await asyncio.wait({loading}, timeout=POLL_S)
 
 
 async def _wait_idle(model: Model, limit_s: float) -> None:

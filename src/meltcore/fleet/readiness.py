@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
+from typing import Any
 
+from meltcore.backends.engine_process import EngineProcess
+from meltcore.errors import EngineDeadError
+from meltcore.fleet.replica import Replica
 from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
 from meltcore.protocol.generation import AddRequest, GenerationReady, StepOutputs, pack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
@@ -14,6 +19,27 @@ from meltcore.protocol.translation import Translate, TranslationOutputs
 
 PROBE_ID = "readiness"
 _TONE_HZ = 220.0
+
+
+async def probe(replica: Replica, engine: EngineProcess, limits: ServedReady, limit_s: float) -> None:
+    """Let the engine of a replica answer one tiny request. Raises EngineDeadError when it does not."""
+    replica.probe = asyncio.get_running_loop().create_future()
+    engine.send(probe_request(limits))
+    ended = asyncio.create_task(engine.wait())
+    waited: set[asyncio.Future[Any]] = {replica.probe, ended}
+    try:
+        await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if replica.probe.done():
+            problem = replica.probe.result()
+        elif ended.done():
+            problem = ended.result()
+        else:
+            problem = f"no answer within {limit_s:g} s"
+    finally:
+        ended.cancel()
+        replica.probe = None
+    if problem:
+        raise EngineDeadError(f"the readiness request failed: {problem}")
 
 
 def probe_request(engine: ServedReady) -> ToEngine:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from meltcore.api.log import Log
 from meltcore.config import PriorityClass, SharingConfig
+from meltcore.errors import EnginePendingError
 from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.start_gate import StartGate
@@ -18,7 +19,8 @@ from meltcore.fleet.worker_pool import WorkerPool
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.shell import Asleep, Awake
 
-ReplicaState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
+# "pending": nothing was started, as no node has room or the cluster cannot be changed; it is tried again.
+ReplicaState = Literal["waiting", "pending", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,53 @@ class Replica:
         with suppress(OSError), self.log.open("a") as log:  # a disk may be full
             log.write(f"meltcore: {text}\n")
         return f"{text}; its log: {self.log}"
+
+
+class Starts:
+    """What has come of the starts of a model's engines."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._changed = asyncio.Event()
+
+    def note(self) -> None:
+        """Note that an engine has started, has failed, or is pending."""
+        self._changed.set()
+
+    @property
+    def done(self) -> list[asyncio.Future[ServedReady]]:
+        """The starts that have come to an end."""
+        return [each.started for each in self._replicas if each.started is not None and each.started.done()]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether no engine serves or loads, and one is pending."""
+        states = {replica.state for replica in self._replicas}
+        return "pending" in states and states.isdisjoint(("ready", "loading", "waiting"))
+
+    async def wait_all(self, *, needs_all: bool) -> None:
+        """Wait until each engine has started or failed; where one has started, pending ones are not waited for.
+
+        needs_all: the first that fails is enough.
+        """
+        while True:
+            self._changed.clear()
+            num_failed = sum(start.exception() is not None for start in self.done)
+            num_pending = sum(replica.state == "pending" for replica in self._replicas)
+            is_open = num_failed < len(self.done)
+            if len(self.done) + (num_pending if is_open else 0) == len(self._replicas) or (needs_all and num_failed):
+                return
+            await self._changed.wait()
+
+    async def wait(self, replica: Replica) -> None:
+        """Wait until an engine serves. Raises MeltcoreError where it fails, or is pending."""
+        assert replica.started is not None
+        while not replica.started.done():
+            if replica.state == "pending":
+                raise EnginePendingError(replica.reason)
+            self._changed.clear()
+            await self._changed.wait()
+        replica.started.result()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,13 @@ from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import EngineProcess, common_limits
 from meltcore.config import ModelConfig, Task
-from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
 from meltcore.fleet.engines import new_engine
 from meltcore.fleet.logs import log_name
 from meltcore.fleet.placement import Placement
-from meltcore.fleet.readiness import probe_error, probe_request
-from meltcore.fleet.replica import Replica, ServerParts
+from meltcore.fleet.readiness import probe, probe_error
+from meltcore.fleet.replica import Replica, ServerParts, Starts
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import GenerationReady, StepOutputs
 from meltcore.protocol.shell import Asleep, Awake, Loading
@@ -43,6 +43,7 @@ ENGINE_FAILED = "the engine has died and is not started again"
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
 POLL_S = 0.02  # while draining
+ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
 
 
 class ServedModel:
@@ -81,6 +82,7 @@ class ServedModel:
             )
             for index, placement in enumerate(placements)
         ]
+        self._starts = Starts(self.replicas)
         self.engines = [self._new_engine(replica) for replica in self.replicas]
         for replica in self.replicas:
             stats.mark_replica_dead(replica.index)
@@ -96,10 +98,8 @@ class ServedModel:
         for replica in self.replicas:
             replica.begin()
             replica.task = asyncio.create_task(self._keep(replica))
-        started = [replica.started for replica in self.replicas if replica.started is not None]
         text_failed = self._parts.pool.model_failed(self.number)
-        first_failure = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
-        all_started = asyncio.ensure_future(asyncio.wait(started, return_when=first_failure))
+        all_started = asyncio.create_task(self._starts.wait_all(needs_all=self._parts.policy is None))
         try:
             waited: set[asyncio.Future[Any]] = {all_started, text_failed}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,8 @@ class ServedModel:
             all_started.cancel()
         if text_failed.done():
             text_failed.result()
-        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
+        started = self._starts.done
+        errors = [error for future in started if (error := future.exception()) is not None]
         if errors and (self._parts.policy is None or len(errors) == len(started)):
             raise errors[0]
         await self._open(common_limits([future.result() for future in started if future.exception() is None]))
@@ -142,6 +143,9 @@ class ServedModel:
             await self.may_run.wait()
             try:
                 limits = await self._start(replica)
+            except EnginePendingError as error:
+                await self._wait_for_room(replica, str(error))
+                continue
             except MeltcoreError as error:
                 reason, is_final = str(error), isinstance(error, ConfigError) and replica.limits is None
                 failure: MeltcoreError = error
@@ -154,6 +158,7 @@ class ServedModel:
             if pause_s is None:
                 if replica.started is not None and not replica.started.done():
                     replica.started.set_exception(failure)
+                self._starts.note()
                 if all(each.state == "failed" for each in self.replicas):
                     self.all_ended.set()
                 return
@@ -162,17 +167,22 @@ class ServedModel:
 
     async def _start(self, replica: Replica) -> ServedReady:
         """Start an engine for a replica and wait until it can serve. Raises MeltcoreError."""
-        replica.state = "waiting"
+        if replica.state != "pending":
+            replica.state = "waiting"
         async with self._parts.gate.loading(replica.placement):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
             engine = self.engines[replica.index] = self._new_engine(replica)
-            replica.state = "loading"
-            self.update_status()
+            if replica.state != "pending":
+                replica.state = "loading"
+                self.update_status()
             limit_s, began_s = self.config.start_timeout_s, time.monotonic()
             try:
                 async with asyncio.timeout(limit_s):
                     await engine.prepare()
+                    if replica.state == "pending":
+                        replica.state, replica.reason = "loading", ""
+                        self.update_status()
                     self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
                     limits = await engine.start()
             except TimeoutError:
@@ -186,39 +196,32 @@ class ServedModel:
             probe_limit_s = self._parts.policy.probe_limit_s
             if limit_s is not None:
                 probe_limit_s = max(0.0, min(probe_limit_s, began_s + limit_s - time.monotonic()))
-            await self._probe(replica, engine, limits, probe_limit_s)
+            await probe(replica, engine, limits, probe_limit_s)
         return limits
 
-    async def _probe(self, replica: Replica, engine: EngineProcess, limits: ServedReady, limit_s: float) -> None:
-        """Let the engine answer one tiny request. Raises EngineDeadError when it does not."""
-        replica.probe = asyncio.get_running_loop().create_future()
-        engine.send(probe_request(limits))
-        ended = asyncio.create_task(engine.wait())
-        waited: set[asyncio.Future[Any]] = {replica.probe, ended}
-        try:
-            await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if replica.probe.done():
-                problem = replica.probe.result()
-            elif ended.done():
-                problem = ended.result()
-            else:
-                problem = f"no answer within {limit_s:g} s"
-        finally:
-            ended.cancel()
-            replica.probe = None
-        if problem:
-            raise EngineDeadError(f"the readiness request failed: {problem}")
+    async def _wait_for_room(self, replica: Replica, reason: str) -> None:
+        """Wait until the engine of a replica is tried again, of which nothing was started. That is no death."""
+        await self.engines[replica.index].stop()
+        self._remove_sockets(replica)
+        if (replica.state, replica.reason) != ("pending", reason):
+            replica.state, replica.reason = "pending", reason
+            self.log("engine_pending", replica, why=reason)
+            self.report(f"{self.describe(replica.index, 'the engine')} is pending: {reason}")
+        self._starts.note()
+        self.update_status()
+        await asyncio.sleep(ROOM_POLL_S)
 
     def _on_ready(self, replica: Replica, limits: ServedReady) -> None:
         replica.limits, replica.state, replica.reason = limits, "ready", ""
         if replica.started is not None and not replica.started.done():
             replica.started.set_result(limits)
+        self._starts.note()
         if self.limits is not None:  # a restart, or one that came later than the others
             self._reopen(limits)
             self.stats.mark_replica_ready(replica.index)
             self.update_status()
         if self._parts.policy is not None:
-            self._parts.log.write("engine_ready", model=self.name, replica=replica.index, load_s=limits.load_s)
+            self.log("engine_ready", replica, load_s=limits.load_s)
 
     def _reopen(self, limits: ServedReady) -> None:
         """Tell API servers when a new engine can do less than those before: another process has taken memory."""
@@ -252,9 +255,7 @@ class ServedModel:
         self.update_status(pause_s)
         subject = self.describe(replica.index, "the engine")
         if was_serving:
-            self._parts.log.write(
-                "engine_died", model=self.name, replica=replica.index, why=reason, open_requests=num_failed
-            )
+            self.log("engine_died", replica, why=reason, open_requests=num_failed)
             survivors_note = ""
             if self.stats.replicas > 1:
                 num_live = len(self.stats.live_replicas())
@@ -281,6 +282,9 @@ class ServedModel:
     def _end_requests(self, replica: Replica, message: str) -> None:
         self._parts.pool.broadcast(ReplicaEnded(self.number, replica.index, message))
         self.engines[replica.index].close_link()
+        self._remove_sockets(replica)
+
+    def _remove_sockets(self, replica: Replica) -> None:
         if replica.sockets is not None:
             shutil.rmtree(replica.sockets, ignore_errors=True)
 
@@ -295,6 +299,11 @@ class ServedModel:
         await self._stop_engines()
 
     # --- sleeping
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether no engine serves or loads, as one waits for room on a node."""
+        return self._starts.is_pending
 
     @property
     def is_loading(self) -> bool:
@@ -402,8 +411,7 @@ class ServedModel:
             replica.restarts += 1
             self.all_ended.clear()
             replica.task = asyncio.create_task(self._keep(replica))
-            assert replica.started is not None
-            await replica.started
+            await self._starts.wait(replica)
 
     # --- state
 
@@ -428,6 +436,8 @@ class ServedModel:
             self.set_status("failed", self._failure_text(reason))
         elif self.limits is not None and not self.may_run.is_set():
             self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
+        elif any(replica.state == "pending" for replica in self.replicas):
+            self.set_status("loading" if self.limits is None else "restarting", f"{self.name} is pending: {reason}")
         elif self.limits is None and not reason:
             self.set_status("loading", self.reason)
         elif not reason and self.status == "waking":

@@ -165,7 +165,7 @@ class Turns:
         model.may_run.set()
         if model.loading is not None:
             await asyncio.wait({model.loading}, timeout=self._config.start_timeout_s)
-        if model.is_loading:
+        if model.is_loading and not (isinstance(model, ServedModel) and model.is_pending):
             await model.fail_loading(f"it was not loaded within {self._config.start_timeout_s:g} s (timeouts.start_s)")
         if model.status == "failed":
             self._policy.fell_asleep(key)

@@ -124,7 +124,13 @@ class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
 
     engine: int
     reason: str
-    is_node_gone: bool = False  # before it could be started: another node may take it
+    no_room: bool = False  # nothing was started, as its node is gone or has no room: another node may take it
+
+
+class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):
+    """Reports that the head node answers no more, or again. problem: why nothing can be changed; "": it can."""
+
+    problem: str
 
 
 class CommandStarted(msgspec.Struct, tag="command_started", frozen=True):
@@ -149,4 +155,6 @@ class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
 
 
 ToDriver = ReadNodes | StartEngine | KillEngine | RunOnNodes
-FromDriver = Nodes | ClusterFailed | EngineListening | EngineOutput | EngineEnded | CommandStarted | CommandEnded
+FromDriver = (
+    Nodes | ClusterFailed | ClusterState | EngineListening | EngineOutput | EngineEnded | CommandStarted | CommandEnded
+)

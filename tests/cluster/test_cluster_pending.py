@@ -1,0 +1,137 @@
+"""Engines that no node has room for, or whose cluster cannot be changed, wait: that is no death. No Ray needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster
+
+from meltcore.fleet.admin import call_admin
+from meltcore.fleet.daemon import find_fleet
+from meltcore.fleet.replica import RestartPolicy
+
+sys.path.append(str(Path(__file__).parents[1] / "fleet"))
+from server_harness import MODEL, RunningServer, make_model, running, wait_until
+
+pytestmark = pytest.mark.slow
+ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")]
+POLICY = RestartPolicy(first_pause_s=0.05, max_pause_s=0.1)  # five deaths are too many
+POLLS_S = 12 * ROOM_POLL_S  # more tries than deaths are allowed
+GONE = "the node b is gone, and no other node has 2.50 GiB free for it"
+
+
+def rows(server: RunningServer) -> dict[str, dict[str, Any]]:
+    found = call_admin(find_fleet(server.port).admin, "GET", "/ps")
+    return {f"{row['model']}.{row['replica']}": row for row in found}
+
+
+def states(server: RunningServer) -> list[str]:
+    return [row["state"] for row in rows(server).values()]
+
+
+@contextmanager
+def fleet(tmp_path: Path, cluster: ScriptedCluster, models: str, *options: str) -> Iterator[RunningServer]:
+    path = tmp_path / "fleet.yaml"
+    load = f"checkpoint: {make_model(tmp_path / 'model')}, load_format: dummy"
+    path.write_text("server: {port: 0}\nmodels:\n" + models.replace("LOAD", load))
+    with running(cluster.command(path, POLICY, [*ENGINE, *options]), tmp_path / "err") as server:
+        yield server
+        server.signal()
+        assert server.wait_exit() == 0
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+TWO_MODELS = f"  {MODEL}: {{LOAD, device: cpu, memory: 64MiB}}\n  gpu: {{LOAD, memory: 2.5GiB}}\n"
+
+
+def test_engine_waits_for_its_lost_node_and_for_the_head(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", host_gib=8), b=Node("b", [40]))
+    with fleet(tmp_path, cluster, TWO_MODELS) as server:
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+
+        # Its node is lost: it is pending for longer than five tries take, and starts once a node has room.
+        with cluster.change() as there:
+            lost = there.nodes.pop("b")
+        wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
+        time.sleep(POLLS_S)
+        row = rows(server)["gpu.0"]
+        assert (row["state"], row["status"]) == ("pending", "restarting")
+        assert row["reason"] == f"gpu is pending: {GONE}"
+        health = server.request("GET", "/health").json
+        assert (health["status"], health["models"]) == ("degraded", {"gpu": f"gpu is pending: {GONE}"})
+        assert server.stderr.count("event=engine_pending") == 1, "said once, and tried again quietly"
+        assert server.chat().status == 200
+        with cluster.change() as there:
+            there.nodes["b"] = lost
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready on the node that is back")
+        assert server.post("/v1/completions", {"model": "gpu", "prompt": "ab", "max_tokens": 2}).status == 200
+
+        # The head is silent: engines serve, `ps` says so, and one that dies meanwhile waits for it.
+        with cluster.change() as there:
+            there.problem = "the head node has not answered for 3 s"
+        problem = f"the cluster cannot be changed: --ray {cluster.path}: {there.problem}"
+        wait_until(lambda: {row["reason"] for row in rows(server).values()} == {problem}, "the problem in ps", 2)
+        os.kill(rows(server)["gpu.0"]["pid"], signal.SIGKILL)
+        wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
+        time.sleep(POLLS_S)
+        assert rows(server)["gpu.0"]["reason"] == f"gpu is pending: {problem}"
+        assert server.chat().status == 200
+        with cluster.change() as there:
+            there.problem = ""
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready with the head")
+        assert {row["reason"] for row in rows(server).values()} == {""}
+
+
+def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=8))
+    with fleet(tmp_path, cluster, TWO_MODELS) as server:
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        (driver,) = [pid for pid in children if b"scripted_cluster" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        with cluster.change() as there:
+            there.refuses = True
+        os.kill(int(driver), signal.SIGKILL)
+        wait_until(lambda: "nothing answers there" in rows(server)["gpu.0"]["reason"], "the problem in ps")
+        assert server.chat().status == 200
+        os.kill(rows(server)["gpu.0"]["pid"], signal.SIGKILL)
+        wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
+        time.sleep(POLLS_S)
+        assert rows(server)["gpu.0"]["state"] == "pending"
+        with cluster.change() as there:
+            there.refuses = False
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready with another driver")
+        assert "the cluster can be changed again" in server.stderr
+        # An engine that the first driver has started, and that its end has left alone.
+        assert server.chat().status == 200
+
+
+def test_model_opens_with_the_replica_that_has_room_and_the_other_follows(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40], is_full=True))
+    with fleet(tmp_path, cluster, f"  {MODEL}: {{LOAD, memory: 30GiB, replicas: 2}}\n") as server:
+        wait_until(lambda: states(server) == ["ready", "pending"], "one is ready, one pending")
+        assert server.chat().status == 200
+        health = server.request("GET", "/health").json
+        assert (health["status"], health["models"]) == ("degraded", {MODEL: "1 of 2 replicas serve"})
+        assert "other Ray jobs have the memory of GPU 0 of b" in server.stderr
+        with cluster.change() as there:
+            there.nodes["b"].is_full = False
+        wait_until(lambda: states(server) == ["ready", "ready"], "both")
+        assert rows(server)[f"{MODEL}.1"]["restarts"] == 0
+
+
+def test_engine_that_dies_at_each_start_still_fails(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=8))
+    with fleet(tmp_path, cluster, TWO_MODELS, "--die-loading") as server:
+        wait_until(lambda: states(server) == ["failed"] * 2, "failed")
