@@ -71,7 +71,7 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 OWN_ROUTE = {
     "generation": "/v1/chat/completions",
     "translation": "/v1/translate",
-    "recognition": "/v1/audio/transcriptions",
+    "transcription": "/v1/audio/transcriptions",
     "synthesis": "/v1/audio/speech",
 }
 NAMELESS = {"/v1/chat", *VISION_PATHS}
