@@ -5,7 +5,8 @@ own: together they miss the L2 cache, and kernels follow each other as in a deco
 torch references first. "layer" is the four matmuls of a block with their norms, activation and additions, without the
 attention between them; its peer does the same with the library's GEMMs and our kernels around them.
 
-    python benchmarks/linear.py     # the table and benchmarks/results/linear/h200.json
+    python benchmarks/linear.py          # the table and benchmarks/results/linear/h200.json
+    python benchmarks/linear.py --fp8    # the layer with FP8 weights against the one in bf16, merged into that file
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,8 +24,11 @@ from bench_output import Row, need_gpu, write_result
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.quant.fp8 import Fp8Tensor, quantize
+from meltcore.kernels.quant.fp8_linear import fp8_linear
 
 TOKENS = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 400, 512, 1000)
+MANY_TOKENS = (2048, 4096, 8192, 16384)
 HIDDEN, MIXED, GATED = 1024, 2048, 3072
 SHAPES = {
     "qkv": (4096, HIDDEN),
@@ -39,6 +43,7 @@ TYPE = torch.bfloat16
 LIBRARIES = {"cuBLAS": "cublas", "cublasLt": "cublaslt"}
 
 Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Linear = Callable[..., torch.Tensor]  # with the options of `linear`
 plain_matmul: Matmul = torch.nn.functional.linear
 
 
@@ -51,12 +56,12 @@ def weights(output_size: int, input_size: int, copies: int = LAYERS) -> list[tor
 
 
 class Weights(NamedTuple):
-    """Of every layer."""
+    """Of every layer, bf16 or FP8."""
 
-    qkv: list[torch.Tensor]
-    output: list[torch.Tensor]
-    gate_up: list[torch.Tensor]
-    down: list[torch.Tensor]
+    qkv: list[Any]
+    output: list[Any]
+    gate_up: list[Any]
+    down: list[Any]
     norm: Norm
 
     @classmethod
@@ -64,8 +69,12 @@ class Weights(NamedTuple):
         names = ("qkv", "attention output", "gate and up", "down")
         return cls(*(weights(*SHAPES[name]) for name in names), norm=Norm(random(HIDDEN).abs() + 0.5, 1e-6))
 
+    def in_fp8(self) -> Weights:
+        return Weights(*([quantize(matrix) for matrix in matrices] for matrices in self[:4]), norm=self.norm)
+
     def bytes_a_layer(self) -> int:
-        return sum(matrices[0].nbytes for matrices in self[:4])
+        first = [matrices[0] for matrices in self[:4]]
+        return sum(each.values.nbytes if isinstance(each, Fp8Tensor) else each.nbytes for each in first)
 
 
 class Batch(NamedTuple):
@@ -79,11 +88,11 @@ class Batch(NamedTuple):
         return cls(random(tokens, HIDDEN), random(tokens, MIXED))
 
 
-def layer(of: Weights, index: int, batch: Batch) -> None:
-    linear(batch.residual, of.qkv[index], of.norm)
-    linear(batch.mixed, of.output[index], residual=batch.residual)
-    gated = linear(batch.residual, of.gate_up[index], of.norm, gated=True)
-    linear(gated, of.down[index], residual=batch.residual)
+def layer(of: Weights, index: int, batch: Batch, multiply: Linear = linear) -> None:
+    multiply(batch.residual, of.qkv[index], of.norm)
+    multiply(batch.mixed, of.output[index], residual=batch.residual)
+    gated = multiply(batch.residual, of.gate_up[index], of.norm, gated=True)
+    multiply(gated, of.down[index], residual=batch.residual)
 
 
 def library_layer(of: Weights, index: int, batch: Batch) -> None:
@@ -135,6 +144,28 @@ def measure_layer() -> list[Row]:
     return rows
 
 
+def measure_fp8_layer() -> list[Row]:
+    """A layer with FP8 weights and quantized tokens; its peer is the layer in bf16."""
+    wide = Weights.draw()
+    of = wide.in_fp8()
+    rows = []
+    for tokens in TOKENS + MANY_TOKENS:
+        batch = Batch.draw(tokens)
+        check(f"FP8 norm and matmul, {tokens}", partial(fp8_linear, batch.residual, of.qkv[0], of.norm))
+        check(
+            f"FP8 norm, matmul and activation, {tokens}",
+            partial(fp8_linear, batch.residual, of.gate_up[0], of.norm, gated=True),
+        )
+        times_us = []
+        for weights_of_type, multiply in ((of, fp8_linear), (wide, linear)):
+            batch.residual.normal_()  # each layer adds to it
+            times_us.append(
+                median_us([partial(layer, weights_of_type, index, batch, multiply) for index in range(LAYERS)])
+            )
+        rows.append(row("FP8 layer", tokens, of.bytes_a_layer(), times_us[0], ("bf16", times_us[1])))
+    return rows
+
+
 def measure_matmul(work: str, output_size: int, input_size: int) -> list[Row]:
     nbytes = output_size * input_size * TYPE.itemsize
     matrices = weights(output_size, input_size, LAYERS if nbytes < CACHE_BYTES else 2)
@@ -148,11 +179,16 @@ def measure_matmul(work: str, output_size: int, input_size: int) -> list[Row]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--fp8", action="store_true", help="Measure the layer with FP8 weights against bf16 alone.")
+    arguments = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
-    rows = measure_layer()
-    rows += [row for work, shape in SHAPES.items() for row in measure_matmul(work, *shape)]
+    if arguments.fp8:
+        rows = measure_fp8_layer()
+    else:
+        rows = measure_layer()
+        rows += [row for work, shape in SHAPES.items() for row in measure_matmul(work, *shape)]
     versions = {"torch": str(torch.__version__), "triton": str(triton.__version__), "cuda": str(torch.version.cuda)}
     write_result(rows, versions)
 
