@@ -132,12 +132,12 @@ class RunningServer:
     def wait_metric(self, name: str, at_least: float) -> None:
         wait_until(lambda: self.metrics()[name] >= at_least, f"{name} >= {at_least}")
 
-    def wait_healthy(self, timeout_s: float = WAIT_S) -> None:
-        """Wait until a model can serve, and none is loading."""
+    def wait_healthy(self, timeout_s: float = WAIT_S, besides: str = "") -> None:
+        """Wait until a model can serve, and none is loading. besides: a model that may load on."""
 
         def is_healthy() -> bool:
             answer = self.request("GET", "/health")
-            reasons = answer.json.get("models", {}).values()
+            reasons = [reason for name, reason in answer.json.get("models", {}).items() if name != besides]
             return answer.status == 200 and not any(reason.startswith("loading") for reason in reasons)
 
         wait_until(is_healthy, "healthy", timeout_s)

@@ -56,7 +56,7 @@ def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
     wav = io.BytesIO()
     soundfile.write(wav, render(clip, 16_000), 16_000, format="WAV")
     with running(fleet_command(path, POLICY, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
-        server.wait_healthy(START_S)
+        server.wait_healthy(START_S, besides="far")
         body = {"sentences": [phrase.source], "src_lang": SOURCE_LANGUAGE, "tgt_lang": TARGET_LANGUAGE}
         wait_until(lambda: len(server.request("GET", "/health").json.get("sleeping", [])) == 1, "turns", START_S)
         pids = server.engine_pids()
