@@ -19,7 +19,7 @@ from meltcore.errors import MeltcoreError
 from meltcore.kernels.capability import capability
 from meltcore.kernels.jit import triton
 
-Argument = torch.Tensor | int
+Argument = torch.Tensor | int | float
 
 
 def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int) -> bytes:
@@ -84,12 +84,13 @@ class CudaKernel:
         device: torch.device,
         *,
         shared_bytes: int = 0,
+        cooperative: bool = False,
         pdl: bool,
     ) -> None:
-        """Launch on the current stream of `device`. Tensors are passed as pointers, numbers as 32-bit integers.
+        """Launch on the current stream of `device`. Tensors are passed as pointers, numbers as 32-bit ones.
 
-        shared_bytes: dynamic shared memory per block. pdl: the launch may start before the previous kernel has ended
-        (see launch.py).
+        shared_bytes: dynamic shared memory per block. cooperative: all blocks run concurrently, or the launch fails.
+        pdl: the launch may start before the previous kernel has ended (see launch.py).
         """
         from cuda.bindings import driver
 
@@ -98,18 +99,10 @@ class CudaKernel:
             return
         index = device.index if device.index is not None else torch.cuda.current_device()
         function = _load(self, macros, shared_bytes, index)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
+        config = _config(grid, threads, shared_bytes, cooperative, pdl)
         config.hStream = torch.cuda.current_stream(device).cuda_stream
-        if pdl:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
         values = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
-        types = tuple(ctypes.c_void_p if isinstance(each, torch.Tensor) else ctypes.c_int for each in arguments)
+        types = tuple(_ctype(each) for each in arguments)
         _check(driver.cuLaunchKernelEx(config, function, (values, types), 0), f"launching {self.name}")
 
 
@@ -137,6 +130,34 @@ def record_launches() -> Iterator[Mapping[Binary, None]]:
         yield _recorded
     finally:
         _recorded = None
+
+
+def _ctype(argument: Argument) -> type[ctypes._SimpleCData[Any]]:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(argument, float) else ctypes.c_int
+
+
+def _config(grid: Sequence[int], threads: int, shared_bytes: int, cooperative: bool, pdl: bool) -> Any:
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attributes = []
+    if pdl:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 @cache

@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
         post_norm: bool = False,
     ) -> None:
         super().__init__()
-        self._activation = activation
+        self.activation = activation
         self.post_norm = norm(hidden_size) if post_norm else None
         self.norm = norm(hidden_size)
         self.gate_up_proj = ColumnParallelLinear(hidden_size, intermediate_size, intermediate_size)
@@ -53,7 +53,7 @@ class GatedMLP(nn.Module):
     def forward(self, residual: ResidualStream) -> None:
         """Add the block's output to the residual stream."""
         hidden, norm = residual.read(self.norm)
-        if self._activation == "silu":
+        if self.activation == "silu":
             activated = self.gate_up_proj.silu_and_mul(hidden, norm)
         else:
             activated = geglu(self.gate_up_proj(hidden, norm))

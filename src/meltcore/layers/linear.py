@@ -113,6 +113,11 @@ class RowParallelLinear(LinearBase):
 
     _group: TensorParallelGroup | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether an all-reduce follows."""
+        return self._group is not None
+
     def shard(self, local_inputs: range, group: TensorParallelGroup) -> None:
         """Keep the inputs `local_inputs`. Must be called before weights are loaded."""
         self._inputs, self._group = local_inputs, group

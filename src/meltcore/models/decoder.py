@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.kernels.launch import use_triton
+from meltcore.kernels.persistent.decode_layers import DecodeLayers
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
+from meltcore.layers.decode_layers import persistent_layers
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.gated_delta_net import GatedDeltaNet
@@ -153,6 +156,7 @@ class Decoder(Model):
         tie_word_embeddings = config.tie_word_embeddings
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
         self.rotary = self.local_rotary = torch.empty(0)
+        self._decode_layers: DecodeLayers | None = None
 
     @property
     def local_vocab_size(self) -> int:
@@ -188,6 +192,11 @@ class Decoder(Model):
                 config.head_dim, max_model_len, config.rope_local_theta, device, config.rotary_dim
             )
 
+    def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let steps of one new token run all layers in one launch, where its kernel supports the model."""
+        layers = [(block.attention, block.mlp) for block in self._blocks()]
+        self._decode_layers = persistent_layers(layers, caches, self.rotary)
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return what each layer caches per sequence."""
         return [block.kv_cache_spec() for block in self._blocks()]
@@ -204,6 +213,10 @@ class Decoder(Model):
         caches: each layer's keys and values, or conv_states and states; metadata: each layer's.
         """
         residual: ResidualStream = self.embedding(token_ids)
+        if self._decode_layers is not None and len(positions) == metadata[0].num_decodes == 1 and use_triton(positions):
+            table, rows = metadata[0].page_table, metadata[0].rows
+            values = self._decode_layers.run(residual.values, positions, table, rows)
+            return ResidualStream(values).normalized(self.norm)
         sliding_layers = self.config.sliding_layers
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary

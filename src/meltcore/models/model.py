@@ -67,6 +67,9 @@ class Model(nn.Module, ABC):
     def prepare(self, max_model_len: int) -> None:
         """Build computed tensors, such as the rotary table, for contexts of up to `max_model_len` tokens."""
 
+    def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Build what speeds up decode steps with these caches of all layers, which are at their final addresses."""
+
     @abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return what each layer caches per sequence."""

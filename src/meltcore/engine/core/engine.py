@@ -336,6 +336,8 @@ class GenerationEngine:
         set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
         if device.type != "cuda" or reference:
             return  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
+        if self._may_stay_on_all_sms():
+            self.runner.model.prepare_decode(self.runner.caches)
         limits = StepLimits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
         progress("compiling kernels", 0.0)
         if self._ranks is not None:
@@ -352,6 +354,12 @@ class GenerationEngine:
             self.runner.capture_graphs(progress, prefill=has_prefill_graphs)
             graph_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
             self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
+
+    def _may_stay_on_all_sms(self) -> bool:
+        """Return whether a kernel may wait for its blocks on other SMs: under MPS two of them could wait forever."""
+        sharing = self.config.sharing
+        is_mps = sharing is not None and sharing.mps_sm_percent is not None
+        return self._ranks is None and not is_mps and "no-persistent-decode" not in self.config.debug
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         token_ids, logprobs = step.read()

@@ -76,7 +76,7 @@ def decode_attention(
     if out is None:
         out = params.empty_output(qkv)
     if not use_triton(qkv):
-        _decode_reference(qkv, params, positions, page_table, rows, out)
+        decode_attention_reference(qkv, params, positions, page_table, rows, out)
         return out
     require_layout(qkv, params, page_table, out)
     if qkv.shape[0] == 0:  # len() of a tensor costs a microsecond more
@@ -89,7 +89,7 @@ def decode_attention(
     return out
 
 
-def _decode_reference(
+def decode_attention_reference(
     qkv: torch.Tensor,
     params: AttentionParams,
     positions: torch.Tensor,
@@ -97,6 +97,7 @@ def _decode_reference(
     rows: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
+    """Compute `decode_attention` in PyTorch, as its specification."""
     out.zero_()
     valid = (positions >= 0).nonzero()[:, 0]
     positions, rows = positions[valid], rows[valid]

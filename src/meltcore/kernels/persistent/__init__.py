@@ -1,0 +1,1 @@
+"""Kernels that stay on the SMs for many layers."""
