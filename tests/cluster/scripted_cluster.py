@@ -51,12 +51,17 @@ _POLL_S = 0.02
 
 
 class Node(msgspec.Struct):
-    """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs."""
+    """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs.
+
+    used_gib: of each GPU, by others and the driver. missing: paths that it has not.
+    """
 
     name: str
     gib: list[int] = []
     host_gib: float = 4.0
     is_full: bool = False
+    used_gib: float = 0.5
+    missing: list[str] = []
 
 
 class State(msgspec.Struct):
@@ -134,9 +139,9 @@ class Driver:
         cards = []
         for number, size in enumerate(node.gib):
             used = sum(start.gib for start, _ in self._engines.values() if start.node == key and number in start.gpus)
-            cards.append(VisibleGpu(number, "NVIDIA Scripted", size * GIB, round((0.5 + used) * GIB)))
+            cards.append(VisibleGpu(number, "NVIDIA Scripted", size * GIB, round((node.used_gib + used) * GIB)))
         machine = Machine(tuple(cards), "570.1", round(node.host_gib * GIB))
-        return ClusterNode(node.name, key, HOST, machine, dict(enumerate(map(float, node.gib))))
+        return ClusterNode(node.name, key, HOST, machine, dict(enumerate(map(float, node.gib))), node.missing)
 
     def _problem(self, message: StartEngine) -> str:
         if (node := self.state.nodes.get(message.node)) is None:

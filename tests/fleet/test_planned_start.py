@@ -124,6 +124,39 @@ def test_model_of_unknown_size_is_left_to_its_engine() -> None:
     assert [model.engine.memory_bytes is None for model in config.models] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("there", "fits", "says"),
+    [
+        (machine(8), True, "The fleet fits on GPU 0"),
+        (machine(8, used_gib=4), False, "Other processes use 3.38 GiB of GPU 0, which the plan leaves to them."),
+        (machine(8, 8), True, "GPU 1 is idle"),
+        (machine(host_gib=32), True, "this machine has no NVIDIA GPU, so this is the plan of its CPUs"),
+        (machine(host_gib=4), False, "DOES NOT FIT"),
+    ],
+)
+def test_plan_of_this_machine_is_that_of_up(
+    there: Machine,
+    fits: bool,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{a: {{{QWEN}}}, gone: {{checkpoint: /none}}}}")
+    monkeypatch.setattr("meltcore.fleet.machine.read_machine", lambda: there)
+    assert main(["plan", str(file)]) == (0 if fits else 1)
+    printed = capsys.readouterr()
+    assert says in " ".join(f"{printed.out} {printed.err}".split())
+    assert "models.gone is not in the plan: /none" in printed.err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(gpu.number) for gpu in there.gpus))
+    if fits:
+        assert FleetPlanner(file, there).config().models[0].replica_gpus == (((0,),) if there.gpus else ())
+    else:
+        with pytest.raises(ConfigError, match="the fleet does not fit"):
+            FleetPlanner(file, there).config()
+
+
 def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 1GiB}}")

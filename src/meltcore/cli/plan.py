@@ -2,6 +2,12 @@
 
 import argparse
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meltcore.fleet.plan import Plan
+    from meltcore.fleet.planned import FoundPlan
+    from meltcore.protocol.fleet_spec import FleetSpec
 
 HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
 EXAMPLES = """\
@@ -41,54 +47,73 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; returns 0 where the file fits as it is, else 1."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
     from pathlib import Path
-    from typing import Any
 
     from rich.console import Console
 
-    from meltcore.errors import ConfigError
-    from meltcore.fleet.cluster import Cluster
-    from meltcore.fleet.context_memory import find_contexts
-    from meltcore.fleet.from_spec import server_config
-    from meltcore.fleet.machine import read_gpus
-    from meltcore.fleet.operations import check_config, check_startable
-    from meltcore.fleet.plan import describe_plan, plan_fleet
-    from meltcore.fleet.planned import check_devices, check_gpus
-    from meltcore.host_memory import host_available_bytes
+    from meltcore.fleet.plan import describe_plan
     from meltcore.protocol.fleet_file import load_fleet
     from meltcore.report.console import print_page
     from meltcore.report.fleet_plan import plan_page
     from meltcore.report.html import write_page
 
     spec = load_fleet(args.fleet)
-    if args.vram or args.ray:  # for another machine: its keys, programs and GPUs are not looked for here
-        check_config(server_config(spec))
-    cluster = Cluster.read(args.ray) if args.ray else None
-    gpus, driver = ((), "") if args.vram else read_gpus() if cluster is None else cluster.machine[:2]
-    gpu_bytes = [round(size * 2**30) for size in args.vram or ()] or [gpu.total_bytes for gpu in gpus]
-    if not args.vram and cluster is None:
-        check_startable(server_config(spec))
-    num_gpus = len(gpu_bytes)
-    if spec.gpus and not args.vram:
-        check_gpus(spec, num_gpus)
-        gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
-    if not gpu_bytes and any(model.device != "cpu" and model.kind != "url" for model in spec.models.values()):
-        place = "this machine" if cluster is None else "the cluster"
-        raise ConfigError(f"{place} has no NVIDIA GPU; name the memory of one in GiB, as --vram 141")
-    if not args.vram or not spec.gpus:
-        check_devices(spec, num_gpus)
-    contexts = find_contexts(gpus[0].name if gpus else None, driver)
-    nodes: dict[str, Any] = {}
-    if args.host_memory:
-        if cluster is not None:
-            raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
-        nodes = {"host_bytes": round(args.host_memory * 2**30)}
-    elif not args.vram and cluster is None:
-        nodes = {"host_bytes": host_available_bytes()}
-    if cluster is not None:
-        nodes = {"gpu_nodes": cluster.gpu_nodes, "host_bytes": cluster.host_bytes}
-    plan, nearest = plan_fleet(spec, gpu_bytes, contexts=contexts, **nodes)
-    page = plan_page(describe_plan(spec, plan or nearest, source=args.fleet, fits=plan is not None))
+    if args.vram:
+        (plan, nearest), others_bytes = _plan_for_sizes(spec, args.vram, args.host_memory), {}
+    else:
+        found = _find_plan(args, spec)
+        spec, plan, nearest, others_bytes = found.known, found.plan, found.nearest, found.others_bytes
+    document = describe_plan(spec, plan or nearest, source=args.fleet, fits=plan is not None, others_bytes=others_bytes)
+    page = plan_page(document)
     print_page(page, Console())
     if args.html is not None:
         print(f"written: {write_page(Path(args.html), page)}")
     return 0 if plan is not None else 1
+
+
+def _plan_for_sizes(
+    spec: "FleetSpec", vram: list[float], host_gib: float | None
+) -> tuple["Plan | None", "Plan | None"]:
+    """Return the plan for GPUs of these sizes, and the nearest one: keys and programs are not looked for here."""
+    from meltcore.fleet.context_memory import find_contexts
+    from meltcore.fleet.from_spec import server_config
+    from meltcore.fleet.operations import check_config
+    from meltcore.fleet.plan import GIB, plan_fleet
+    from meltcore.fleet.planned import check_devices
+
+    check_config(server_config(spec))
+    if not spec.gpus:
+        check_devices(spec, len(vram))
+    host_bytes = None if host_gib is None else round(host_gib * GIB)
+    return plan_fleet(spec, [round(size * GIB) for size in vram], contexts=find_contexts(None), host_bytes=host_bytes)
+
+
+def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> "FoundPlan":
+    """Return the plan that `meltcore up` would follow now, on this machine or on a cluster."""
+    from meltcore.errors import ConfigError
+    from meltcore.fleet.cluster import Cluster, checkpoint_paths
+    from meltcore.fleet.from_spec import server_config
+    from meltcore.fleet.machine import read_machine
+    from meltcore.fleet.operations import check_config, check_startable
+    from meltcore.fleet.plan import GIB
+    from meltcore.fleet.planned import does_not_fit, find_plan, print_unplanned
+
+    if args.ray:
+        if args.host_memory:
+            raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
+        check_config(server_config(spec))
+        cluster = Cluster.read(args.ray, checkpoint_paths(spec))
+        machine = cluster.machine
+    else:
+        check_startable(server_config(spec))
+        cluster, machine = None, read_machine()
+        if args.host_memory:
+            machine = machine._replace(host_bytes=round(args.host_memory * GIB))
+    if not machine.gpus and any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
+        print_unplanned(
+            f"{'the cluster' if args.ray else 'this machine'} has no NVIDIA GPU, so this is the plan of its CPUs; "
+            "name the memory of a GPU in GiB to plan for one, as --vram 141"
+        )
+    found = find_plan(spec, machine, print_unplanned, cluster)
+    if found.plan is None and found.nearest is None:  # no table would say what there is
+        print_unplanned(does_not_fit(found, machine))
+    return found

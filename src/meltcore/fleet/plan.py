@@ -305,8 +305,13 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
     return msgspec.structs.replace(spec, models=models)
 
 
-def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool) -> FleetPlan:
-    """Return the document of a plan, without GPUs and models for None. source: the file; fits: as it is."""
+def describe_plan(
+    spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool, others_bytes: Mapping[int, int] | None = None
+) -> FleetPlan:
+    """Return the document of a plan, without GPUs and models for None.
+
+    source: the file; fits: as it is; others_bytes: that other processes have of GPUs, by number.
+    """
     if plan is None:
         return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[], context_note="")
     gpus = [
@@ -316,6 +321,7 @@ def describe_plan(spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool
             used_bytes=gpu.used_bytes,
             parts=list(_parts(gpu)),
             node=gpu.node,
+            others_bytes=(others_bytes or {}).get(gpu.number, 0),
         )
         for gpu in plan.gpus
     ]

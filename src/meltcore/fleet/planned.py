@@ -1,4 +1,4 @@
-"""The plan that `meltcore up` and a reload follow: each engine gets its GPUs and its budget before any is started."""
+"""The plan of `meltcore plan`, `up` and `reload`: each engine gets its GPUs and its budget before any is started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,7 +14,7 @@ from meltcore.config import ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError, engine_needs
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
-from meltcore.fleet.context_memory import ContextMemory, find_contexts
+from meltcore.fleet.context_memory import find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
 from meltcore.fleet.needs import fleet_needs, host_needs
@@ -21,7 +22,7 @@ from meltcore.fleet.placement import replica_gpus, visible_gpus
 from meltcore.fleet.plan import Plan, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
-from meltcore.protocol.machine import Machine
+from meltcore.protocol.machine import Machine, VisibleGpu
 
 _GIB = 2**30
 
@@ -45,15 +46,12 @@ class FleetPlanner:
 
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        spec, plan = _plan(load_fleet(self._path), self._machine, report, self._cluster)
-        config = server_config(spec)
-        if self._cluster is not None:
-            names = self._cluster.gpu_names
-            config = on_nodes(config, plan, self._cluster)
-        else:
-            names = visible_gpus()
-        residency = dataclasses.replace(config.residency, room_bytes=_room(spec, plan, names))
-        return dataclasses.replace(config, residency=residency)
+        found = _fitting(load_fleet(self._path), self._machine, report, self._cluster)
+        assert found.plan is not None
+        assert found.config is not None
+        names = visible_gpus() if self._cluster is None else self._cluster.gpu_names
+        residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
+        return dataclasses.replace(found.config, residency=residency)
 
 
 def print_unplanned(line: str) -> None:
@@ -67,12 +65,38 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
     Raises ConfigError for GPUs that are not there, and where the others do not fit.
     """
-    return _plan(spec, machine, report)[0]
+    return _fitting(spec, machine, report).spec
 
 
-def _plan(
+class FoundPlan(NamedTuple):
+    """The plan of a fleet for a machine or a cluster (None: it does not fit), and the nearest one that fits.
+
+    spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
+    the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each.
+    """
+
+    spec: FleetSpec
+    known: FleetSpec
+    plan: Plan | None
+    nearest: Plan | None
+    config: ServerConfig | None
+    gpus: tuple[VisibleGpu, ...]
+    gpu_bytes: list[int]
+
+    @property
+    def others_bytes(self) -> dict[int, int]:
+        """Bytes of each GPU, by number, that other processes use."""
+        return {gpu.number: gpu.total_bytes - left for gpu, left in zip(self.gpus, self.gpu_bytes, strict=True)}
+
+
+def find_plan(
     spec: FleetSpec, machine: Machine, report: Callable[[str], None], cluster: Cluster | None = None
-) -> tuple[FleetSpec, Plan]:
+) -> FoundPlan:
+    """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster.
+
+    `report` gets a line for each model that is not in the plan. Raises ConfigError for GPUs that are not there, and for
+    a plan that the cluster cannot run.
+    """
     spec = _on_this_machine(spec, machine)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
@@ -81,9 +105,8 @@ def _plan(
         spec, models={name: model for name, model in spec.models.items() if name not in unknown}
     )
     contexts = find_contexts(machine.gpus[0].name, machine.driver) if machine.gpus else find_contexts("")
-    gpu_bytes = _free_bytes(machine, contexts)
-    if spec.gpus:
-        gpu_bytes = [gpu_bytes[gpu.id] for gpu in spec.gpus]
+    gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
+    gpu_bytes = [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
     plan, nearest = plan_fleet(
         known,
         gpu_bytes,
@@ -91,11 +114,25 @@ def _plan(
         host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
         gpu_nodes=None if cluster is None else cluster.gpu_nodes,
     )
-    if plan is None:
-        raise ConfigError(_does_not_fit(known, nearest, gpu_bytes, machine))
-    planned = with_plan(known, plan)
-    models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
-    return msgspec.structs.replace(spec, models=models), plan
+    config = None
+    if plan is not None:
+        planned = with_plan(known, plan)
+        models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
+        spec = msgspec.structs.replace(spec, models=models)
+        config = server_config(spec)
+        if cluster is not None:
+            config = on_nodes(config, plan, cluster)
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes)
+
+
+def _fitting(
+    spec: FleetSpec, machine: Machine, report: Callable[[str], None], cluster: Cluster | None = None
+) -> FoundPlan:
+    """Return the plan of a fleet that fits. Raises ConfigError where it does not, with the nearest plan."""
+    found = find_plan(spec, machine, report, cluster)
+    if found.plan is None:
+        raise ConfigError(does_not_fit(found, machine))
+    return found
 
 
 def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
@@ -162,13 +199,9 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
     return found
 
 
-def _free_bytes(machine: Machine, contexts: ContextMemory) -> list[int]:
-    """Return the bytes of each GPU without those that other processes use. The plan counts the driver's itself."""
-    return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in machine.gpus]
-
-
-def _does_not_fit(spec: FleetSpec, nearest: Plan | None, gpu_bytes: Sequence[int], machine: Machine) -> str:
+def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
+    spec, nearest = found.known, found.nearest
     needs = fleet_needs(spec)
     on_gpus = [
         f"{name} {size / _GIB:.2f} GiB"
@@ -180,7 +213,7 @@ def _does_not_fit(spec: FleetSpec, nearest: Plan | None, gpu_bytes: Sequence[int
     there = ", ".join(
         f"GPU {gpu.number} {size / _GIB:.2f} GiB"
         + (f" (others use {(gpu.total_bytes - size) / _GIB:.2f} GiB more)" if size < gpu.total_bytes else "")
-        for gpu, size in zip(machine.gpus, gpu_bytes, strict=False)
+        for gpu, size in zip(found.gpus, found.gpu_bytes, strict=True)
     )
     parts = []
     if on_gpus:

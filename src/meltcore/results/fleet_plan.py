@@ -32,13 +32,17 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU and the bytes of each model on it, CUDA contexts included; of models that take turns, the largest."""
+    """One GPU and the bytes of each model on it, CUDA contexts included; of models that take turns, the largest.
+
+    total_bytes: that the fleet may use, without others_bytes, which other processes have of it.
+    """
 
     number: int
     total_bytes: int
     used_bytes: int
     parts: list[PlannedPart]
     node: str = ""  # of a cluster
+    others_bytes: int = 0
 
 
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
