@@ -30,7 +30,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
-import zmq
 
 from meltcore.backends.engine_link import EngineLink
 from meltcore.engine.host.client_sockets import open_sockets
@@ -38,7 +37,7 @@ from meltcore.process import KILL_LIMIT_S, end_group, start
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.protocol.tcp import FleetKeys, read_port, write_address, write_binding
+from meltcore.protocol.tcp import Binding, EngineAddress, KeyPair, read_listening, write_address, write_binding
 
 STEP_S = 0.02
 START_LIMIT_S = 60.0
@@ -103,16 +102,18 @@ async def over_zeromq(streams: int, steps: int, *, is_remote: bool) -> dict[str,
     receiver = Receiver(streams, steps)
     with tempfile.TemporaryDirectory() as there_name, tempfile.TemporaryDirectory() as here_name:
         there, here = Path(there_name), Path(here_name)
-        keys = FleetKeys(*(key.decode() for _ in range(2) for key in zmq.curve_keypair()))
+        keys, host = KeyPair.new(), "127.0.0.1"
         if is_remote:
-            write_binding(there, keys.binding("127.0.0.1"))
+            write_binding(there, Binding(host, keys.public))
         else:
             there = here
         process = await asyncio.to_thread(start, [sys.executable, __file__, "--produce", str(there)])
         try:
             if is_remote:
-                await _until(lambda: read_port(there))
-                write_address(here, keys.address("loopback", "127.0.0.1", read_port(there) or 0))
+                await _until(lambda: read_listening(there))
+                listening = read_listening(there)
+                assert listening is not None
+                write_address(here, EngineAddress("loopback", host, listening.port, listening.engine_key, keys))
             link = EngineLink(here, 0, receiver.receive, sys.exit)
             sampling = SamplingParams(max_tokens=steps)
             link.send(AddRequest("start", [1], sampling, priority=streams))

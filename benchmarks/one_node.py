@@ -31,7 +31,7 @@ from meltcore.protocol.cluster import (
     ToDriver,
 )
 from meltcore.protocol.machine import Machine
-from meltcore.protocol.tcp import read_port, write_binding
+from meltcore.protocol.tcp import Binding, read_listening, write_binding
 
 NODE, HOST = "n00", "127.0.0.1"
 _LISTEN_LIMIT_S, _POLL_S = 60.0, 0.02
@@ -65,7 +65,7 @@ class Driver:
     async def _keep_engine(self, message: StartEngine) -> None:
         folder = self._folder / str(message.engine)
         folder.mkdir()
-        write_binding(folder, msgspec.structs.replace(message.binding, host=HOST))
+        write_binding(folder, Binding(HOST, message.client_key))
         process = self._engines[message.engine] = await start_async(
             [sys.executable, *message.command, str(folder), str(message.client_count)],
             stdin=subprocess.PIPE,
@@ -75,12 +75,16 @@ class Driver:
         process.stdin.write(msgspec.json.encode(message.config) + b"\n")
         process.stdin.close()
         deadline_s = time.monotonic() + _LISTEN_LIMIT_S
-        while (port := read_port(folder)) is None and process.returncode is None and time.monotonic() < deadline_s:  # noqa: ASYNC110 - a file
+        while (  # noqa: ASYNC110 - a file
+            (listening := read_listening(folder)) is None
+            and process.returncode is None
+            and time.monotonic() < deadline_s
+        ):
             await asyncio.sleep(_POLL_S)
-        if port is None:
+        if listening is None:
             await end_async(process, 0.0)
         else:
-            answer(EngineListening(message.engine, HOST, port, process.pid))
+            answer(EngineListening(message.engine, HOST, listening, process.pid))
         answer(EngineEnded(message.engine, describe_exit(await process.wait())))
 
 

@@ -43,7 +43,7 @@ from meltcore.protocol.generation import (
 )
 from meltcore.protocol.machine import Machine, VisibleGpu
 from meltcore.protocol.shell import AbortRequests, ForgetClient, Loading, MemoryRow, Shutdown
-from meltcore.protocol.tcp import client_identity, decode_message, encode_message, set_heartbeats
+from meltcore.protocol.tcp import KeyPair, Listening, client_identity, decode_message, encode_message, set_heartbeats
 
 GIB = 2**30
 GPU_GIB = 40
@@ -63,10 +63,10 @@ class Engine:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.curve_server = True
-        binding = start.binding
-        socket.curve_publickey, socket.curve_secretkey = binding.public_key.encode(), binding.secret_key.encode()
+        keys = KeyPair.new()
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         set_heartbeats(socket)
-        self.port = socket.bind_to_random_port(f"tcp://{_HOST}")
+        self.listening = Listening(socket.bind_to_random_port(f"tcp://{_HOST}"), keys.public)
         self.identities = [client_identity(index) for index in range(start.client_count)]
         self.running: dict[str, list[Any]] = {}  # request, client, tokens so far, times of schedule and first token
         self.steps = 0
@@ -144,7 +144,7 @@ class Rack:
             engine = Engine(message, self._context)
             self._engines[engine.socket] = engine
             self._poller.register(engine.socket, zmq.POLLIN)
-            answer(EngineListening(message.engine, _HOST, engine.port, os.getpid()))
+            answer(EngineListening(message.engine, _HOST, engine.listening, os.getpid()))
         elif isinstance(message, KillEngine):
             for engine in list(self._engines.values()):
                 if engine.start.engine == message.engine:

@@ -1,8 +1,8 @@
 """A cluster without Ray whose nodes a test changes: answers the lines of `protocol/cluster.py` from a file.
 
 `python -m scripted_cluster STATE.json` is the driver. Engines are processes of this machine that listen on TCP. Those
-of a node end when it is taken out of the file. `python scripted_cluster.py FLEET.yaml STATE.json POLICY ENGINE...` is
-the server.
+of a node end when it is taken out of the file. Lines to and from the driver are kept in the file `lines` beside it.
+`python scripted_cluster.py FLEET.yaml STATE.json POLICY ENGINE...` is the server.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from meltcore.protocol.cluster import (
     ToDriver,
 )
 from meltcore.protocol.machine import Machine, VisibleGpu
-from meltcore.protocol.tcp import read_port, write_binding
+from meltcore.protocol.tcp import Binding, read_listening, write_binding
 
 GIB = 2**30
 HOST = "127.0.0.1"
+LINES = "lines"
 ROOM_POLL_S = RETRY_S = 0.1
 _POLL_S = 0.02
 
@@ -111,6 +112,7 @@ class Driver:
         following = asyncio.create_task(self._follow())
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             message = msgspec.json.decode(line, type=ToDriver)
+            note(line)
             self.state = self.read()
             if isinstance(message, ReadNodes):
                 answer(Nodes([self._node(key, node) for key, node in self.state.nodes.items()]))
@@ -160,7 +162,7 @@ class Driver:
             return
         folder = self._folder / str(message.engine)
         folder.mkdir()
-        write_binding(folder, msgspec.structs.replace(message.binding, host=HOST))
+        write_binding(folder, Binding(HOST, message.client_key))
         process = await start_async(
             [sys.executable, *message.command, str(folder), str(message.client_count)],
             stdin=subprocess.PIPE,
@@ -170,18 +172,26 @@ class Driver:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(message.config) + b"\n")
         process.stdin.close()
-        while (port := read_port(folder)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
+        while (listening := read_listening(folder)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
             await asyncio.sleep(_POLL_S)
-        if port is not None:
-            answer(EngineListening(message.engine, HOST, port, process.pid))
+        if listening is not None:
+            answer(EngineListening(message.engine, HOST, listening, process.pid))
         how = describe_exit(await process.wait())
         del self._engines[message.engine]
         answer(EngineEnded(message.engine, how))
 
 
 def answer(message: FromDriver) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    line = msgspec.json.encode(message) + b"\n"
+    note(line)
+    sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
+
+
+def note(line: bytes) -> None:
+    """Keep a line that goes to the driver, or comes from it."""
+    with (Path(sys.argv[1]).parent / LINES).open("ab") as lines:
+        lines.write(line)
 
 
 def drive(path: Path) -> None:

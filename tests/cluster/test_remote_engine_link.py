@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
+from msgspec.structs import replace
 from network_namespaces import network
 
 from meltcore.backends.engine_link import EngineLink
@@ -39,10 +39,13 @@ from meltcore.protocol.generation import (
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, ForgetClient, Shutdown
 from meltcore.protocol.tcp import (
-    FleetKeys,
+    Binding,
+    EngineAddress,
+    KeyPair,
     decode_message,
     encode_message,
-    read_port,
+    read_address,
+    read_listening,
     shift_times,
     write_address,
     write_binding,
@@ -53,16 +56,11 @@ ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_en
 LIMIT_S = 20.0
 
 
-def new_keys() -> FleetKeys:
-    pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
-    return FleetKeys(*pairs)
-
-
 class RemoteEngine:
     """A scripted engine that listens on TCP, and what its supervisor receives of it."""
 
-    def __init__(self, folder: Path, keys: FleetKeys, process: subprocess.Popen[bytes]) -> None:
-        self.folder, self.keys, self.process = folder, keys, process
+    def __init__(self, folder: Path, process: subprocess.Popen[bytes]) -> None:
+        self.folder, self.process = folder, process
         self.messages: list[Any] = []
         self.lost: list[str] = []
         self.links: list[EngineLink] = []
@@ -101,19 +99,21 @@ async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> No
 async def remote_engine(
     tmp_path: Path, *options: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()
 ) -> AsyncIterator[RemoteEngine]:
-    there, here, keys = tmp_path / "there", tmp_path / "here", new_keys()
+    there, here, keys = tmp_path / "there", tmp_path / "here", KeyPair.new()
     there.mkdir()
     here.mkdir()
-    write_binding(there, keys.binding(host))
+    write_binding(there, Binding(host, keys.public))
     process = start([*prefix, *ENGINE, *options, str(there), "3"], stdin=subprocess.PIPE)
-    engine = RemoteEngine(here, keys, process)
+    engine = RemoteEngine(here, process)
     try:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(EngineConfig(model="m")) + b"\n")
         process.stdin.close()  # an engine on another machine does not end with it
-        await until(lambda: read_port(there))
+        await until(lambda: read_listening(there))
         assert not (there / "binding.json").exists()
-        write_address(here, keys.address("node-b", host, read_port(there) or 0))
+        listening = read_listening(there)
+        assert listening is not None
+        write_address(here, EngineAddress("node-b", host, listening.port, listening.engine_key, keys))
         yield engine
     finally:
         for link in engine.links:
@@ -212,14 +212,15 @@ def test_partition_ends_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @on_event_loop
 async def test_other_keys_are_refused(tmp_path: Path) -> None:
     async with remote_engine(tmp_path) as engine:
-        right = engine.keys
-        stranger = new_keys()
-        wrong = FleetKeys(right.engine_public, right.engine_secret, stranger.client_public, stranger.client_secret)
-        write_address(engine.folder, wrong.address("node-b", "127.0.0.1", read_port(tmp_path / "there") or 0))
-        engine.link(0)
-        await asyncio.sleep(1.0)
-        assert not engine.messages
-        write_address(engine.folder, right.address("node-b", "127.0.0.1", read_port(tmp_path / "there") or 0))
+        right = read_address(engine.folder)
+        assert right is not None
+        stranger = KeyPair.new()
+        for wrong in (replace(right, client_keys=stranger), replace(right, engine_key=stranger.public)):
+            write_address(engine.folder, wrong)
+            engine.link(0)
+            await asyncio.sleep(1.0)
+            assert not engine.messages
+        write_address(engine.folder, right)
         engine.link(0)
         await until(lambda: engine.messages)
 
@@ -245,12 +246,13 @@ def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: p
 async def test_engine_that_prints_nothing_has_a_log(tmp_path: Path) -> None:
     class Quiet:
         async def start_engine(self, _start: StartEngine, _on_output: Callable[[bytes], None]) -> RemoteRun:
-            return RemoteRun(new_keys().address("node-b", "127.0.0.1", 1), 1, asyncio.Future())
+            keys = KeyPair.new()
+            return RemoteRun(EngineAddress("node-b", "127.0.0.1", 1, keys.public, keys), 1, asyncio.Future())
 
         def kill_engine(self, engine: int) -> None:
             del engine
 
-    order = StartEngine(0, "node-b", [], EngineConfig(model="m"), 1, new_keys().binding(""))
+    order = StartEngine(0, "node-b", [], EngineConfig(model="m"), 1, KeyPair.new().public)
     log = tmp_path / "m.log"
     log.write_text("of the engine before\n")
     await RemoteEngineProcess(Quiet(), order, print, tmp_path, log).prepare()

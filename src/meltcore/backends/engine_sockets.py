@@ -96,7 +96,8 @@ class RemoteSocket:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.IDENTITY, client_identity(client_index))
         socket.curve_serverkey = address.engine_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = address.public_key.encode(), address.secret_key.encode()
+        keys = address.client_keys
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         set_heartbeats(socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         self._monitor = socket.get_monitor_socket(events)

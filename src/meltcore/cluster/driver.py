@@ -163,12 +163,12 @@ class Driver:
                 return EngineEnded(message.engine, reason, no_room=True)
             try:
                 async with asyncio.timeout(_START_LIMIT_S):
-                    host, port, pid = await actor.start.remote(msgspec.json.encode(message))
+                    host, listening, pid = await actor.start.remote(msgspec.json.encode(message))
             except TimeoutError:
                 reason = f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
                 return EngineEnded(message.engine, reason)
             self._starting.pop(message.engine, None)
-            self._answer(EngineListening(message.engine, host, port, pid))
+            self._answer(EngineListening(message.engine, host, listening, pid))
             return EngineEnded(message.engine, str(await actor.wait.remote()))
         finally:
             await self._close(message.engine, output)

@@ -18,7 +18,7 @@ from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import describe_exit, signal_group, start_async
 from meltcore.protocol.cluster import StartEngine
-from meltcore.protocol.tcp import read_port, write_binding
+from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports
 _POLL_S = 0.02
@@ -39,8 +39,8 @@ class EngineActor:
         self._output_at = 0
         self._marks: NodeFolder | None = None
 
-    async def start(self, encoded: bytes) -> tuple[str, int, int]:
-        """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port and process id.
+    async def start(self, encoded: bytes) -> tuple[str, Listening, int]:
+        """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port with key, and process id.
 
         Raises EngineDeadError where it does not listen.
         """
@@ -48,7 +48,7 @@ class EngineActor:
 
         message = msgspec.json.decode(encoded, type=StartEngine)
         host = ray.util.get_node_ip_address()
-        write_binding(self._folder.path, msgspec.structs.replace(message.binding, host=host))
+        write_binding(self._folder.path, Binding(host, message.client_key))
         self._marks = NodeFolder(f"marks-{message.fleet}")
         placement = Placement(message.config, {}, "node", tuple(message.gpus))
         config = shared_engine(placement, message.sharing, message.priority_class, self._marks.path)
@@ -64,16 +64,16 @@ class EngineActor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.close()
-        port = await self._wait_listening(process)
-        return host, port, process.pid
+        listening = await self._wait_listening(process)
+        return host, listening, process.pid
 
-    async def _wait_listening(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_listening(self, process: asyncio.subprocess.Process) -> Listening:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LISTEN_LIMIT_S):
-                while (port := read_port(self._folder.path)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
+                while (found := read_listening(self._folder.path)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
                     await asyncio.sleep(_POLL_S)
-                if port is not None:
-                    return port
+                if found is not None:
+                    return found
         self.kill()
         raise EngineDeadError(f"the engine ended before it listened ({describe_exit(await process.wait())})")
 

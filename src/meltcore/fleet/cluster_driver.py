@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
-import zmq
 
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
@@ -32,7 +31,7 @@ from meltcore.protocol.cluster import (
     StartEngine,
     ToDriver,
 )
-from meltcore.protocol.tcp import FleetKeys
+from meltcore.protocol.tcp import EngineAddress, KeyPair
 
 _CONNECT_LIMIT_S = 180.0
 _EXIT_LIMIT_S = 10.0
@@ -62,8 +61,7 @@ class ClusterDriver:
         self._address = address
         self._report = report
         self.name = secrets.token_hex(8)  # of the fleet, on its nodes
-        pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
-        self.keys = FleetKeys(*pairs)
+        self.keys = KeyPair.new()  # of the clients of its engines
         self.problem = ""  # why the cluster cannot be changed; "": it can
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -244,7 +242,8 @@ class ClusterDriver:
         if isinstance(message, EngineListening):
             if (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
                 ended = self._ended[message.engine] = asyncio.get_running_loop().create_future()
-                address = self.keys.address(entry[0].node, message.host, message.port)
+                listening = message.listening
+                address = EngineAddress(entry[0].node, message.host, listening.port, listening.engine_key, self.keys)
                 entry[1].set_result(RemoteRun(address, message.pid, ended))
         elif isinstance(message, EngineOutput):
             if (on_output := self._outputs.get(message.engine)) is not None:

@@ -42,7 +42,7 @@ def _start(parts: ServerParts, placement: Placement, number: str, priority_class
         command=list(parts.engine_command[1:]),
         config=placement.engine,
         client_count=parts.client_count,
-        binding=parts.cluster.keys.binding(""),
+        client_key=parts.cluster.keys.public,
         gpus=list(placement.gpus),
         gib=size_bytes / 2**30,
         cpu_engines=parts.cpu_engines(placement.node),

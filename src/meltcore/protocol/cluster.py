@@ -12,7 +12,7 @@ import msgspec
 
 from meltcore.config import EngineConfig, PriorityClass, SharingConfig
 from meltcore.protocol.machine import Machine
-from meltcore.protocol.tcp import Binding
+from meltcore.protocol.tcp import Listening
 
 DRIVER_MODULE = "meltcore.cluster.driver"
 
@@ -34,9 +34,9 @@ class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
 
-    engine: its number; command: that starts it, after the interpreter; gpus: numbers among those of the node that Ray
-    may use; gib: on each of them; cpu_engines: that share the cores of the node. sharing: of the engines of one GPU,
-    and `fleet` names those that have regard to each other; None: none has.
+    engine: its number; command: that starts it, after the interpreter; client_key: the public key of its clients; gpus:
+    numbers among those of the node that Ray may use; gib: on each of them; cpu_engines: that share the cores of the
+    node. sharing: of the engines of one GPU, and `fleet` names those that have regard to each other; None: none has.
     """
 
     engine: int
@@ -44,7 +44,7 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     command: list[str]
     config: EngineConfig
     client_count: int
-    binding: Binding  # its host is that of the node
+    client_key: str
     gpus: list[int] = []
     gib: float = 0.0
     cpu_engines: int = 1
@@ -104,11 +104,11 @@ class ClusterFailed(msgspec.Struct, tag="cluster_failed", frozen=True):
 
 
 class EngineListening(msgspec.Struct, tag="listening", frozen=True):
-    """An engine process runs, and loads. pid: on its node."""
+    """An engine process runs, and loads. listening: at `host`; pid: on its node."""
 
     engine: int
     host: str
-    port: int
+    listening: Listening
     pid: int
 
 

@@ -1,7 +1,8 @@
-"""Defines how an engine on another machine is reached: one TCP port per engine, with the CURVE keys of its fleet.
+"""Defines how an engine on another machine is reached: one TCP port per engine, encrypted with CURVE keys.
 
 The engine binds a ROUTER socket, and each client (the supervisor, of index 0, and the API servers) connects a DEALER
-socket to it. A file in the folder of the sockets tells either end that the other one is on another machine.
+socket to it. A file in the folder of the sockets tells either end that the other one is on another machine. Each engine
+process makes a key pair, and so does the supervisor for all clients. Secret keys stay on the machine that made them.
 
 A monotonic clock belongs to one machine. Every message therefore begins with the sender's clock, and the receiver moves
 the times within it by the difference to its own: the durations before the send are kept, that of the transport is not.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import struct
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -21,16 +22,35 @@ CLOCK_BYTES = CLOCK.size
 # ZeroMQ asks for a sign of life this often, and takes a connection without one for lost. Open requests of an engine
 # that cannot be reached end within 5 s.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 3000
-_BINDING, _PORT, _ADDRESS = "binding.json", "port", "address.json"
+_BINDING, _LISTENING, _ADDRESS = "binding.json", "listening.json", "address.json"
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair, in Z85."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls) -> Self:
+        """Make a key pair."""
+        import zmq  # `meltcore plan` has no sockets
+
+        return cls(*(key.decode() for key in zmq.curve_keypair()))
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """What an engine is given: the host name or address to bind, its key pair, and the public key of its clients."""
+    """What an engine is given: the host name or address to bind, and the public key of its clients."""
 
     host: str
-    public_key: str
-    secret_key: str
     client_key: str
+
+
+class Listening(msgspec.Struct, frozen=True):
+    """What an engine tells: the port that it has bound, and its public key."""
+
+    port: int
+    engine_key: str
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
@@ -40,30 +60,12 @@ class EngineAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     engine_key: str
-    public_key: str
-    secret_key: str
+    client_keys: KeyPair
 
     @property
     def url(self) -> str:
         """The address as ZeroMQ has it."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
-
-
-class FleetKeys(msgspec.Struct, frozen=True):
-    """The two CURVE key pairs of a fleet, in Z85: of its engines and of their clients."""
-
-    engine_public: str
-    engine_secret: str
-    client_public: str
-    client_secret: str
-
-    def binding(self, host: str) -> Binding:
-        """Return what an engine needs that binds `host`."""
-        return Binding(host, self.engine_public, self.engine_secret, self.client_public)
-
-    def address(self, name: str, host: str, port: int) -> EngineAddress:
-        """Return what clients of an engine need."""
-        return EngineAddress(name, host, port, self.engine_public, self.client_public, self.client_secret)
 
 
 def write_binding(directory: Path, binding: Binding) -> None:
@@ -81,17 +83,17 @@ def read_binding(directory: Path) -> Binding | None:
     return binding
 
 
-def write_port(directory: Path, port: int) -> None:
+def write_listening(directory: Path, listening: Listening) -> None:
     """Tell who started the engine where it listens."""
-    part = directory / f"{_PORT}.part"
-    part.write_text(str(port))
-    part.rename(directory / _PORT)
+    part = directory / f"{_LISTENING}.part"
+    part.write_bytes(msgspec.json.encode(listening))
+    part.rename(directory / _LISTENING)
 
 
-def read_port(directory: Path) -> int | None:
-    """Return the port of the engine; None before it listens."""
-    path = directory / _PORT
-    return int(path.read_text()) if path.exists() else None
+def read_listening(directory: Path) -> Listening | None:
+    """Return what `write_listening` wrote; None before the engine listens."""
+    path = directory / _LISTENING
+    return msgspec.json.decode(path.read_bytes(), type=Listening) if path.exists() else None
 
 
 def write_address(directory: Path, address: EngineAddress) -> None:

@@ -17,13 +17,15 @@ from zmq.utils.monitor import recv_monitor_message
 from meltcore.protocol.sockets import socket_address
 from meltcore.protocol.tcp import (
     Binding,
+    KeyPair,
+    Listening,
     client_identity,
     decode_message,
     encode_message,
     read_binding,
     set_heartbeats,
     shift_times,
-    write_port,
+    write_listening,
 )
 
 # A message that cannot be delivered within this time means that the API server hangs.
@@ -111,7 +113,7 @@ class RemoteClients:
     """
 
     def __init__(self, directory: Path, client_count: int, to_engine: Any, binding: Binding) -> None:
-        """Bind a free port, tell it (`write_port`), and wait for the supervisor's first message."""
+        """Bind a free port, tell it (`write_listening`), and wait for the supervisor's first message."""
         from zmq.auth.thread import ThreadAuthenticator  # with asyncio, which engines of this machine do not need
 
         self.client_count = client_count
@@ -125,7 +127,8 @@ class RemoteClients:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an API server that is started again has the index of the one before
         socket.setsockopt(zmq.IPV6, 1)
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = binding.public_key.encode(), binding.secret_key.encode()
+        keys = KeyPair.new()
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         set_heartbeats(socket)
         self._decoder = msgspec.msgpack.Decoder(list[to_engine])
         self._encoder = msgspec.msgpack.Encoder()
@@ -134,7 +137,8 @@ class RemoteClients:
         self._watch = _OrphanWatch(socket)
         self._watch.start()
         host = f"[{binding.host}]" if ":" in binding.host else binding.host
-        write_port(directory, socket.bind_to_random_port(f"tcp://{host}"))
+        port = socket.bind_to_random_port(f"tcp://{host}")
+        write_listening(directory, Listening(port, keys.public))
         while not self._arrived[0]:  # an API server may be first
             socket.poll()
             self._read()
