@@ -103,6 +103,8 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
     assert main(["ps"]) == 0
     table = capsys.readouterr().out
     assert "open requests" in table
+    assert "node" not in table.splitlines()[0]
+    assert first["node"] is None
     assert str(first["pid"]) in table
     Path(first["log"]).write_text("loading\nhalf a line")
     assert main(["logs", "first", "-n", "1"]) == 0

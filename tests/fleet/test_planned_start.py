@@ -231,7 +231,7 @@ def test_ps_shows_planned_bytes_beside_those_of_nvml(
     monkeypatch.setattr(measured, "read_gpus", lambda: ((gpu,), "570.1"))
     monkeypatch.setattr(measured, "process_bytes", lambda: {7: 10 * GIB, 9: GIB})
     row = {"model": "a", "replica": 0, "state": "ready", "status": "ready", "reason": "", "restarts": 0}
-    row |= {"open_requests": 0, "port": 1, "log": ""}
+    row |= {"open_requests": 0, "port": 1, "log": "", "node": None}
     engine = row | {"task": "generation", "pid": 7, "memory_bytes": 10 * GIB, "gpus": 1}
     hidden = row | {"task": "transcription", "pid": 8, "memory_bytes": GIB, "gpus": 1}
     on_cpu = row | {"task": "generation", "pid": 9, "memory_bytes": GIB, "gpus": 0}

@@ -72,6 +72,11 @@ class EngineProcess(ABC):
         """Wait until the process has ended; returns how."""
 
     @property
+    def node(self) -> str | None:
+        """The name of the node of a cluster that it runs on, "" for none yet; None: it is for this machine."""
+        return None
+
+    @property
     @abstractmethod
     def pid(self) -> int | None:
         """The process id while it runs."""

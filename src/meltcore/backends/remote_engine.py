@@ -76,6 +76,11 @@ class RemoteEngineProcess(EngineProcess):
         return await asyncio.shield(self._run.ended)
 
     @property
+    def node(self) -> str | None:
+        """The name of its node while it runs, else ""."""
+        return self._run.address.name if self._run is not None and not self._run.ended.done() else ""
+
+    @property
     def pid(self) -> int | None:
         """The process id on its node while it runs."""
         return self._run.pid if self._run is not None and not self._run.ended.done() else None

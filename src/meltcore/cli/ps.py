@@ -22,15 +22,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per engine; 1 when a model cannot serve. Raises ConfigError when no fleet runs."""
+    """Print a line per engine; 1 when a model cannot serve.
+
+    Raises ConfigError when no fleet runs, and for --nvml with engines on the nodes of a cluster.
+    """
     import json
 
+    from meltcore.errors import ConfigError
     from meltcore.fleet.admin import call_admin
     from meltcore.fleet.daemon import find_fleet
 
     rows = call_admin(find_fleet(args.port).admin, "GET", "/ps")
     total = None
     if args.nvml:
+        if any(row["node"] is not None for row in rows):
+            raise ConfigError("--nvml: NVML here shows this machine alone, and engines of the fleet run on other nodes")
         from meltcore.fleet.measured import add_measured
 
         total = add_measured(rows)
@@ -53,13 +59,15 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from meltcore.report.page import Cell, Column, Row, Table, numeric_columns
 
     measured = [name for name in ("with context", "NVML") if name in rows[0]] if rows else []
-    columns = [Column(name, align="text") for name in ("model", "task", "state")]
+    on_nodes = any(row["node"] is not None for row in rows)
+    columns = [Column(name, align="text") for name in ("model", "task", "state", *(["node"] if on_nodes else []))]
     columns += numeric_columns("pid", "memory", *measured, "restarts", "open requests", "port")
     lines = []
     for row in rows:
         num_replicas = sum(each["model"] == row["model"] for each in rows)
         model = f"{row['model']} ({row['replica']})" if num_replicas > 1 else row["model"]
-        cells = [model, row["task"], row["state"], str(row["pid"] or "-"), size_text(row["memory_bytes"])]
+        cells = [model, row["task"], row["state"], *([row["node"] or "-"] if on_nodes else [])]
+        cells += [str(row["pid"] or "-"), size_text(row["memory_bytes"])]
         cells += ["-" if row[name] is None else size_text(row[name]) for name in measured]
         cells += [str(row[name]) for name in ("restarts", "open_requests", "port")]
         lines.append(Row([Cell(cell) for cell in cells]))

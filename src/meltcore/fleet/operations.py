@@ -43,6 +43,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     port: int
     log: str
     gpus: int = 0  # that it takes memory_bytes of, each; 0 on a CPU and for other servers
+    node: str | None = None  # of a cluster, where pid is; "": it runs on none now; None: no engine of a cluster
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
@@ -268,6 +269,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         port=port,
         log=str(replica.log or ""),
         gpus=len(placed_gpus(replica.placement)),
+        node=model.engines[replica.index].node,
     )
 
 
