@@ -32,7 +32,7 @@ MODELS = """
 server: {port: 0}
 models:
   sums: {checkpoint: meltcore/sums, device: cpu, memory: 384MiB, max_num_seqs: 8, replicas: 2}
-  phrases: {checkpoint: meltcore/phrases, device: cpu, memory: 384MiB}
+  phrases: {checkpoint: meltcore/phrases, task: translation, device: cpu, memory: 384MiB}
 """
 
 

@@ -33,6 +33,7 @@ FLEET = {
     "transcription": {"checkpoint": "ai4bharat/indic-conformer-600m-multilingual", "load_format": "dummy"},
     "synthesis": {"checkpoint": "not/here", "shapes": "ai4bharat/IndicF5"},
 }
+FLEET = {task: fields | {"task": task} for task, fields in FLEET.items()}
 
 
 @pytest.mark.parametrize("task", FLEET)

@@ -157,6 +157,39 @@ def test_plan_of_this_machine_is_that_of_up(
             FleetPlanner(file, there).config()
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            "checkpoint: meltcore/tones, task: synthesis",
+            "got synthesis; meltcore/tones is a model of task transcription",
+        ),
+        ("checkpoint: meltcore/sums, task: translation, memory: 1GiB", "got translation; .* of task generation"),
+        ("checkpoint: meltcore/tones", r"got generation \(the default\); .*: write `task: transcription`"),
+        ("checkpoint: meltcore/voice, task: translation", "got translation; .* of task synthesis"),
+        (
+            "checkpoint: no/1, shapes: ai4bharat/IndicF5",
+            "got generation .*; ai4bharat/IndicF5 is a model of task synthesis",
+        ),
+        ("checkpoint: FOLDER/a.nemo, memory: 1GiB", r"got generation .*a\.nemo is a model of task transcription"),
+    ],
+)
+def test_task_that_is_not_the_checkpoints_ends_plan_up_and_reload(
+    fields: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.nemo").touch()
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{t: {{{fields.replace('FOLDER', str(tmp_path))}, device: cpu}}}}")
+    for command in (["plan", str(file), "--vram", "80"], ["plan", str(file)], ["up", str(file)]):
+        assert main(command) == 2
+        output = capsys.readouterr()
+        assert re.search(rf"models\.t\.task: {message}", " ".join(output.err.split()))
+        assert output.out == ""
+    with pytest.raises(ConfigError, match=r"models\.t\.task: got "):
+        FleetPlanner(file, machine()).config()  # as a reload reads the file
+
+
 def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 1GiB}}")

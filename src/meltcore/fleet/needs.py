@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meltcore.engine.host.memory_needs import EngineNeeds, UnknownSizesError, engine_needs
+from meltcore.engine.host.memory_needs import EngineNeeds, TaskMismatchError, UnknownSizesError, engine_needs
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 
@@ -74,5 +74,7 @@ def named_needs(name: str, model: ModelSection) -> EngineNeeds:
         if model.memory is not None:  # the file knows them
             return EngineNeeds(model.task, int(model.memory), [], model.max_model_len, model.max_num_seqs or 0, "file")
         raise UnknownSizesError(f"models.{name}: {error}") from error
+    except TaskMismatchError as error:
+        raise TaskMismatchError(f"models.{name}.task: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"models.{name}: {error}") from error

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.config import ServerConfig
-from meltcore.engine.host.memory_needs import UnknownSizesError, engine_needs
+from meltcore.engine.host.memory_needs import UnknownSizesError
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
 from meltcore.fleet.context_memory import find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
-from meltcore.fleet.needs import fleet_needs, host_needs
+from meltcore.fleet.needs import fleet_needs, host_needs, named_needs
 from meltcore.fleet.placement import replica_gpus, visible_gpus
 from meltcore.fleet.plan import Plan, plan_fleet, with_plan
 from meltcore.protocol.fleet_file import load_fleet
@@ -189,11 +189,9 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
     for name, model in spec.models.items():
         if model.memory is None and model.kind == "engine":
             try:
-                engine_needs(model, on_cpu=model.device == "cpu")
+                named_needs(name, model)
             except UnknownSizesError as error:
-                found.append((name, str(error)))
-            except ConfigError as error:
-                raise ConfigError(f"models.{name}: {error}") from error
+                found.append((name, str(error).removeprefix(f"models.{name}: ")))
         elif model.memory is None and model.kind == "command" and model.device != "cpu":
             found.append((name, "a command takes memory that only its `memory` tells"))
     return found

@@ -190,9 +190,13 @@ class ModelSection(_Section, frozen=True, kw_only=True):
             "(load_format dummy) while the checkpoint is not on this machine."
         ),
     ] = None
-    task: Annotated[FleetTask, Meta(description="What the model does; decides the routes that accept it.")] = (
-        "generation"
-    )
+    task: Annotated[
+        FleetTask,
+        Meta(
+            description="What the model does; decides the routes that accept it. A checkpoint of another task is an "
+            "error, once its configuration is on this machine."
+        ),
+    ] = "generation"
     aliases: Annotated[tuple[Name, ...], Meta(description="Further names in the API.")] = ()
     tokenizer: Annotated[
         Text | None, Meta(description="Folder or hub id whose tokenizer replaces the checkpoint's.")

@@ -91,11 +91,15 @@ class UnknownSizesError(ConfigError):
     """Reports a model whose sizes cannot be read here: its checkpoint is missing, unknown or not readable alone."""
 
 
+class TaskMismatchError(ConfigError):
+    """Reports a model whose `task` is not that of its checkpoint."""
+
+
 def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
     """Return the memory of an engine of `model` for its context and concurrency, or for its `memory` if it has one.
 
-    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`, and ConfigError for
-    `memory` that is too small for one request.
+    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`, TaskMismatchError for a
+    checkpoint of another task, and ConfigError for `memory` that is too small for one request.
     """
     needs = _awake_needs(model, on_cpu)
     if model.residency != "sleepable" or model.tensor_parallel_size > 1 or on_cpu:
@@ -119,14 +123,28 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
     except ConfigError as error:
         raise UnknownSizesError(str(error)) from error
     if transcriber is not None:
+        _check_task(model, name, "transcription")
         return _transcription(model, transcriber, on_cpu, source)
     assert checkpoint is not None
     architectures = checkpoint.config.get("architectures") or []
     if TRANSLATION_ARCHITECTURE in architectures:
+        _check_task(model, name, "translation")
         return _translation(model, checkpoint, on_cpu, source)
     if SYNTHESIS_ARCHITECTURE in architectures:
+        _check_task(model, name, "synthesis")
         return _synthesis(model, checkpoint, on_cpu, source)
+    _check_task(model, name, "generation")
     return _generation(model, checkpoint, architectures, on_cpu, source)
+
+
+def _check_task(model: ModelSection, name: str, task: FleetTask) -> None:
+    """Raise TaskMismatchError where the file names another task than that of the checkpoint or its shapes, `name`.
+
+    A server follows the checkpoint, so it would serve another task than the file says.
+    """
+    if model.task != task:
+        default = " (the default)" if model.task == "generation" else ""
+        raise TaskMismatchError(f"got {model.task}{default}; {name} is a model of task {task}: write `task: {task}`")
 
 
 def _generation(
