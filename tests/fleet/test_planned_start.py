@@ -23,6 +23,7 @@ from meltcore.fleet.operations import check_unchanged
 from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan import GIB
 from meltcore.fleet.planned import FleetPlanner, planned_spec
+from meltcore.fleet.running_fleet import Running, planned_places
 from meltcore.protocol.fleet_file import parse_fleet
 from meltcore.protocol.machine import Machine, VisibleGpu
 
@@ -199,6 +200,35 @@ def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 5GiB}}")
     with pytest.raises(ConfigError, match="the fleet does not fit"):
         planner.config()
+
+
+def test_reload_keeps_models_that_did_not_change_in_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    file = tmp_path / "fleet.yaml"
+    planner = FleetPlanner(file, machine(40, 40))
+    small, pinned = f"a: {{{QWEN}, memory: 4GiB}}", f"p: {{{QWEN}, memory: 4GiB, device: [1]}}"
+    file.write_text(f"models: {{{small}, {pinned}}}")
+    first = planner.config()
+    running = Running(first, planned_places(first))
+    assert running.places == {("a", 0): ("", (0,)), ("p", 0): ("", (1,))}
+
+    # By itself a larger model comes first, on GPU 0. What runs keeps its place, and the very same settings.
+    file.write_text(f"models: {{{small}, b: {{{QWEN}, memory: 36GiB}}}}")
+    assert [model.replica_gpus for model in planner.config().models] == [((1,),), ((0,),)]
+    file.write_text(f"models: {{{small}, b: {{{QWEN}, memory: 36GiB}}}}")
+    second = planner.config(running=running)
+    assert second.models[0] == first.models[0]
+    assert second.models[1].replica_gpus == ((1,),)
+    file.write_text(f"models: {{{small}, {pinned}, b: {{{QWEN}, memory: 38GiB}}}}")
+    with pytest.raises(ConfigError, match=r"Models that did not change stay where they are \(a, p\)\. No plan fits"):
+        planner.config(running=running)
+
+    # Another budget, or GPUs that the file no longer allows: it is another model.
+    for change in (small.replace("4GiB", "5GiB"), small.replace("4GiB", "4GiB, device: [1]")):
+        file.write_text(f"models: {{b: {{{QWEN}, memory: 36GiB, device: [0]}}, {change}}}")
+        assert planner.config(running=running).models[1].replica_gpus == ((1,),)
 
 
 def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -81,20 +81,21 @@ class Cluster(NamedTuple):
 def checkpoint_paths(spec: FleetSpec) -> list[str]:
     """Return the checkpoints that are files or folders: every node of the model must have them."""
     named = [model.checkpoint for model in spec.models.values() if model.kind == "engine" and model.checkpoint]
-    return sorted({path for path in map(_as_path, named) if path is not None})
+    return sorted({path for path in map(absolute_path, named) if path is not None})
 
 
-def _as_path(checkpoint: str) -> str | None:
+def absolute_path(checkpoint: str) -> str | None:
     """Return the absolute path of a checkpoint; None for an id of the hub, and for a bundled one."""
     path = Path(checkpoint).expanduser()
     is_path = path.is_absolute() or checkpoint.startswith(".") or path.exists()
     return str(path.absolute()) if is_path else None
 
 
-def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster) -> ServerConfig:
+def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collection[str] = ()) -> ServerConfig:
     """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
 
-    Raises ConfigError for what a cluster cannot run, and where a node lacks a checkpoint or its resources.
+    kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where a node
+    lacks a checkpoint or its resources.
     """
     for foreign in config.foreign:
         if foreign.command:
@@ -105,10 +106,13 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster) -> ServerConfig
     models = []
     for model in config.models:
         name = model.names[0]
+        if name in kept:
+            models.append(model)
+            continue
         if not (nodes := plan.nodes(name)):
             raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
         gpus = tuple(tuple(int(names[at].rpartition(":")[2]) for at in group) for group in plan.replicas(name))
-        path = _as_path(model.engine.model)
+        path = absolute_path(model.engine.model)
         for node in cluster.nodes:
             if node.name in nodes:
                 _check_node(name, node, path, gpus)

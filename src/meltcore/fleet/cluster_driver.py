@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.needs import HOST_PROCESS_BYTES
+from meltcore.fleet.plan import Place
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -144,11 +145,9 @@ class ClusterDriver:
         if model.startswith("/"):
             self._paths.add(model)
         try:
-            async with asyncio.timeout(_CONNECT_LIMIT_S):
-                nodes = await self._read_nodes()
-        except (TimeoutError, ConfigError) as error:
-            why = str(error) or f"they gave no answer within {_CONNECT_LIMIT_S:g} s"
-            raise EnginePendingError(f"{reason}, and the nodes cannot be read: {why}") from error
+            nodes = await self._read_nodes()
+        except ConfigError as error:
+            raise EnginePendingError(f"{reason}, and {error}") from error
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
         given: Counter[tuple[str, int | None]] = Counter()
         for number, other in self._running.items():
@@ -171,13 +170,33 @@ class ClusterDriver:
         self._report(f"{reason}: its engine of {model} is started on {name}")
         return msgspec.structs.replace(start, node=name, gpus=gpus)
 
+    def places(self) -> dict[tuple[str, int], Place]:
+        """Return where engines run or are being started, by model and replica."""
+        running = self._running.values()
+        return {(start.model, start.replica): Place(start.node, tuple(start.gpus)) for start in running}
+
+    async def read_nodes(self, paths: Iterable[str]) -> list[ClusterNode]:
+        """Return all living nodes, with which of these paths they have not. Raises ConfigError."""
+        if self.problem:
+            raise ConfigError(self._unchangeable)
+        if not self._paths.issuperset(paths):
+            if self._nodes is not None:  # a question that did not name them
+                await asyncio.wait({self._nodes}, timeout=_CONNECT_LIMIT_S)
+            self._paths.update(paths)
+        return await self._read_nodes()
+
     async def _read_nodes(self) -> list[ClusterNode]:
         """Return all living nodes; those who ask meanwhile get the same answer. Raises ConfigError."""
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._send(ReadNodes(sorted(self._paths)))
-        return await asyncio.shield(self._nodes)
+        try:
+            async with asyncio.timeout(_CONNECT_LIMIT_S):
+                return await asyncio.shield(self._nodes)
+        except (TimeoutError, ConfigError) as error:
+            why = str(error) or f"they gave no answer within {_CONNECT_LIMIT_S:g} s"
+            raise ConfigError(f"the nodes cannot be read: {why}") from error
 
     async def _start_on_node(self, start: StartEngine) -> RemoteRun:
         future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()

@@ -273,7 +273,7 @@ def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | No
     server = load_fleet(path).server
     return FleetOptions(
         log_folder=state_dir(),
-        read_config=(planner or FleetPlanner(path, ray=ray)).config,
+        planner=planner or FleetPlanner(path, ray=ray),
         ray=ray,
         admin_port=server.admin_port,
         log_limit_bytes=int(server.log_limit or LOG_LIMIT_BYTES),

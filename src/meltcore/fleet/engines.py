@@ -7,7 +7,7 @@ from collections.abc import Callable
 from meltcore.backends.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.backends.remote_engine import RemoteEngineProcess
 from meltcore.config import PriorityClass
-from meltcore.fleet.placement import Placement, shared_engine
+from meltcore.fleet.placement import shared_engine
 from meltcore.fleet.replica import Replica, ServerParts
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
@@ -19,7 +19,7 @@ def new_engine(
     """Return an engine that has not been started. Without sockets it never will be."""
     directory = replica.sockets or parts.sockets
     if parts.cluster is not None:
-        start = _start(parts, replica.placement, directory.name, priority_class)
+        start = _start(parts, replica, directory.name, priority_class)
         return RemoteEngineProcess(parts.cluster, start, on_message, directory, replica.log)
     return LocalEngineProcess(
         shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),
@@ -32,9 +32,10 @@ def new_engine(
     )
 
 
-def _start(parts: ServerParts, placement: Placement, number: str, priority_class: PriorityClass) -> StartEngine:
+def _start(parts: ServerParts, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
     """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
     assert parts.cluster is not None
+    placement = replica.placement
     size_bytes = placement.engine.memory_bytes or 0
     return StartEngine(
         engine=int(number) if number.isdigit() else -1,
@@ -49,4 +50,6 @@ def _start(parts: ServerParts, placement: Placement, number: str, priority_class
         fleet=parts.cluster.name,
         sharing=parts.sharing,
         priority_class=priority_class,
+        model=placement.model,
+        replica=replica.index,
     )

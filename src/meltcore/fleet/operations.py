@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,7 @@ from meltcore.fleet.replica import Replica
 from meltcore.fleet.served_model import POLL_S, ServedModel
 
 if TYPE_CHECKING:
+    from meltcore.fleet.planned import FleetPlanner
     from meltcore.fleet.supervisor import Supervisor
 
 Model = ServedModel | ForeignModel
@@ -58,10 +59,10 @@ class ReloadResult(msgspec.Struct, frozen=True):
 class FleetOperations:
     """Changes a running fleet, one operation at a time."""
 
-    def __init__(self, supervisor: Supervisor, read_config: Callable[[], ServerConfig] | None) -> None:
-        """`read_config`: reads fleet.yaml again; raises ConfigError when it is not valid."""
+    def __init__(self, supervisor: Supervisor, planner: FleetPlanner | None) -> None:
+        """`planner`: of the fleet.yaml; None: there is none."""
         self._supervisor = supervisor
-        self._read_config = read_config
+        self._planner = planner
         self._lock = asyncio.Lock()
 
     def rows(self) -> list[EngineRow]:
@@ -123,11 +124,12 @@ class FleetOperations:
         Raises ConfigError, in which case nothing has changed, for an invalid file and for settings of the server, which
         cannot change while it runs.
         """
-        if self._read_config is None:
+        if (planner := self._planner) is None:
             raise ConfigError("this fleet was started without a file")
         async with self._lock:
             supervisor = self._supervisor
-            config = check_startable(await asyncio.to_thread(self._read_config))
+            running = await supervisor.read_running(await asyncio.to_thread(planner.paths))
+            config = check_startable(await asyncio.to_thread(planner.config, running=running))
             for model in config.models:
                 place_replicas(model)
             check_unchanged(supervisor.config, config)

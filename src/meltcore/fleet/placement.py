@@ -26,6 +26,7 @@ class Placement(NamedTuple):
     environment: dict[str, str]
     node: str = ""  # of a cluster; "": this machine
     gpus: tuple[int, ...] = ()  # of that node, numbered among those that Ray may use
+    model: str = ""  # of a cluster
 
 
 def place_replicas(config: ModelConfig) -> list[Placement]:
@@ -63,7 +64,9 @@ def _on_nodes(config: ModelConfig) -> list[Placement]:
     """Return the placements of a model on the nodes of a cluster, which has no GPUs of its own on the CPU."""
     gpus = config.replica_gpus or ((),) * len(config.replica_nodes)
     engine = dataclasses.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
-    return [Placement(engine, {}, node, numbers) for node, numbers in zip(config.replica_nodes, gpus, strict=True)]
+    name = config.names[0]
+    placed = zip(config.replica_nodes, gpus, strict=True)
+    return [Placement(engine, {}, node, numbers, name) for node, numbers in placed]
 
 
 def _on_named_gpus(config: ModelConfig) -> list[Placement]:

@@ -6,7 +6,7 @@ Nothing is started and no weights are read: `engine_needs` says what each engine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,6 +60,16 @@ class Gpu(NamedTuple):
         """Bytes of all engines; of those that take turns what each holds asleep, and the largest."""
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+
+
+class Place(NamedTuple):
+    """Where an engine is that stays there: its node ("": this machine) and its GPUs, none for one on the CPU."""
+
+    node: str
+    gpus: tuple[int, ...]
+
+
+Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: that one is in no place, and gets none
 
 
 class Host(NamedTuple):
@@ -123,7 +133,8 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
     All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
     """
     placed = list(gpus)
-    replicas: Counter[tuple[str, str]] = Counter()  # by node and model
+    there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
+    replicas = Counter((node, model) for node, model, _ in there)
     for engine in sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica)):
         fitting = [
             index
@@ -143,6 +154,20 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
         for index in by_node[chosen][: engine.gpus]:
             placed[index] = placed[index]._replace(engines=(*placed[index].engines, engine))
     return tuple(placed)
+
+
+def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[list[Engine], list[Gpu]]:
+    """Return the engines to place, and the GPUs with those that stay."""
+    stay: dict[int, list[Engine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
+    to_place = []
+    for engine in engines:
+        key = engine.model, engine.replica
+        if key not in kept:
+            to_place.append(engine)
+        elif (place := kept[key]) is not None:
+            for number in place.gpus:
+                stay[number].append(engine)
+    return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
 
 
 def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host]) -> tuple[Host, ...] | None:
@@ -170,12 +195,13 @@ def plan_fleet(
     contexts: ContextMemory = ASSUMED,
     host_bytes: int | Mapping[str, int] | None = None,
     gpu_nodes: Sequence[str] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
     gpu_bytes: bytes of each GPU; host_bytes: of host memory for models on the CPU, in a cluster by node (None: no
-    limit). gpu_nodes: the node of each GPU of a cluster. Models at a URL take no memory here. Raises ConfigError for a
-    model whose memory cannot be known, and for tensor parallelism over nodes.
+    limit). gpu_nodes: the node of each GPU of a cluster; kept: engines that stay there. Models at a URL take no memory
+    here. Raises ConfigError for a model whose memory cannot be known, and for tensor parallelism over nodes.
     """
     if gpu_nodes is not None:
         _check_one_node(spec, gpu_nodes)
@@ -191,7 +217,7 @@ def plan_fleet(
     known: dict[str, EngineNeeds] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
-        return _try(changed, gpus, contexts, hosts, known)
+        return _try(changed, gpus, contexts, hosts, known, kept or {})
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
@@ -229,6 +255,7 @@ def _try(
     contexts: ContextMemory,
     hosts: Sequence[Host],
     known: dict[str, EngineNeeds],
+    kept: Kept,
 ) -> Plan | None:
     """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits.
 
@@ -238,18 +265,34 @@ def _try(
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable)):
-        placed = place(list(_engines(spec, needs, sleeping, contexts)), gpus)
-        if placed is None:
+        to_place, beside = keep(_engines(spec, needs, sleeping, contexts), gpus, kept)
+        if sleeping == sleepable:  # what runs there does so: only others may lack room
+            beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
+        if any(gpu.used_bytes > gpu.total_bytes for gpu in beside) or (placed := place(to_place, beside)) is None:
             continue
         pinned: Counter[str] = Counter()  # by node
         for gpu in placed:
             for engine in gpu.engines:
                 pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
         with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
-        placed_hosts = place_on_hosts(list(cpu_engines(spec, needs)), with_pinned)
+        placed_hosts = place_on_hosts(*_keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept))
         if placed_hosts is not None:
             return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
     return None
+
+
+def _keep_on_hosts(
+    engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
+) -> tuple[list[tuple[str, int, int]], list[Host]]:
+    """Return the engines to place on CPUs, and the hosts with those that stay."""
+    stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
+    to_place = []
+    for engine in engines:
+        if (key := engine[:2]) not in kept:
+            to_place.append(engine)
+        elif (place := kept[key]) is not None:
+            stay[place.node].append(engine)
+    return to_place, [host._replace(engines=tuple(stay[host.node])) for host in hosts]
 
 
 def _engines(
@@ -287,14 +330,22 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
 def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
     """Return the fleet with what the plan gives to each model of Meltcore's engines.
 
-    That are its memory, the GPUs of all replicas one after another, and for generation the context and concurrency.
+    That are its budget, and the GPUs of all replicas one after another.
     """
+    spec = with_needs(spec, plan.needs)
     models = dict(spec.models)
-    for name, needs in plan.needs.items():
+    for name in plan.needs:
+        if numbers := [number for replica in plan.replicas(name) for number in replica]:
+            models[name] = msgspec.structs.replace(models[name], device=tuple(numbers))
+    return msgspec.structs.replace(spec, models=models)
+
+
+def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
+    """Return the fleet with the memory of each model, and for generation the context and concurrency it is for."""
+    models = dict(spec.models)
+    for name, needs in needs_by_name.items():
         model = models[name]
         changes: dict[str, object] = {"memory": Size(needs.budget_bytes)}
-        if numbers := [number for replica in plan.replicas(name) for number in replica]:
-            changes["device"] = tuple(numbers)
         if model.task == "generation" and model.memory is None:
             changes |= {
                 "max_model_len": needs.max_model_len,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from meltcore.config import ServerConfig
+from meltcore.config import ModelConfig, ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
@@ -19,7 +19,8 @@ from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
 from meltcore.fleet.needs import fleet_needs, host_needs, named_needs
 from meltcore.fleet.placement import replica_gpus, visible_gpus
-from meltcore.fleet.plan import Plan, plan_fleet, with_plan
+from meltcore.fleet.plan import Plan, plan_fleet, with_needs, with_plan
+from meltcore.fleet.running_fleet import Running, fleet_places, unchanged_models, without_engines
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
 from meltcore.protocol.machine import Machine, VisibleGpu
@@ -28,7 +29,11 @@ _GIB = 2**30
 
 
 class FleetPlanner:
-    """Plans a fleet.yaml again and again for the memory that the machine had when the fleet was started."""
+    """Plans a fleet.yaml again and again.
+
+    Memory counts as it was before the fleet had engines there: of this machine when the fleet was started, of a node of
+    a cluster when it got its first one.
+    """
 
     def __init__(self, path: Path, machine: Machine | None = None, ray: str | None = None) -> None:
         """`machine`: what the fleet may use; None reads it. ray: the address of a Ray cluster to plan for instead.
@@ -41,12 +46,24 @@ class FleetPlanner:
             machine = self._cluster.machine
         self._machine = machine if machine is not None else read_machine()
 
-    def config(self, report: Callable[[str], None] = lambda _line: None) -> ServerConfig:
+    def paths(self) -> list[str]:
+        """Return the checkpoints of the file that are paths. Raises ConfigError for a file that is not valid."""
+        return checkpoint_paths(load_fleet(self._path))
+
+    def config(
+        self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None
+    ) -> ServerConfig:
         """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
 
+        running: the fleet that runs: models that did not change stay as they are, and others are planned beside them.
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        found = _fitting(load_fleet(self._path), self._machine, report, self._cluster)
+        if running is not None and running.nodes is not None and self._cluster is not None:
+            before, places = {node.name: node for node in self._cluster.nodes}, list(running.places.values())
+            nodes = [without_engines(node, before.get(node.name), places) for node in running.nodes]
+            self._cluster = Cluster(tuple(nodes))
+            self._machine = self._cluster.machine
+        found = _fitting(load_fleet(self._path), self._machine, report, self._cluster, running)
         assert found.plan is not None
         assert found.config is not None
         names = visible_gpus() if self._cluster is None else self._cluster.gpu_names
@@ -72,7 +89,8 @@ class FoundPlan(NamedTuple):
     """The plan of a fleet for a machine or a cluster (None: it does not fit), and the nearest one that fits.
 
     spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
-    the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each.
+    the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
+    that run and stay as they are, by name.
     """
 
     spec: FleetSpec
@@ -82,6 +100,7 @@ class FoundPlan(NamedTuple):
     config: ServerConfig | None
     gpus: tuple[VisibleGpu, ...]
     gpu_bytes: list[int]
+    kept: Mapping[str, ModelConfig]
 
     @property
     def others_bytes(self) -> dict[int, int]:
@@ -90,9 +109,13 @@ class FoundPlan(NamedTuple):
 
 
 def find_plan(
-    spec: FleetSpec, machine: Machine, report: Callable[[str], None], cluster: Cluster | None = None
+    spec: FleetSpec,
+    machine: Machine,
+    report: Callable[[str], None],
+    cluster: Cluster | None = None,
+    running: Running | None = None,
 ) -> FoundPlan:
-    """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster.
+    """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster, beside what runs.
 
     `report` gets a line for each model that is not in the plan. Raises ConfigError for GPUs that are not there, and for
     a plan that the cluster cannot run.
@@ -107,12 +130,17 @@ def find_plan(
     contexts = find_contexts(machine.gpus[0].name, machine.driver) if machine.gpus else find_contexts("")
     gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
     gpu_bytes = [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
+    places = {} if running is None else fleet_places(running, cluster)
+    kept: dict[str, ModelConfig] = {}
+    if running is not None:
+        kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
     plan, nearest = plan_fleet(
         known,
         gpu_bytes,
         contexts=contexts,
         host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
         gpu_nodes=None if cluster is None else cluster.gpu_nodes,
+        kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
     )
     config = None
     if plan is not None:
@@ -120,16 +148,22 @@ def find_plan(
         models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
         spec = msgspec.structs.replace(spec, models=models)
         config = server_config(spec)
+        stay = tuple(kept.get(model.names[0], model) for model in config.models)
+        config = dataclasses.replace(config, models=stay)
         if cluster is not None:
-            config = on_nodes(config, plan, cluster)
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes)
+            config = on_nodes(config, plan, cluster, kept)
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept)
 
 
 def _fitting(
-    spec: FleetSpec, machine: Machine, report: Callable[[str], None], cluster: Cluster | None = None
+    spec: FleetSpec,
+    machine: Machine,
+    report: Callable[[str], None],
+    cluster: Cluster | None = None,
+    running: Running | None = None,
 ) -> FoundPlan:
     """Return the plan of a fleet that fits. Raises ConfigError where it does not, with the nearest plan."""
-    found = find_plan(spec, machine, report, cluster)
+    found = find_plan(spec, machine, report, cluster, running)
     if found.plan is None:
         raise ConfigError(does_not_fit(found, machine))
     return found
@@ -230,4 +264,6 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
         if nearest.whole_changes:
             advice += f". Or, with context and concurrency as they are: {'; '.join(nearest.whole_changes)}"
+    if found.kept:
+        advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -49,6 +49,7 @@ from meltcore.fleet.placement import (
     visible_gpus,
 )
 from meltcore.fleet.replica import RestartPolicy, ServerParts
+from meltcore.fleet.running_fleet import Running, planned_places
 from meltcore.fleet.served_model import POLL_S, ServedModel
 from meltcore.fleet.start_gate import StartGate
 from meltcore.fleet.turns import Turns
@@ -56,6 +57,9 @@ from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
+
+if TYPE_CHECKING:
+    from meltcore.fleet.planned import FleetPlanner
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
@@ -71,7 +75,7 @@ class FleetOptions:
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
-    read_config: Callable[[], ServerConfig] | None = None  # reads fleet.yaml again
+    planner: FleetPlanner | None = None  # plans the changed fleet.yaml of a reload
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
@@ -284,10 +288,21 @@ class Supervisor:
         if self._fleet is None:
             return None
         metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
-        operations = FleetOperations(self, self._fleet.read_config)
+        operations = FleetOperations(self, self._fleet.planner)
         server = AdminServer(operations, metrics, self._folder.path, listener)
         await server.start()
         return server
+
+    async def read_running(self, paths: Sequence[str]) -> Running:
+        """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
+
+        paths: checkpoints that nodes may lack. Raises ConfigError where the cluster cannot be read.
+        """
+        places, cluster = planned_places(self.config), self._parts.cluster
+        if cluster is None:
+            return Running(self.config, places)
+        nodes = await cluster.read_nodes(paths)
+        return Running(self.config, places | cluster.places(), nodes)
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""

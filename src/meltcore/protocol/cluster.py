@@ -37,6 +37,7 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     engine: its number; command: that starts it, after the interpreter; client_key: the public key of its clients; gpus:
     numbers among those of the node that Ray may use; gib: on each of them; cpu_engines: that share the cores of the
     node. sharing: of the engines of one GPU, and `fleet` names those that have regard to each other; None: none has.
+    model, replica: that it is an engine of.
     """
 
     engine: int
@@ -51,6 +52,8 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     fleet: str = ""
     sharing: SharingConfig | None = None
     priority_class: PriorityClass = "standard"
+    model: str = ""
+    replica: int = 0
 
 
 class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
