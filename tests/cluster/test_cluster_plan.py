@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from ray_nodes import start_nodes
 
 from meltcore.cli.main import main
-from meltcore.cluster.nodes import connect, node_names
+from meltcore.cluster.nodes import CONNECT_LIMIT_S, connect, node_names
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
 from meltcore.fleet.plan import GIB
@@ -57,6 +58,28 @@ def test_cluster_that_is_not_there_is_refused_immediately() -> None:
     ):
         with pytest.raises(ConfigError, match=f"--ray {address}: .*{reason}"):
             Cluster.read(address)
+
+
+@pytest.mark.slow
+def test_own_cluster_whose_head_is_gone_is_refused_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    services = pytest.importorskip("ray._private.services", reason="needs ray: pip install 'meltcore[cluster]'")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{unused.getsockname()[1]}"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(head)  # as `ray start` leaves it
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "_find_address_from_flag", lambda _flag: set())  # no raylet of another test
+    started_s = time.monotonic()
+    with pytest.raises(
+        ConfigError, match=rf"--ray auto: nothing answers at \S+{head[9:]}, its head node: Connection ref"
+    ):
+        connect("auto")
+    assert time.monotonic() - started_s < CONNECT_LIMIT_S
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ConfigError, match="--ray ray://head:10001: name the head as HOST:PORT"):
+        connect("auto")
 
 
 def test_nodes_of_one_host_name_are_told_apart() -> None:

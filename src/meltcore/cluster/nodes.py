@@ -33,16 +33,27 @@ def connect(address: str) -> None:
         import ray
     except ImportError as error:
         raise ConfigError("--ray needs the package ray on every node: pip install 'meltcore[cluster]'") from error
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address  # as Ray takes it
     if address.startswith("ray://"):
         raise ConfigError(f"--ray {address}: name the head as HOST:PORT, and run this on a node of the cluster")
-    if address not in ("auto", "local"):
-        _check_reachable(address)
     try:
-        options = _local_options() if address == "local" else {}
-        ray.init(address=address, logging_level="ERROR", namespace="meltcore", **options)
+        head = _own_head() if address == "auto" else address
+        if head != "local":
+            _check_reachable(address, head)
+        options = _local_options() if head == "local" else {}
+        ray.init(address=head, logging_level="ERROR", namespace="meltcore", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
+
+
+def _own_head() -> str:
+    """Return HOST:PORT of the head of this node's cluster. Raises ConnectionError where this machine is in none."""
+    from ray._private.services import canonicalize_bootstrap_address  # what ray.init uses: there is no public function
+
+    found: str = canonicalize_bootstrap_address("auto")
+    return found
 
 
 def _local_options() -> dict[str, Any]:
@@ -52,15 +63,16 @@ def _local_options() -> dict[str, Any]:
     return {"include_dashboard": False, "num_gpus": len(gpus), "resources": gib, "object_store_memory": STORE_BYTES}
 
 
-def _check_reachable(address: str) -> None:
-    """Raise ConfigError where nothing listens: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
+def _check_reachable(address: str, head: str) -> None:
+    """Raise ConfigError where nothing listens at the head's HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = head.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--ray {address}: must be auto, local or HOST:PORT of the head node (6379 by default)")
+    where = "there" if head == address else f"at {head}, its head node"
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
     except OSError as error:
-        raise ConfigError(f"--ray {address}: nothing answers there: {error.strerror or error}") from error
+        raise ConfigError(f"--ray {address}: nothing answers {where}: {error.strerror or error}") from error
 
 
 def living_nodes() -> list[tuple[str, dict[str, Any]]]:
