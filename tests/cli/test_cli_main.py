@@ -1,6 +1,7 @@
 """The `meltcore` program: fast help, examples, errors as one line, exit codes."""
 
 import importlib
+import os
 import resource
 import subprocess
 import sys
@@ -148,3 +149,50 @@ def test_closed_standard_stream_is_discarded(closed: str, tmp_path: Path) -> Non
     )
     subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=60)
     assert (tmp_path / "file").read_text() == "2 True\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "line"),
+    [
+        (["leaderboard", "--help"], 2, "meltcore leaderboard: cannot write"),
+        (["fleet", "init", "--tiny", "FILE"], 2, "meltcore fleet: cannot write"),
+        (["certify", "--help"], 3, "meltcore certify: cannot write"),
+        (["--help"], 2, "meltcore: cannot write"),
+        ([], 2, "meltcore: cannot write"),
+    ],
+)
+def test_lost_output_is_one_line_and_an_error(arguments: list[str], code: int, line: str, tmp_path: Path) -> None:
+    """Status 1 would be the answer no; of `certify`, 2 would be FAIL."""
+    arguments = [str(tmp_path / "fleet.yaml") if each == "FILE" else each for each in arguments]
+    for unbuffered in ("", "1"):
+        (tmp_path / "fleet.yaml").unlink(missing_ok=True)
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "meltcore.cli.main", *arguments],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        assert (done.returncode, done.stderr) == (code, f"{line} to standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("text", ["x", "x\n" * 5000])
+@pytest.mark.parametrize("way", ["print(TEXT)", "rich.print(TEXT)", "sys.stdout.buffer.write(TEXT.encode())"])
+def test_closed_pipe_ends_a_command_quietly(way: str, text: str) -> None:
+    code = (
+        "import rich, sys, types; from meltcore.cli import main\n"
+        f"def run(args): {way.replace('TEXT', repr(text))}; return 0\n"
+        "sys.modules['meltcore.cli.load'] = types.SimpleNamespace(\n"
+        "    HELP='h', EXAMPLES='e', add_arguments=lambda parser: None, run=run)\n"
+        "sys.exit(main.main(['load']))"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")

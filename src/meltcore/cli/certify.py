@@ -27,7 +27,7 @@ tiers and the checks that each requires:
 exit status, as Nagios defines it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, interrupted, nothing to check, wrong usage
 with --ray: that of the worst node; 1 also where a node is slow or unlike the others, 3 where one failed or was late
 """
-EXIT_UNKNOWN = 3
+EXIT_UNKNOWN = EXIT_ERROR = 3
 # What a node may take at most: a probe on a slow GPU takes three times as long, and torch has to load.
 _NODE_LIMITS_S = {"quick": 600.0, "standard": 1800.0, "full": 5400.0, "soak": 5400.0}
 
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pynvml import NVMLError
 
+    from meltcore.cli.output import OutputError
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import MeltcoreError
     from meltcore.hardware.nvml.driver import GpuLostError
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
     except KeyboardInterrupt:  # with --ray, or before anything was measured
         print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
+    except OutputError:
+        raise
     except Exception:
         traceback.print_exc()
     return EXIT_UNKNOWN

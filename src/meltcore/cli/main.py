@@ -4,6 +4,7 @@ Only the chosen command's module is imported, and it imports its real work when 
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -12,10 +13,12 @@ from types import ModuleType
 from typing import NamedTuple
 
 from meltcore import __version__
+from meltcore.cli.output import OutputError, check_output, drop_output, flush_output
 from meltcore.errors import MeltcoreError
 
-EXIT_ERROR = 2  # wrong usage or a MeltcoreError; 1 means "it ran, and the answer is no"
+EXIT_ERROR = 2  # wrong usage, a MeltcoreError or lost output; 1 means "it ran, and the answer is no"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
+EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
 class Command(NamedTuple):
@@ -94,9 +97,32 @@ def _fill_closed_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 done and the answer is no, 2 error, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 done and the answer is no, 2 error, 130 interrupted.
+
+    141: the reader of its output is gone, as after `| head -1`; nothing is printed then.
+    """
     _fill_closed_streams()
+    check_output()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = _run(arguments)
+        except SystemExit:  # of argparse, after --help too
+            flush_output()
+            raise
+        sys.stdout.flush()
+    except OutputError as error:
+        drop_output()
+        if error.errno == errno.EPIPE:
+            return EXIT_CLOSED_PIPE
+        name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+        print(f"meltcore {name}: {error}" if name else f"meltcore: {error}", file=sys.stderr)
+        module = None if name is None else sys.modules.get(Command.module(name))
+        return getattr(module, "EXIT_ERROR", EXIT_ERROR)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         return _handle_missing_command(arguments)
     name = arguments[0]
@@ -154,7 +180,7 @@ def _handle_missing_command(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"meltcore {__version__}")
     if not arguments:
-        parser.print_help()
+        print(parser.format_help(), end="")
         return EXIT_ERROR
     _, unknown = parser.parse_known_args(arguments)
     print(f"meltcore: unknown command {unknown[0]!r}; commands are {', '.join(COMMANDS)}", file=sys.stderr)

@@ -1,0 +1,65 @@
+"""Standard output whose failed writes are told from other errors of files and sockets."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class OutputError(OSError):
+    """Reports a failed write to standard output: a full disk, or a pipe whose reader is gone (EPIPE)."""
+
+    def __str__(self) -> str:
+        return f"cannot write to standard output: {self.strerror}"
+
+
+class _Output(io.FileIO):
+    lost: OutputError | None = None
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.lost = OutputError(error.errno, error.strerror)
+            raise self.lost from error
+
+
+def check_output() -> None:
+    """Let failed writes to this process's standard output raise OutputError, from print, rich and buffered bytes alike.
+
+    Another `sys.stdout`, such as that of a test, is left as it is.
+    """
+    old = sys.stdout
+    if old is not sys.__stdout__ or not isinstance(old, io.TextIOWrapper):
+        return
+    old.flush()
+    raw = _Output(old.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        raw if old.write_through else io.BufferedWriter(raw),  # as Python does with -u
+        encoding=old.encoding,
+        errors=old.errors,
+        newline="\n",
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
+    )
+
+
+def flush_output() -> None:
+    """Write what is buffered. Raises OutputError also for an earlier write whose error was caught, as argparse does."""
+    sys.stdout.flush()
+    buffer = getattr(sys.stdout, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)  # with -u there is no buffer
+    if isinstance(raw, _Output) and raw.lost is not None:
+        raise raw.lost
+
+
+def drop_output() -> None:
+    """Send what is still buffered, and all later output, to /dev/null: Python writes it again at its exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
