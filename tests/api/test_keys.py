@@ -13,10 +13,11 @@ import pytest
 
 from meltcore.api import keys as keys_module
 from meltcore.api.backend import ModelTable
-from meltcore.api.gate import OPEN_PATHS, Gate, read_terms
+from meltcore.api.gate import Gate, read_terms
 from meltcore.api.keys import ApiKeys, resolve_keys
 from meltcore.api.metrics import Metrics
 from meltcore.api.origins import OriginCheck
+from meltcore.api.paths import OPEN_PATHS
 from meltcore.api.routes import build_app
 from meltcore.api.stats import ServerStats
 from meltcore.api.terms import current_terms

@@ -13,8 +13,8 @@ from server_harness import scripted_server
 
 from meltcore.api import docs
 from meltcore.api.docs import ApiDocs
-from meltcore.api.gate import OPEN_PATHS
 from meltcore.api.openapi import document
+from meltcore.api.paths import OPEN_PATHS
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 needs_package = pytest.mark.skipif(docs._swagger_folder() is None, reason="the extra swagger is not installed")

@@ -13,13 +13,10 @@ from starlette.types import Receive, Scope, Send
 from meltcore.api.http import header, send_bytes
 from meltcore.api.openapi import document
 from meltcore.api.page import page_headers
+from meltcore.api.paths import SWAGGER_PATHS
 
 PACKAGE = "flask_swagger_ui"  # for the files that it ships; it is never imported, and so neither is Flask
-_FILES = {
-    "/docs/swagger-ui.css": ("swagger-ui.css", b"text/css; charset=utf-8"),
-    "/docs/swagger-ui-bundle.js": ("swagger-ui-bundle.js", b"text/javascript; charset=utf-8"),
-}
-PATHS = ("/docs", "/openapi.json", *_FILES)
+_CONTENT_TYPES = {".css": b"text/css; charset=utf-8", ".js": b"text/javascript; charset=utf-8"}
 _HEAD = """<!doctype html>
 <html lang="en">
 <head>
@@ -68,7 +65,9 @@ def _swagger_folder() -> Path | None:
     """Return the folder with Swagger UI's files; None without the package."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = None if spec is None or spec.origin is None else Path(spec.origin).with_name("dist")
-    return folder if folder is not None and all((folder / name).is_file() for name, _ in _FILES.values()) else None
+    return (
+        folder if folder is not None and all((folder / Path(path).name).is_file() for path in SWAGGER_PATHS) else None
+    )
 
 
 def _read(file: Path) -> tuple[bytes, bytes]:
@@ -103,7 +102,7 @@ class ApiDocs:
         elif self._folder is None:
             await send_bytes(send, b"Swagger UI is not installed\n", b"text/plain; charset=utf-8", status=404)
         else:
-            name, content_type = _FILES[path]
+            name, content_type = Path(path).name, _CONTENT_TYPES[Path(path).suffix]
             if name not in self._contents:
                 self._contents[name] = await asyncio.to_thread(_read, self._folder / name)
             body, etag = self._contents[name]

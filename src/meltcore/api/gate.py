@@ -13,6 +13,7 @@ from meltcore.api.http import header, request_id, send_error
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
 from meltcore.api.origins import OriginCheck
+from meltcore.api.paths import OPEN_PATHS
 from meltcore.api.stats import CLASSES
 from meltcore.api.terms import RequestTerms, set_terms
 from meltcore.config import PriorityClass
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from meltcore.api.tracing import RequestSpan, Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
-# They say what the server is and whether it works, and nothing of its load or of any user.
-_DOCS_PATHS = ("/docs", "/openapi.json", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js")
-OPEN_PATHS = frozenset(("/", *_DOCS_PATHS, "/health", "/v1/health", "/live"))
 
 
 def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:

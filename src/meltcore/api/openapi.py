@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meltcore import __version__
-from meltcore.api.gate import OPEN_PATHS
+from meltcore.api.paths import OPEN_PATHS
 from meltcore.api.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -18,7 +18,6 @@ from meltcore import __version__
 from meltcore.api.backend import SERVING, Backend, ModelTable
 from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
-from meltcore.api.docs import PATHS as DOCS_PATHS
 from meltcore.api.docs import ApiDocs
 from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
@@ -38,6 +37,7 @@ from meltcore.api.log import Log, shorten
 from meltcore.api.metrics import Metrics
 from meltcore.api.origins import OriginCheck
 from meltcore.api.page import Page
+from meltcore.api.paths import DOCS_PATHS
 from meltcore.api.protocol import (
     ChatRequest,
     CompletionRequest,
