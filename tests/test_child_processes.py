@@ -89,6 +89,61 @@ def test_logged_process_that_ends_first_or_is_late_is_an_error(tmp_path: Path) -
     assert not child.running
 
 
+PYDANTIC_LOG = """
+(APIServer pid=4179)     s.__pydantic_validator__.validate_python(ArgsKwargs(args, kwargs), self_instance=s)
+(APIServer pid=4179) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+(APIServer pid=4179)   Value error, No GGUF file found in w. [type=value_error, input_value=(), input_type=X]
+(APIServer pid=4179)     For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+PYDANTIC_FIELD_LOG = """
+pydantic_core._pydantic_core.ValidationError: 1 validation error for CacheConfig
+block_size
+  Input should be 16 or 32 [type=literal_error, input_value=7, input_type=int]
+    For further information visit https://errors.pydantic.dev/2.14/v/literal_error
+"""
+TORCH_LOG = """
+(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700]   File "torch/nn/functional.py", line 2, in linear
+(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] torch.AcceleratorError: CUDA error: an illegal memory access
+(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] CUDA kernel errors might be asynchronously reported later.
+(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] Compile with `TORCH_USE_CUDA_DSA` to enable assertions.
+/usr/lib/python3.12/multiprocessing/resource_tracker.py:279: UserWarning: There appear to be 1 leaked objects
+  warnings.warn('resource_tracker: There appear to be 1 leaked objects')
+"""
+RANK_LOG = """
+ValueError: not this one
+During handling of the above exception, another exception occurred:
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "serve.py", line 3, in <module>
+[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.
+[rank0]:[W1124 12:00:00.5 ProcessGroupNCCL.cpp:1250] Warning: destroy_process_group() was not called
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            PYDANTIC_LOG,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, No GGUF "
+            "file found in w. [type=value_error, input_value=(), input_type=X]",
+        ),
+        (
+            PYDANTIC_FIELD_LOG,
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for CacheConfig block_size Input should "
+            "be 16 or 32 [type=literal_error, input_value=7, input_type=int]",
+        ),
+        (TORCH_LOG, "torch.AcceleratorError: CUDA error: an illegal memory access"),
+        (RANK_LOG, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."),
+        ("subprocess.TimeoutExpired: Command 'x' timed out\n", "subprocess.TimeoutExpired: Command 'x' timed out"),
+        ("loading\nerror: unknown model architecture: 'x'\n", "error: unknown model architecture: 'x'"),
+        ("", ""),
+    ],
+)
+def test_error_of_a_log_is_its_last_exception_and_no_hint(text: str, error: str) -> None:
+    assert process.last_error(text) == error
+
+
 def test_stopped_processes_and_start_times_are_read_from_proc() -> None:
     child = process.start(SLEEP, stdout=subprocess.DEVNULL)
     try:

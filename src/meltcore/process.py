@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -26,6 +27,10 @@ KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
 STDERR = 2  # as `stdout`: the child's output joins our standard error, so that ours holds our own lines alone
 _POLL_S = 0.1
 _LOG_LINES = 8
+# What servers print before each line of a log, as "(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] ".
+_LOG_PREFIX = re.compile(r"(?:\([^()]*pid=\d+\) ?)?(?:\[rank\d+\]: ?)?(?:[A-Z]+ \d\S* [\d:.,]+ \[[^\]]*\] ?)?")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Expired|Interrupt)\b(?:: |:?$)")
+_HINT = re.compile(r"For further information visit|For debugging consider|CUDA kernel errors might|Compile with `")
 _Result = TypeVar("_Result")
 
 
@@ -204,6 +209,22 @@ def log_tail(path: Path, num_lines: int = _LOG_LINES) -> str:
     if not path.exists():
         return ""
     return "\n".join(line.rstrip() for line in path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def last_error(text: str) -> str:
+    """Returns type and message of the last exception in a log's last lines; without one, the last line."""
+    lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
+    lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
+    starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
+    if not starts:
+        return lines[-1].strip() if lines else ""
+    message = lines[starts[-1]]
+    for line in lines[starts[-1] + 1 :]:
+        # Details are indented, as pydantic's are, below the names of fields.
+        if not line.startswith(" ") and not ("validation error" in message and re.fullmatch(r"[\w.\[\]]+", line)):
+            break
+        message += f" {line.strip()}"
+    return message
 
 
 class LoggedProcess:

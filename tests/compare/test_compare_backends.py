@@ -16,7 +16,7 @@ import pytest
 
 from meltcore.cli.main import main
 from meltcore.compare.backend_plan import BackendOptions, BackendsPlan, EqualSettings, PlannedRun
-from meltcore.compare.backend_runs import BackendsLoad, run_backends
+from meltcore.compare.backend_runs import BackendsLoad, published_reason, run_backends
 from meltcore.compare.backend_verdicts import best_backends, find_aspects
 from meltcore.compare.server import PORT
 from meltcore.load.config import LoadConfig
@@ -373,6 +373,18 @@ def test_small_lead_and_incomplete_levels_name_no_best() -> None:
     assert failing[1].reason == "9.00 times a (single)"
     lucky = best_backends(comparison(a=[level(4, 900, failed=1), level(8, 900)], b=[level(4, 1), level(8, 1)]))[0]
     assert lucky.backend == "a", "one answer in a hundred without text is no failure of the server"
+
+
+def test_reason_of_a_failed_start_is_the_exception_and_not_its_hint() -> None:
+    text = """the server ended with code 1 before it could become ready:
+pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, no GGUF file in /w/m
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+    reason = published_reason(text)
+    assert reason.startswith("the server ended with code 1 before it could become ready: pydantic_core.")
+    assert "1 validation error for ModelConfig Value error, no GGUF file in" in reason
+    assert "further information" not in reason
 
 
 def test_failed_requests_are_shown_with_their_share_and_most_frequent_reason() -> None:

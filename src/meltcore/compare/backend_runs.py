@@ -25,7 +25,7 @@ from meltcore.hardware.monitor.timeline import attach_gpu_timelines
 from meltcore.hardware.nvml.driver import NoDriverError
 from meltcore.load.config import LoadConfig
 from meltcore.load.run import measure
-from meltcore.process import ProcessError, stat_fields
+from meltcore.process import ProcessError, last_error, stat_fields
 from meltcore.report.backends import backends_page
 from meltcore.report.html import write_page
 from meltcore.results.backends import BackendComparison, BackendRun
@@ -190,9 +190,9 @@ def backend_version(url: str) -> str | None:
 
 
 def published_reason(text: str) -> str:
-    """Return an error as results keep it: its first line and the last of its output, without folders."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kept = dict.fromkeys([lines[0], lines[-1]])
+    """Return an error as results keep it: its first line and the last exception of its output, without folders."""
+    first, _, output = text.strip().partition("\n")
+    kept = dict.fromkeys(filter(None, [first.strip(), last_error(output)]))
     return " ".join(" ".join(clean_arguments(line.split())) for line in kept)[:400]
 
 

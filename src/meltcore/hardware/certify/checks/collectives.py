@@ -20,7 +20,7 @@ from meltcore.hardware.certify.checks.peers import link_gbps
 from meltcore.hardware.certify.context import CertifyContext
 from meltcore.hardware.certify.judge import Judgement
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
-from meltcore.process import ended_within, log_tail, start
+from meltcore.process import ended_within, last_error, log_tail, start
 from meltcore.results.certificate import Expectation
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
@@ -135,7 +135,7 @@ class RankGroup:
         while line := stdout.readline():
             if line.startswith(b'{"key"'):
                 return decode_result(line)
-        raise RuntimeError(f"rank 0 ended without a result: {log_tail(self._log(0), 1).strip() or 'no message'}")
+        raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log(0))) or 'no message'}")
 
     def close(self) -> None:
         """Lets the ranks end, and kills those that do not. Can be called twice."""
