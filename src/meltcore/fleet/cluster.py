@@ -24,15 +24,20 @@ from meltcore.protocol.cluster import (
     gpu_resource,
 )
 from meltcore.protocol.fleet_spec import FleetSpec
-from meltcore.protocol.machine import Machine
+from meltcore.protocol.machine import Machine, VisibleGpu
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
 
 
 class Cluster(NamedTuple):
-    """The nodes of a cluster. Its GPUs are numbered from 0 on through all nodes, by name."""
+    """The nodes of a cluster. Its GPUs are numbered from 0 on through all nodes, by name.
+
+    known_gpus: GPUs that have a number since an earlier look, each as its node and its number there. They keep it, also
+    where they are gone; others get the next ones.
+    """
 
     nodes: tuple[ClusterNode, ...]
+    known_gpus: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def read(cls, address: str, paths: Sequence[str] = ()) -> Self:
@@ -55,22 +60,32 @@ class Cluster(NamedTuple):
         return cls(tuple(answer.nodes))
 
     @property
+    def gpus(self) -> tuple[tuple[str, int], ...]:
+        """Each GPU as its node and its number there, in the order of their numbers."""
+        there = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
+        return tuple(dict.fromkeys([*self.known_gpus, *there]))
+
+    @property
     def machine(self) -> Machine:
-        """All nodes as one machine: their GPUs, the driver of the first that has one, and their host memory."""
-        gpus = [gpu for node in self.nodes for gpu in node.machine.gpus]
+        """All nodes as one machine: their GPUs, the driver of the first that has one, and their host memory.
+
+        A GPU that is gone is there without memory.
+        """
+        there = {(node.name, gpu.number): gpu for node in self.nodes for gpu in node.machine.gpus}
         driver = next((node.machine.driver for node in self.nodes if node.machine.gpus), "")
+        gpus = [there.get(gpu, VisibleGpu(0, "", 0, 0)) for gpu in self.gpus]
         numbered = tuple(gpu._replace(number=number) for number, gpu in enumerate(gpus))
         return Machine(numbered, driver, sum(node.machine.host_bytes for node in self.nodes))
 
     @property
     def gpu_nodes(self) -> list[str]:
         """The node of each GPU."""
-        return [node.name for node in self.nodes for _ in node.machine.gpus]
+        return [node for node, _ in self.gpus]
 
     @property
     def gpu_names(self) -> list[str]:
         """The name of each GPU: its node's, and its number there."""
-        return [f"{node.name}:{number}" for node in self.nodes for number in range(len(node.machine.gpus))]
+        return [f"{node}:{number}" for node, number in self.gpus]
 
     @property
     def host_bytes(self) -> dict[str, int]:
@@ -102,7 +117,6 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collectio
             raise ConfigError(f"models.{foreign.names[0]}.command: --ray starts engines of Meltcore only; name its url")
     if config.sharing is not None and config.sharing.mps_sm_percent is not None:
         raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
-    names = cluster.gpu_names
     models = []
     for model in config.models:
         name = model.names[0]
@@ -111,7 +125,7 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collectio
             continue
         if not (nodes := plan.nodes(name)):
             raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
-        gpus = tuple(tuple(int(names[at].rpartition(":")[2]) for at in group) for group in plan.replicas(name))
+        gpus = tuple(tuple(cluster.gpus[at][1] for at in group) for group in plan.replicas(name))
         path = absolute_path(model.engine.model)
         for node in cluster.nodes:
             if node.name in nodes:

@@ -199,9 +199,10 @@ def plan_fleet(
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
-    gpu_bytes: bytes of each GPU; host_bytes: of host memory for models on the CPU, in a cluster by node (None: no
-    limit). gpu_nodes: the node of each GPU of a cluster; kept: engines that stay there. Models at a URL take no memory
-    here. Raises ConfigError for a model whose memory cannot be known, and for tensor parallelism over nodes.
+    gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
+    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster; kept: engines that stay there. Models at a
+    URL take no memory here. Raises ConfigError for a model whose memory cannot be known, and for tensor parallelism
+    over nodes.
     """
     if gpu_nodes is not None:
         _check_one_node(spec, gpu_nodes)
@@ -211,6 +212,7 @@ def plan_fleet(
     gpus = [
         Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
         for number, total in zip(numbers, gpu_bytes, strict=False)
+        if total > 0  # else it is gone from the cluster
     ]
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class FleetPlanner:
         if running is not None and running.nodes is not None and self._cluster is not None:
             before, places = {node.name: node for node in self._cluster.nodes}, list(running.places.values())
             nodes = [without_engines(node, before.get(node.name), places) for node in running.nodes]
-            self._cluster = Cluster(tuple(nodes))
+            self._cluster = Cluster(tuple(nodes), self._cluster.gpus)
             self._machine = self._cluster.machine
         found = _fitting(load_fleet(self._path), self._machine, report, self._cluster, running)
         assert found.plan is not None
@@ -127,13 +127,16 @@ def find_plan(
     known = msgspec.structs.replace(
         spec, models={name: model for name, model in spec.models.items() if name not in unknown}
     )
-    contexts = find_contexts(machine.gpus[0].name, machine.driver) if machine.gpus else find_contexts("")
+    first = next((gpu for gpu in machine.gpus if gpu.total_bytes), None)
+    contexts = find_contexts("" if first is None else first.name, machine.driver)
     gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
     gpu_bytes = [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
     places = {} if running is None else fleet_places(running, cluster)
     kept: dict[str, ModelConfig] = {}
     if running is not None:
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
+    if cluster is not None:
+        _check_there(known, cluster, kept)
     plan, nearest = plan_fleet(
         known,
         gpu_bytes,
@@ -199,6 +202,18 @@ def check_devices(spec: FleetSpec, count: int) -> None:
                     raise ConfigError(f"models.{name}.device: got GPU {number}; {visible}, numbered from 0")
 
 
+def _check_there(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> None:
+    """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
+    gpus = cluster.machine.gpus
+    for name, model in spec.models.items():
+        for number in () if isinstance(model.device, str) or name in kept else model.device:
+            if gpus[number].total_bytes == 0:
+                raise ConfigError(
+                    f"models.{name}.device: got GPU {number}, which was on the node {cluster.gpu_nodes[number]} and is "
+                    "gone from the cluster"
+                )
+
+
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
     """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
     count = len(machine.gpus)
@@ -246,6 +261,7 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         f"GPU {gpu.number} {size / _GIB:.2f} GiB"
         + (f" (others use {(gpu.total_bytes - size) / _GIB:.2f} GiB more)" if size < gpu.total_bytes else "")
         for gpu, size in zip(found.gpus, found.gpu_bytes, strict=True)
+        if gpu.total_bytes > 0
     )
     parts = []
     if on_gpus:
