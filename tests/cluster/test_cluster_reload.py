@@ -59,10 +59,10 @@ def test_reload_reads_the_cluster_anew_and_leaves_what_did_not_change(
         assert main(["reload"]) == 2
         assert "models.two.device: got GPU 0, which was on the node b and is gone" in capsys.readouterr().err
         with cluster.change() as there:
-            there.nodes["0"] = Node("0", [40])
+            there.nodes["0"] = Node("0", [60])  # has room for both
         file.write_text(file.read_text().replace("device: [0]", "device: [3]"))
         assert main(["reload"]) == 0, capsys.readouterr().err
-        wait_until(lambda: (states(server)[1], rows(server)["two.0"]["node"]) == ("ready", "0"), "the pinned model")
+        wait_until(lambda: (states(server), rows(server)["two.0"]["node"]) == (["ready"] * 2, "0"), "the pinned model")
 
         with cluster.change() as there:
             there.problem = "the head node has not answered for 3 s"
