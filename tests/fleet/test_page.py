@@ -255,6 +255,11 @@ def test_all_tabs_work_with_a_fleet_in_a_browser(tmp_path: Path) -> None:
         assert clip.text("en").split()[-1] in heard, (heard, clip.text("en"))
 
         press(tab, "End")
+        question, answer = (f"document.querySelector('#talk .{name}')" for name in ("language", "target"))
+        assert (tab.run(f"{question}.value"), tab.run(f"{answer}.value")) == ("en", "as"), "it speaks no English"
+        for language in ("hi", "en"):
+            tab.run(f"{question}.value = '{language}'; {question}.dispatchEvent(new Event('change'))")
+            assert tab.run(f"{answer}.value") == "hi"
         record(tab, "talk", 5.0)
         assert clip.text("en").split()[-1] in tab.run("document.querySelector('#talk .question').textContent")
         tab.wait("document.querySelector('#talk audio').duration > 0.5")

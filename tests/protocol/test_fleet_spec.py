@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,10 @@ def test_key_in_place_of_a_variable_name_is_not_repeated() -> None:
 def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file; `meltcore fleet init .*none\.yaml` writes one"):
         load_fleet(tmp_path / "none.yaml")
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "a named pipe"), (Path("/dev/null"), "a device")):
+        with pytest.raises(ConfigError, match=rf"{path}: is {kind}.*; name a file, such as fleet\.yaml"):
+            load_fleet(path)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"bytes\.yaml: cannot be read as UTF-8"):
         load_fleet(tmp_path / "bytes.yaml")

@@ -30,8 +30,11 @@ def load_fleet(path: str | Path) -> FleetSpec:
     """Return the checked contents of a fleet.yaml. Raises ConfigError that names file, key, value and limit."""
     file = Path(path)
     try:
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"{file}: no such file; `meltcore fleet init {file}` writes one")
+        if not file.is_file():
+            kind = "a folder" if file.is_dir() else "a named pipe" if file.is_fifo() else "a device or a socket"
+            raise ConfigError(f"{file}: is {kind}; name a file, such as fleet.yaml")
         if (size := file.stat().st_size) > MAX_FILE_BYTES:
             raise ConfigError(f"{file}: {size:,} bytes; a fleet file has at most {MAX_FILE_BYTES:,}")
         text = file.read_text(encoding="utf-8")
