@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from meltcore.cli.main import command_parser
+from meltcore.protocol.fleet_file import load_fleet
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -37,6 +38,7 @@ def test_image_installs_what_the_package_has() -> None:
 
 def test_compose_starts_a_server_that_only_this_machine_reaches() -> None:
     service = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["meltcore"]
+    assert "profiles" not in service
     args = parsed(service["command"])
     [port] = service["ports"]
     assert port == f"127.0.0.1:{args.port}:{args.port}"
@@ -44,3 +46,20 @@ def test_compose_starts_a_server_that_only_this_machine_reaches() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_timeout_s
     [device] = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
+def test_compose_starts_a_fleet_of_a_mounted_file() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    service = services["fleet"]
+    assert service["profiles"] == ["fleet"], "`up` without a name starts the other service alone: they share a port"
+    args = parsed(service["command"])
+    [mount] = [each for each in service["volumes"] if each.endswith(":ro")]
+    [(default, target)] = re.findall(r"^\$\{FLEET:-(.*)\}:(.*):ro$", mount)
+    assert args.file == target
+    fleet = load_fleet(ROOT / "docker" / default)
+    assert fleet.server.host == "0.0.0.0"
+    [port] = service["ports"]
+    assert port == f"127.0.0.1:{fleet.server.port}:{fleet.server.port}"
+    assert int(service["stop_grace_period"].removesuffix("s")) > fleet.timeouts.drain_s
+    for key in ("build", "image", "environment", "deploy", "init"):
+        assert service[key] == services["meltcore"][key], key
