@@ -8,9 +8,10 @@ subject, work and unit. Earlier values are in git's history.
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -52,10 +53,23 @@ class Row:
     experts_used: float | None = None
     experts_expected: float | None = None
     invalid: str | None = None  # why the value does not count
+    repeats: tuple[Row, ...] = ()  # the same row of several runs, whose median `value` is
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The lowest and the highest value of the repeats; None of a single run."""
+        values = [row.value for row in self.repeats]
+        return (min(values), max(values)) if values else None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was reached; None without a target, or where its ratio was not measured."""
+        """Whether the target was reached, by the worst of the repeats too.
+
+        None without a target, or where its ratio was not measured.
+        """
+        if self.repeats:
+            each = [row.met for row in self.repeats]
+            return None if None in each else all(each)
         if self.target is None:
             return None
         measured = self.value if self.target.of == "value" else self.ratio
@@ -64,13 +78,32 @@ class Row:
         return measured >= self.target.reach if self.target.better == "higher" else measured <= self.target.reach
 
     def as_json(self) -> dict[str, Any]:
-        """The row's fields that have a value; a target as `reach`, `reach_of`, `better` and `met`."""
-        found = {key: value for key, value in asdict(self).items() if value is not None and key != "target"}
+        """The row's fields that have a value; a target as `reach`, `reach_of`, `better` and `met`.
+
+        Of repeats: their number, and the lowest and highest value.
+        """
+        found = asdict(replace(self, target=None, repeats=()))
+        found = {key: value for key, value in found.items() if value is not None and key != "repeats"}
+        if self.span is not None:
+            found |= {"repeats": len(self.repeats), "lowest": self.span[0], "highest": self.span[1]}
         if self.target is not None:
             found |= {"reach": self.target.reach, "reach_of": self.target.of, "better": self.target.better}
             if self.met is not None:
                 found["met"] = self.met and not self.invalid
         return found
+
+
+def median_rows(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of several runs of the same work, in one order: each with its median, lowest and highest value.
+
+    Rows with a peer are not for it: their ratio would be that of the first run.
+    """
+    if len(runs) == 1:
+        return list(runs[0])
+    return [
+        replace(rows[0], value=statistics.median(row.value for row in rows), repeats=rows)
+        for rows in zip(*runs, strict=True)
+    ]
 
 
 def need_gpu(count: int = 1, model: str = "") -> None:
@@ -160,7 +193,7 @@ def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> N
         table.add_row(
             work,
             row.unit,
-            _number(row.value),
+            _number(row.value) + (f" ({_number(row.span[0])} to {_number(row.span[1])})" if row.span else ""),
             row.peer or "",
             _number(row.peer_value),
             _number(row.ratio),

@@ -66,9 +66,14 @@ def peer(row: dict[str, Any]) -> str:
     return f"{number(row['peer_value'])} ({row['peer']})" if "peer_value" in row else ""
 
 
+def value(row: dict[str, Any]) -> str:
+    span = f" ({number(row['lowest'])} to {number(row['highest'])})" if "repeats" in row else ""
+    return f"{number(row['value'])}{span}"
+
+
 _COLUMNS = {
     "work": lambda row: row["work"],
-    "value": lambda row: number(row["value"]),
+    "value": value,
     "unit": lambda row: row["unit"],
     "peer": peer,
     "ratio": lambda row: f"{row['ratio']:.2f}×" if "ratio" in row else "",
