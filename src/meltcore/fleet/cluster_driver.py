@@ -6,15 +6,14 @@ import asyncio
 import secrets
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
-from meltcore.fleet.needs import HOST_PROCESS_BYTES
 from meltcore.fleet.plan import Place
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
@@ -40,25 +39,21 @@ _LINE_BYTES = 2**24
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
 
 
-def free_gpus(node: ClusterNode, memory_bytes: int, given: Mapping[tuple[str, int | None], int]) -> list[int]:
-    """Return the GPUs of a node with that much memory free, by their numbers, those with the least given first.
+class Planner(Protocol):
+    """What knows where else an engine may be."""
 
-    given: bytes by node and GPU that engines of the fleet have, and may not have taken yet.
-    """
-    taken = {gpu.number: given.get((node.name, gpu.number), 0) for gpu in node.machine.gpus}
-    free = [
-        gpu.number
-        for gpu in node.machine.gpus
-        if gpu.number in node.gib and gpu.total_bytes - max(gpu.used_bytes, taken[gpu.number]) >= memory_bytes
-    ]
-    return sorted(free, key=lambda number: taken[number])
+    def elsewhere(
+        self, start: StartEngine, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]
+    ) -> Place | None:
+        """Return a place for an engine beside the others, which are at `places`; None where it has no room."""
 
 
 class ClusterDriver:
     """The driver process of one fleet. When it ends, engines go on, and it is started again."""
 
-    def __init__(self, address: str, report: Callable[[str], None]) -> None:
+    def __init__(self, address: str, planner: Planner, report: Callable[[str], None]) -> None:
         """`report` gets a line when the cluster can no longer be changed, and when it can be again."""
+        self._planner = planner
         self._address = address
         self._report = report
         self.name = secrets.token_hex(8)  # of the fleet, on its nodes
@@ -71,7 +66,6 @@ class ClusterDriver:
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
         self._paths: set[str] = set()  # checkpoints of engines that may be started elsewhere
         self._running: dict[int, StartEngine] = {}
-        self._moved: set[int] = set()  # those of them that are not where the plan has them
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
         self._ended: dict[int, asyncio.Future[str]] = {}
         self._outputs: dict[int, Callable[[bytes], None]] = {}
@@ -149,26 +143,11 @@ class ClusterDriver:
         except ConfigError as error:
             raise EnginePendingError(f"{reason}, and {error}") from error
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
-        given: Counter[tuple[str, int | None]] = Counter()
-        for number, other in self._running.items():
-            other_bytes = other.config.memory_bytes or 0
-            given.update({(other.node, gpu): other_bytes for gpu in other.gpus})
-            if not other.gpus and number in self._moved:
-                given[other.node, None] += other_bytes + HOST_PROCESS_BYTES
-        room = []
-        for node in nodes:
-            host_bytes = node.machine.host_bytes - given[node.name, None]
-            gpus = free_gpus(node, memory_bytes, given)[: len(start.gpus)]
-            has_room = len(gpus) == len(start.gpus) if start.gpus else host_bytes >= memory_bytes + HOST_PROCESS_BYTES
-            if has_room and model not in node.missing:
-                load = sum(given[node.name, gpu] for gpu in node.gib) if start.gpus else 0
-                room.append((load, -host_bytes, node.name, gpus))
-        if not room:
+        place = self._planner.elsewhere(start, nodes, self.places())
+        if place is None:
             raise EnginePendingError(f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
-        *_, name, gpus = min(room)
-        self._moved.add(start.engine)
-        self._report(f"{reason}: its engine of {model} is started on {name}")
-        return msgspec.structs.replace(start, node=name, gpus=gpus)
+        self._report(f"{reason}: its engine of {start.model} is started on {place.node}")
+        return msgspec.structs.replace(start, node=place.node, gpus=list(place.gpus))
 
     def places(self) -> dict[tuple[str, int], Place]:
         """Return where engines run or are being started, by model and replica."""
@@ -219,7 +198,6 @@ class ClusterDriver:
 
     def _forget(self, engine: int) -> None:
         self._running.pop(engine, None)
-        self._moved.discard(engine)
 
     def kill_engine(self, engine: int) -> None:
         """End an engine process now. Without a driver the engine ends by itself, without any connection."""

@@ -133,6 +133,7 @@ class FleetOperations:
             for model in config.models:
                 place_replicas(model)
             check_unchanged(supervisor.config, config)
+            planner.accept()
             old = {model.name: model for model in supervisor.models.values()}
             new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
             new |= {model.names[0]: model for model in config.foreign}

@@ -165,7 +165,7 @@ def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[li
         if key not in kept:
             to_place.append(engine)
         elif (place := kept[key]) is not None:
-            for number in place.gpus:
+            for number in stay.keys() & place.gpus:  # it may be about to end on one that the file no longer allows
                 stay[number].append(engine)
     return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
 
@@ -206,14 +206,7 @@ def plan_fleet(
     """
     if gpu_nodes is not None:
         _check_one_node(spec, gpu_nodes)
-    numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
-    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
-    nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
-    gpus = [
-        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
-        for number, total in zip(numbers, gpu_bytes, strict=False)
-        if total > 0  # else it is gone from the cluster
-    ]
+    gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]
     known: dict[str, EngineNeeds] = {}
@@ -228,6 +221,20 @@ def plan_fleet(
         return None, None
     whole = nearest(spec, try_plan, may_shrink=False) if found.shrinks else None
     return None, found.plan._replace(changes=found.changes, whole_changes=whole.changes if whole else ())
+
+
+def empty_gpus(
+    spec: FleetSpec, gpu_bytes: Sequence[int], contexts: ContextMemory, gpu_nodes: Sequence[str] | None = None
+) -> list[Gpu]:
+    """Return the GPUs that a fleet may use, within its limits, without those that are gone."""
+    numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
+    return [
+        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
+        for number, total in zip(numbers, gpu_bytes, strict=False)
+        if total > 0
+    ]
 
 
 def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
@@ -267,7 +274,7 @@ def _try(
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable)):
-        to_place, beside = keep(_engines(spec, needs, sleeping, contexts), gpus, kept)
+        to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts), gpus, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
         if any(gpu.used_bytes > gpu.total_bytes for gpu in beside) or (placed := place(to_place, beside)) is None:
@@ -297,9 +304,10 @@ def _keep_on_hosts(
     return to_place, [host._replace(engines=tuple(stay[host.node])) for host in hosts]
 
 
-def _engines(
+def gpu_engines(
     spec: FleetSpec, needs: dict[str, EngineNeeds], sleeping: Sequence[str], contexts: ContextMemory
 ) -> Iterator[Engine]:
+    """Yield the engines on GPUs, those of the models in `sleeping` as such that take turns."""
     for name, model in spec.models.items():
         if model.device == "cpu" or model.kind == "url":
             continue

@@ -14,13 +14,14 @@ from meltcore.config import ModelConfig, ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
-from meltcore.fleet.context_memory import find_contexts
+from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
 from meltcore.fleet.needs import fleet_needs, host_needs, named_needs
 from meltcore.fleet.placement import replica_gpus, visible_gpus
-from meltcore.fleet.plan import Plan, plan_fleet, with_needs, with_plan
-from meltcore.fleet.running_fleet import Running, fleet_places, unchanged_models, without_engines
+from meltcore.fleet.plan import Host, Place, Plan, empty_gpus, plan_fleet, with_needs, with_plan
+from meltcore.fleet.running_fleet import Running, fleet_places, place_engine, unchanged_models, without_engines
+from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
 from meltcore.protocol.machine import Machine, VisibleGpu
@@ -41,6 +42,7 @@ class FleetPlanner:
         Raises ConfigError where NVML or the cluster does not answer.
         """
         self._path = path
+        self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
         self._cluster = None if ray is None else Cluster.read(ray, checkpoint_paths(load_fleet(path)))
         if self._cluster is not None:
             machine = self._cluster.machine
@@ -58,17 +60,68 @@ class FleetPlanner:
         running: the fleet that runs: models that did not change stay as they are, and others are planned beside them.
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        if running is not None and running.nodes is not None and self._cluster is not None:
-            before, places = {node.name: node for node in self._cluster.nodes}, list(running.places.values())
-            nodes = [without_engines(node, before.get(node.name), places) for node in running.nodes]
-            self._cluster = Cluster(tuple(nodes), self._cluster.gpus)
-            self._machine = self._cluster.machine
-        found = _fitting(load_fleet(self._path), self._machine, report, self._cluster, running)
+        self._next_spec = load_fleet(self._path)
+        if running is not None and running.nodes is not None:
+            self._look(running.nodes, running.places)
+        found = _fitting(self._next_spec, self._machine, report, self._cluster, running)
         assert found.plan is not None
         assert found.config is not None
         names = visible_gpus() if self._cluster is None else self._cluster.gpu_names
         residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
         return dataclasses.replace(found.config, residency=residency)
+
+    def accept(self) -> None:
+        """Note that the fleet runs by the last plan from now on."""
+        self._running_spec = self._next_spec
+
+    def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Cluster:
+        """Take the nodes as they are now, without what engines of the fleet at `places` have of them."""
+        assert self._cluster is not None
+        before = {node.name: node for node in self._cluster.nodes}
+        own = list(places.values())
+        seen = tuple(without_engines(node, before.get(node.name), own) for node in nodes)
+        self._cluster = Cluster(seen, self._cluster.gpus)
+        self._machine = self._cluster.machine
+        return self._cluster
+
+    def elsewhere(
+        self, start: StartEngine, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]
+    ) -> Place | None:
+        """Return a place for an engine that cannot be where the plan has it, by the rules of the plan; None: nowhere.
+
+        places: of the other engines. GPUs are numbered on their nodes.
+        """
+        cluster, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
+        assert spec is not None
+        on_cpu = {name for (name, _), place in places.items() if not place.gpus}
+        on_cpu |= set() if start.gpus else {start.model}
+        models = {
+            name: msgspec.structs.replace(model, device="cpu", residency="always_on") if name in on_cpu else model
+            for name, model in spec.models.items()
+        }
+        spec = msgspec.structs.replace(spec, models=models)
+        contexts = _contexts(self._machine)
+        lacking = {
+            node.name
+            for node in nodes
+            if start.config.model in node.missing or (start.gpus and len(node.gib) < len(node.machine.gpus))
+        }
+        gpu_bytes = _free_bytes(_usable(spec, self._machine), contexts)
+        gpus = empty_gpus(spec, gpu_bytes, contexts, cluster.gpu_nodes)
+        kept = {
+            other: place
+            for other, place in fleet_places(places, cluster).items()
+            if other != key and place.node not in lacking
+        }
+        place = place_engine(
+            spec,
+            key,
+            [gpu for gpu in gpus if gpu.node not in lacking],
+            [Host(node, total) for node, total in cluster.host_bytes.items() if node not in lacking],
+            kept,
+            contexts,
+        )
+        return place and Place(place.node, tuple(cluster.gpus[number][1] for number in place.gpus))
 
 
 def print_unplanned(line: str) -> None:
@@ -127,11 +180,10 @@ def find_plan(
     known = msgspec.structs.replace(
         spec, models={name: model for name, model in spec.models.items() if name not in unknown}
     )
-    first = next((gpu for gpu in machine.gpus if gpu.total_bytes), None)
-    contexts = find_contexts("" if first is None else first.name, machine.driver)
-    gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
-    gpu_bytes = [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
-    places = {} if running is None else fleet_places(running, cluster)
+    contexts = _contexts(machine)
+    gpus = _usable(spec, machine)
+    gpu_bytes = _free_bytes(gpus, contexts)
+    places = {} if running is None else fleet_places(running.places, cluster)
     kept: dict[str, ModelConfig] = {}
     if running is not None:
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
@@ -156,6 +208,21 @@ def find_plan(
         if cluster is not None:
             config = on_nodes(config, plan, cluster, kept)
     return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept)
+
+
+def _contexts(machine: Machine) -> ContextMemory:
+    first = next((gpu for gpu in machine.gpus if gpu.total_bytes), None)
+    return find_contexts("" if first is None else first.name, machine.driver)
+
+
+def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
+    """Return the GPUs that a file allows."""
+    return tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
+
+
+def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
+    """Return the bytes of each GPU without those that other processes use. The plan counts the driver's itself."""
+    return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
 
 
 def _fitting(

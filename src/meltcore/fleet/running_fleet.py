@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.fleet.cluster import Cluster, absolute_path
+from meltcore.fleet.context_memory import ContextMemory
 from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
-from meltcore.fleet.plan import Place
+from meltcore.fleet.plan import Gpu, Host, Place, gpu_engines, keep, place, place_on_hosts
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.protocol.fleet_spec import FleetSpec
 
@@ -60,18 +62,56 @@ def unchanged_models(
     }
 
 
-def fleet_places(running: Running, cluster: Cluster | None) -> dict[tuple[str, int], Place]:
+def fleet_places(engines: Mapping[tuple[str, int], Place], cluster: Cluster | None) -> dict[tuple[str, int], Place]:
     """Return the places of engines that are there now, with GPUs numbered as the fleet does."""
     if cluster is None:
-        return dict(running.places)
+        return dict(engines)
     numbers = {name: number for number, name in enumerate(cluster.gpu_names)}
     nodes = {node.name for node in cluster.nodes}
     found = {}
-    for key, place in running.places.items():
-        gpus = [numbers.get(f"{place.node}:{number}") for number in place.gpus]
-        if place.node in nodes and None not in gpus:
-            found[key] = Place(place.node, tuple(number for number in gpus if number is not None))
+    for key, each in engines.items():
+        gpus = [numbers.get(f"{each.node}:{number}") for number in each.gpus]
+        if each.node in nodes and None not in gpus:
+            found[key] = Place(each.node, tuple(number for number in gpus if number is not None))
     return found
+
+
+def place_engine(
+    spec: FleetSpec,
+    engine: tuple[str, int],
+    gpus: Sequence[Gpu],
+    hosts: Sequence[Host],
+    kept: Mapping[tuple[str, int], Place],
+    contexts: ContextMemory,
+) -> Place | None:
+    """Return a place for one engine, by model and replica, beside those that stay; None where it fits nowhere.
+
+    All are awake there: models that take turns have room for that on the GPUs of their plan only.
+    """
+    needs = fleet_needs(spec)
+    engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}
+    _, beside = keep([each for key, each in engines.items() if key in kept], gpus, kept)
+    if engine in engines:
+        placed = place([engines[engine]], beside) or ()
+        found = [gpu for gpu in placed if engines[engine] in gpu.engines]
+        return Place(found[0].node, tuple(gpu.number for gpu in found)) if found else None
+    on_cpu = {each[:2]: each for each in cpu_engines(spec, needs)}
+    if engine not in on_cpu:  # the file that runs has it no more
+        return None
+    there = [
+        host._replace(
+            engines=tuple(each for key, each in on_cpu.items() if key in kept and kept[key].node == host.node),
+            pinned_bytes=sum(
+                pinned_bytes(spec, needs, each.model)
+                for gpu in beside
+                for each in gpu.engines
+                if gpu.node == host.node and spec.models[each.model].residency == "sleepable"
+            ),
+        )
+        for host in hosts
+    ]
+    placed_hosts = place_on_hosts([on_cpu[engine]], [host for host in there if host.free_bytes >= 0]) or ()
+    return next((Place(host.node, ()) for host in placed_hosts if on_cpu[engine] in host.engines), None)
 
 
 def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:

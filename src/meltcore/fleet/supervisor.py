@@ -119,6 +119,13 @@ def serve(
         folder.remove()
 
 
+def _cluster_driver(fleet: FleetOptions | None, report: Callable[[str], None]) -> ClusterDriver | None:
+    if fleet is None or fleet.ray is None:
+        return None
+    assert fleet.planner is not None, "a cluster has a plan"
+    return ClusterDriver(fleet.ray, fleet.planner, report)
+
+
 async def _supervise(
     config: ServerConfig,
     engine_command: Sequence[str],
@@ -174,7 +181,7 @@ class Supervisor:
             environment=self._engine_environment,
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
-            cluster=ClusterDriver(fleet.ray, self._report) if fleet is not None and fleet.ray is not None else None,
+            cluster=_cluster_driver(fleet, self._report),
             cpu_engines=lambda node: engines_on_cpu(self.config, node),
             sharing=config.sharing,
         )
