@@ -115,6 +115,15 @@ def test_memory_grows_with_context_and_concurrency() -> None:
     assert counts == sorted(set(counts))
 
 
+@pytest.mark.parametrize(("task", "full"), [("translation", 1024), ("transcription", 88), ("synthesis", 4)])
+def test_concurrency_ends_where_a_step_is_full(task: str, full: int) -> None:
+    less, most, more = (
+        engine_needs(ModelSection(**{**FLEET[task], "max_num_seqs": seqs})) for seqs in (full - 1, full, 65_536)
+    )
+    assert (less.concurrency, most.concurrency, more.concurrency) == (full - 1, full, full)
+    assert less.budget_bytes < most.budget_bytes == more.budget_bytes
+
+
 def test_needs_are_known_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from meltcore.engine.host.memory_needs import engine_needs; "

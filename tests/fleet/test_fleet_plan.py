@@ -243,6 +243,20 @@ def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.Capt
     assert "takes 1024 MiB more for NCCL, assumed" in output
 
 
+def test_plan_shows_the_concurrency_that_a_step_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    model = "{checkpoint: none/here, shapes: ai4bharat/IndicF5, task: synthesis, max_num_seqs: %d}"
+    path.write_text(f"models:\n  small: {model % 4}\n  large: {model % 65_536}\n")
+    assert main.main(["plan", str(path), "--vram", "34"]) == 0
+    output = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in output.splitlines() if " synthesis " in line}
+    assert rows["large"] == rows["small"], "the same memory, and the same number"
+    assert "A step of large is full with 4 at a time: of max_num_seqs 65,536 the others wait" in " ".join(
+        output.split()
+    )
+    assert "A step of small" not in output
+
+
 def test_picture_of_the_documents_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert plan_picture.PICTURE.read_text(encoding="utf-8") == plan_picture.picture(), "run scripts/plan_picture.py"

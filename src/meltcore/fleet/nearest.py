@@ -57,7 +57,7 @@ def _steps(spec: FleetSpec, may_shrink: bool) -> Iterator[FleetSpec]:
 
     for _ in range(3 if may_shrink else 0):  # to an eighth of the sequences, in turns
         for name in by_priority:
-            seqs = models[name].max_num_seqs or named_needs(name, models[name]).concurrency
+            seqs = named_needs(name, models[name]).concurrency
             if seqs > 1:
                 yield change(name, max_num_seqs=max(1, seqs // 2))
     while may_shrink:  # the longest contexts first

@@ -435,6 +435,7 @@ def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
         budget_bytes=needs.budget_bytes if needs else int(model.memory or 0),
         parts=[PlannedPart(name=row.name, size_bytes=row.size_bytes, note=row.note) for row in rows],
         source=needs.source if needs else model.kind,
+        max_num_seqs=model.max_num_seqs if needs and (model.max_num_seqs or 0) > needs.concurrency else None,
     )
 
 

@@ -141,7 +141,16 @@ def _models(plan: FleetPlan) -> Table:
         *numeric_columns("other", console=None),  # with these 80 columns hold names of 23 characters
         *numeric_columns("GiB"),
     ]
-    return Table(columns, [_model_row(model) for model in plan.models])
+    note = " ".join(map(_step_text, (model for model in plan.models if model.max_num_seqs)))
+    return Table(columns, [_model_row(model) for model in plan.models], note)
+
+
+def _step_text(model: PlannedModel) -> str:
+    """Return a sentence about a model whose steps are full with fewer requests than the file plans for."""
+    return (
+        f"A step of {model.name} is full with {model.concurrency} at a time: of max_num_seqs {model.max_num_seqs:,} "
+        "the others wait, and get no more memory."
+    )
 
 
 def _model_row(model: PlannedModel) -> Row:

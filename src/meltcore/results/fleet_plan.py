@@ -17,7 +17,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
 
     place: "GPU 0", "CPU" or "another server", in a cluster after the node's name; budget_bytes: of one engine on each
-    of its GPUs, 0 for another server.
+    of its GPUs, 0 for another server. max_num_seqs: of the file, where a step is full with fewer.
     """
 
     name: str
@@ -29,6 +29,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     parts: list[PlannedPart]
     source: str
+    max_num_seqs: int | None = None
 
 
 class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):

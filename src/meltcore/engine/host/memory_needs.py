@@ -5,6 +5,7 @@ It calls the functions that divide memory in the engines, and searches for the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ class EngineNeeds(NamedTuple):
     """The memory of one engine on each of its GPUs, or of the host.
 
     budget_bytes: what `--memory` must be; rows: how the engine divides it; source: where the sizes come from;
-    asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
+    concurrency: at most what fills a step; asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
     """
 
     task: FleetTask
@@ -237,9 +238,9 @@ def _transcription(model: ModelSection, path: Path, on_cpu: bool, source: str) -
     config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
     element_size = _element_size(model, on_cpu, "float16")
     weight_bytes, max_shape = transcription_weight_bytes(config, element_size), transcription_shape(config)
-    clips = model.max_num_seqs or _DEFAULT_CONCURRENCY["transcription"]
-    limit = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"]
-    frames = min(limit, clips * round(_CLIP_S / config.frame_s))
+    limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)
+    clips = min(model.max_num_seqs or _DEFAULT_CONCURRENCY["transcription"], math.ceil(limit / clip_frames))
+    frames = min(limit, clips * clip_frames)
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
@@ -258,13 +259,8 @@ def _synthesis(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
     element_size, device = _element_size(model, on_cpu, "bfloat16"), "cpu" if on_cpu else "cuda"
     weight_bytes, max_shape = synthesis_weight_bytes(config, element_size), synthesis_shape(config)
-    texts, limits = (
-        model.max_num_seqs or _DEFAULT_CONCURRENCY["synthesis"],
-        (
-            MAX_BATCH_FRAMES[device],
-            MAX_SYNTHESIS_COST[device],
-        ),
-    )
+    limits = MAX_BATCH_FRAMES[device], MAX_SYNTHESIS_COST[device]
+    texts = min(model.max_num_seqs or _DEFAULT_CONCURRENCY["synthesis"], math.ceil(limits[0] / max_shape))
     frames = min(limits[0], texts * max_shape)
 
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
