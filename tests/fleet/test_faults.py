@@ -244,7 +244,7 @@ def test_killed_engine_ends_every_request_and_the_server() -> None:
             assert b"event: error\ndata: " in data
             assert b"engine_dead" in data
         for answer in whole:
-            assert (answer.result().status, answer.result().error["code"]) == (500, "engine_dead")
+            assert (answer.result().status, answer.result().error["code"]) == (503, "engine_dead")
         assert server.request("GET", "/health").status == 503
         assert server.chat("late").status == 503
         found = server.metrics()

@@ -132,7 +132,7 @@ def test_crash_loop_stops_and_is_stated() -> None:
     with fleet({"good": {}, "bad": {"die_at_step": 2}}) as (server, _):  # it survives the readiness request alone
         wait_models(server, "good", "bad")
         for death in range(1, 4):
-            wait_until(lambda: complete(server, "bad").status == 500, "the engine to die")
+            wait_until(lambda: complete(server, "bad").error.get("code") == "engine_dead", "the engine to die")
             wait_until(lambda n=death: server.stderr.count("bad has died") == n, "the death to be seen")
         wait_until(lambda: "bad: it is not started again" in server.stderr, "the end of the restarts")
         answer = complete(server, "bad")

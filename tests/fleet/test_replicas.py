@@ -282,7 +282,7 @@ def test_dead_replica_fails_only_its_own_requests(api_servers: int) -> None:
         page = server.check_no_leak()
         assert (page["requests_finished_total"], page["requests_failed_total"], page["replicas"]) == (7, 3, 1)
         assert by_replica(server, "replica_tokens") == [0]
-        assert "replica 0 has died: killed by signal 9; 3 open requests failed; 1 of 2" in server.stderr
+        assert "replica 0 has died: killed by signal 9; 3 open requests are retried or failed; 1 of 2" in server.stderr
         # With the last one goes the server.
         last = stream(server)
         os.kill(server.engine_pid(), signal.SIGKILL)

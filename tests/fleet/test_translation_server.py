@@ -175,7 +175,7 @@ def test_death_of_the_engine_fails_its_requests_alone(server: RunningServer) -> 
         server.wait_metric("requests_in_flight", 2)
         os.kill(engine, signal.SIGKILL)
         answer = waiting.result()
-    assert (answer.status, answer.error["code"]) == (500, "engine_dead")
+    assert (answer.status, answer.error["code"]) == (503, "engine_dead")
     assert translate(server, ["home"], model="translator").status == 503
     assert server.post("/v1/completions", {"model": "meltcore/sums", "prompt": "a", "max_tokens": 2}).status == 200
     assert server.check_no_leak()["requests_failed_total"] == 2

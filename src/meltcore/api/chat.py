@@ -36,19 +36,17 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
         fields |= {"stop": list(stop)} if stop else {}
         text, *tokens = await ask_foreign(backend, fields, request_id)
         return ChatAnswer(text.strip(), *tokens)
-    generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True)
+    # The text is taken at the end: until then the request can be retried on another replica.
+    generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
     await backend.submit(request, generation)
-    parts: list[str] = []
     try:
         (choice,) = generation.choices
         while generation.open_choices and choice.output_tokens < MAX_ANSWER_TOKENS:
             await generation.wait_for_change()
             if generation.error is not None:
                 raise generation.error
-            parts.append(choice.take_text())
-            choice.take_reasoning()
-        return ChatAnswer("".join(parts).strip(), generation.prompt_tokens, generation.output_tokens)
+        return ChatAnswer(choice.take_text().strip(), generation.prompt_tokens, generation.output_tokens)
     finally:
         backend.release(generation)
         generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection

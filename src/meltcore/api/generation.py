@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -40,6 +40,7 @@ class Choice:
     """One prompt and its answer. It is one request to the engine, and counts as one in the metrics."""
 
     __slots__ = (
+        "asked_echo",
         "cached_tokens",
         "detokenizer",
         "echo",
@@ -58,6 +59,7 @@ class Choice:
         "prompt_token_ids",
         "prompt_tokens",
         "reasoning",
+        "reasoning_parser",
         "replica",
         "request_id",
         "role_sent",
@@ -86,7 +88,19 @@ class Choice:
         self.replica = 0  # that computes it, once it is started
         self.is_started = False  # until then it waits in the queue
         self.tokenizer = tokenizer
-        self.detokenizer = Detokenizer(tokenizer, params, reasoning_parser, prompt)
+        self.reasoning_parser = reasoning_parser
+        self.asked_echo = echo
+        self.first_token_s: float | None = None
+        self.last_token_s = generation.arrived_s
+        self.role_sent = False
+        self.tokens_sent = 0
+        self.end_sent = False
+        self._begin(prompt)
+
+    def _begin(self, prompt: Sequence[int]) -> None:
+        """Set what depends on the answer so far."""
+        params, tokenizer = self.params, self.tokenizer
+        self.detokenizer = Detokenizer(tokenizer, params, self.reasoning_parser, prompt)
         self.text: list[str] = []  # not sent yet
         self.reasoning: list[str] = []  # likewise, before the answer
         # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
@@ -95,15 +109,16 @@ class Choice:
         self.offset_decoder = (
             None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens)
         )
-        self.echo = echo  # until the first output has come
+        self.echo = self.asked_echo  # until the first output has come
         self.output_tokens = 0
         self.cached_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s = generation.arrived_s
-        self.role_sent = False
-        self.tokens_sent = 0
-        self.end_sent = False
+
+    def restart(self) -> None:
+        """Forget the answer so far, of which nothing was sent. Its first token came when it came."""
+        unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.unsent_logprobs * LOGPROB_CHARS
+        self.generation.unsent_chars -= unsent_chars
+        self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
         """Take the engine's new tokens. Returns how many count (those after a stop string do not).
@@ -180,7 +195,8 @@ class Choice:
         return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
 
     def take_text(self) -> str:
-        """Return the text not sent yet, now counted as sent."""
+        """Return the text not sent yet, now counted as sent. Every event to the client has it, if only as ""."""
+        self.generation.note_sent()
         return self._take(self.text)
 
     def take_reasoning(self) -> str:
@@ -229,6 +245,9 @@ class Generation:
         self.streaming = streaming
         self.every_token = every_token
         self.terms = current_terms()
+        self.priority = 0  # of its messages to the engine
+        self.has_sent = False  # output to its client
+        self.is_retried = False
         self.waiting: Waiting | None = None  # from its admission on
         self.choices: list[Choice] = []
         self.open_choices = 0
@@ -266,6 +285,13 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens of all choices that the prefix cache held."""
         return sum(choice.cached_tokens for choice in self.choices)
+
+    def note_sent(self) -> None:
+        """Note that output goes to the client: the request cannot be retried, so no prompt is needed again."""
+        if not self.has_sent:
+            self.has_sent = True
+            for choice in self.choices:
+                choice.prompt_token_ids = b""
 
     def wake(self) -> None:
         """Wake the request handler: there is output to send, or the end. Several calls wake it once."""

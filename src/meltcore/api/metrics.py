@@ -86,6 +86,7 @@ _MODEL_COUNTERS = (
     ("requests_accepted", "accepted", "Requests submitted to an engine"),
     ("requests_finished", "finished", "Requests with a complete response"),
     ("requests_aborted", "aborted", "Requests ended by the client or by a limit"),
+    ("requests_retried", "retried", "Requests sent to another replica, as theirs was lost"),
     ("requests_failed", "failed", "Requests ended by an error of an engine or an API server"),
 )
 

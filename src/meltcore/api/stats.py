@@ -56,6 +56,7 @@ _PROCESS_COLUMNS = (
 _KEY_COLUMNS = ("requests_s", "tokens_s", "refused")  # the first two, in row 0: when its buckets are full again
 _MODEL_COLUMNS = (
     *("accepted", "finished", "aborted", "failed", "in_flight", "in_flight_peak", "waiting_prompt_tokens"),
+    "retried",
     *("success_stop", "success_length", "prompt_tokens", "generation_tokens"),
     *(f"rejected_{reason}" for reason in REJECTIONS),
     *("queue_requests", "queue_virtual", "queue_alive_s"),  # the last two: see FairQueue

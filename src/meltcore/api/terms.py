@@ -28,7 +28,7 @@ class RequestTerms:
     A request may need several models in turn, as speech to speech does; `waits` has one entry for each.
     """
 
-    __slots__ = ("key", "priority_class", "span", "timeout_s", "waits")
+    __slots__ = ("key", "priority_class", "retries", "span", "timeout_s", "waits")
 
     def __init__(
         self, key: ApiKey | None = None, priority_class: PriorityClass | None = None, timeout_s: float | None = None
@@ -37,6 +37,7 @@ class RequestTerms:
         self.priority_class = priority_class
         self.timeout_s = timeout_s
         self.waits: list[Waiting] = []
+        self.retries = 0  # on other replicas, after the death of the first
         self.span: RequestSpan | None = None  # where traces are on
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
@@ -84,6 +85,8 @@ class RequestTerms:
             fields["task"] = ",".join(waiting.task for waiting in self.waits)
             fields["class"] = self.waits[0].priority_class
             fields["queue_wait_s"] = round(sum(waiting.wait_s for waiting in self.waits), 6)
+        if self.retries:
+            fields["retries"] = self.retries
         return fields
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from meltcore.audio.pool import AudioWorkers
 from meltcore.backends.engine_backend import EngineBackend
 from meltcore.config import ModelConfig
 from meltcore.errors import ConfigError, RequestError
+from meltcore.protocol.engines import ToEngine
 
 # Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.
 _MAX_UPLOADS_BYTES = 2**30
@@ -30,11 +32,15 @@ _RUNNING_REQUESTS = 64
 
 @dataclass(eq=False)
 class Place:
-    """A request's place in the queue, and at a replica once its turn has come."""
+    """A request's place in the queue, and at a replica once its turn has come. `error`: of one that has ended."""
 
     waiting: Waiting
     turn: asyncio.Future[None]
+    upload_bytes: int
+    terms: RequestTerms
     replica: int = 0
+    is_retried: bool = False
+    error: RequestError | None = None
 
     @property
     def priority(self) -> int:
@@ -110,11 +116,40 @@ class AudioBackend(EngineBackend):
             self.stats.set("in_flight", len(self._places))
             self._queue.ended(place.waiting, place.waiting.cost)
 
-    def end_waiting(self, error: RequestError, replica: int | None) -> None:
-        """End the requests that wait for their turn, which are no replica's."""
+    def end_places(self, error: RequestError, replica: int | None) -> None:
+        """End the requests that wait for their turn, which are no replica's, and the next messages of the others."""
         for place in self._places:
+            if not place.waiting.is_held and replica in (None, place.replica):
+                place.error = error
             if replica is None and not place.turn.done():
                 place.turn.set_exception(error)
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
+        for place in self._places:
+            if place.waiting.is_held or place.replica != replica or place.is_retried or not self.can_retry(place):
+                continue
+            place.is_retried = True
+            place.terms.retries += 1
+            self.stats.add("retried")
+            self.stats.unassign(replica, place.upload_bytes)
+            place.replica = min(others, key=self.stats.open_tokens)
+            self.stats.assign(place.replica, place.upload_bytes)
+            self.send_again(place, replica)
+
+    @abstractmethod
+    def can_retry(self, place: Place) -> bool:
+        """Return whether the client gets the same answer where the work in progress begins again."""
+
+    @abstractmethod
+    def send_again(self, place: Place, lost_replica: int) -> None:
+        """Send what is in progress of a request to its new replica; `lost_replica` may be out of reach only."""
+
+    def send_for(self, place: Place, message: ToEngine) -> None:
+        """Send a message to the replica of a request. Raises RequestError where that is lost."""
+        if place.error is not None:
+            raise place.error
+        self._send(message, place.replica)
 
     def _admit(self, upload_bytes: int, units: float, terms: RequestTerms) -> Place:
         """Count a request that begins. Raises RequestError (429, 503)."""
@@ -144,7 +179,7 @@ class AudioBackend(EngineBackend):
 
         priority_class = terms.class_of(self.config.priority_class)
         waiting = Waiting(priority_class, start, units=units, cost=max(1.0, units))
-        place = Place(waiting, asyncio.get_running_loop().create_future())
+        place = Place(waiting, asyncio.get_running_loop().create_future(), upload_bytes, terms)
         self._queue.admit(waiting, accept)
         return place
 

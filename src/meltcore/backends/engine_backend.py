@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -42,6 +42,13 @@ class EngineBackend(ABC):
         """End every open request, or every one of `replica`, with an error."""
 
     @abstractmethod
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each.
+
+        Their ids stay, so what the lost one still sends of them is to be dropped.
+        """
+
+    @abstractmethod
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
@@ -54,15 +61,22 @@ class EngineBackend(ABC):
         self.stats.set_connected(replica, True)
 
     def _on_lost(self, replica: int, reason: str) -> None:
-        """End the requests of an engine on another machine: what it has sent may be lost with its connection."""
-        self.end_all(RequestError(reason, status=500, code="engine_lost"), "failed", replica)
+        """Retry or end the requests of an engine on another machine: what it has sent may be lost."""
+        self._retry_or_end(replica, reason, "engine_lost", replica)
+
+    def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
+        """Retry the requests of a lost replica where another one is ready; end the rest, or those of all (None)."""
+        others = [each for each in self.stats.live_replicas() if each != replica]
+        if others:
+            self.retry(replica, others)
+        self.end_all(RequestError(message, status=503, code=code), "failed", ended)
 
     def replica_ended(self, replica: int, message: str) -> None:
-        """Fail every open request of a replica whose engine has died or was stopped, and close its sockets."""
+        """Retry or end the requests of a replica whose engine has died or was stopped, and close its sockets."""
         self.stats.set_connected(replica, False)
         # With the last one also those end that wait for a turn, unless they wait for a model that sleeps.
         ended = replica if self.stats.live_replicas() or self.stats.is_asleep else None
-        self.end_all(RequestError(message, status=500, code="engine_dead"), "failed", ended)
+        self._retry_or_end(replica, message, "engine_dead", ended)
         for profiled_replica, waiter in self._profiles:
             if profiled_replica == replica and not waiter.done():
                 waiter.set_exception(EngineDeadError(message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meltcore.api.admission import Admission
@@ -102,6 +103,12 @@ class LocalEngine(EngineBackend):
         self._requests.end_all(error, outcome, replica)
         if self._translations is not None:
             self._translations.end_all(error, outcome, replica)
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
+        self._requests.retry(replica, others)
+        if self._translations is not None:
+            self._translations.retry(replica, others)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""

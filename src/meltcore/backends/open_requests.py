@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -70,28 +70,51 @@ class OpenRequests:
 
         Without a living one, to the first: the message of its death, which is on its way, ends the request.
         """
+        generation.priority = priority
         for choice in generation.choices:
-            choice.replica = min(self._stats.live_replicas() or [0], key=self._stats.open_tokens)
-            choice.is_started = True
-            self._stats.assign(choice.replica, choice.max_total_tokens)
-            self._send(
-                AddRequest(
-                    request_id=choice.request_id,
-                    prompt_token_ids=choice.prompt_token_ids,
-                    sampling=_without_stop_strings(choice.params),
-                    priority=priority,
-                    arrived_s=generation.arrived_s,
-                ),
-                choice.replica,
-            )
+            self._send_to(choice, self._stats.live_replicas() or [0])
+
+    def _send_to(self, choice: Choice, replicas: Sequence[int]) -> None:
+        generation, prompt_token_ids = choice.generation, choice.prompt_token_ids
+        choice.replica = min(replicas, key=self._stats.open_tokens)
+        choice.is_started = True
+        self._stats.assign(choice.replica, choice.max_total_tokens)
+        self._send(
+            AddRequest(
+                request_id=choice.request_id,
+                prompt_token_ids=prompt_token_ids,
+                sampling=_without_stop_strings(choice.params),
+                priority=generation.priority,
+                arrived_s=generation.arrived_s,
+            ),
+            choice.replica,
+        )
+        if self._stats.replicas == 1 or generation.is_retried:
             choice.prompt_token_ids = b""  # the engine has them; for 10,000 requests a second copy takes much memory
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
+        lost: dict[Generation, list[Choice]] = {}
+        for choice in self._open.values():
+            generation = choice.generation
+            if choice.is_started and choice.replica == replica and not (generation.has_sent or generation.is_retried):
+                lost.setdefault(generation, []).append(choice)
+        for generation, choices in lost.items():
+            generation.is_retried = True
+            generation.terms.retries += 1
+            self._send(AbortRequests([choice.request_id for choice in choices]), replica)  # it may be out of reach only
+            for choice in choices:
+                self._stats.unassign(replica, choice.max_total_tokens)
+                self._stats.add("retried")
+                choice.restart()
+                self._send_to(choice, others)
 
     def on_step(self, step: StepOutputs, replica: int = 0) -> None:
         """Give each choice its new tokens. Outputs of requests that have ended here already are dropped."""
         self._stats.record_step(step.stats, step.step_ended_s, replica)
         for output in step.outputs:
             choice = self._open.get(output.request_id)
-            if choice is None:
+            if choice is None or choice.replica != replica:  # also of one that was lost, and is within reach again
                 continue
             try:
                 self._on_output(choice, output, step.step_ended_s)

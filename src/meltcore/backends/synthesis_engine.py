@@ -16,9 +16,9 @@ from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.api.task_backends import SpokenPart, SynthesisRequest
 from meltcore.api.terms import current_terms
 from meltcore.audio.encode import missing_package
-from meltcore.audio.encoders import AudioEncoders
+from meltcore.audio.encoders import AudioEncoders, EncodedFile
 from meltcore.audio.messages import DecodedClip
-from meltcore.backends.audio_backend import AudioBackend
+from meltcore.backends.audio_backend import AudioBackend, Place
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.protocol.engines import FromEngine, shared_stats
@@ -41,10 +41,13 @@ _ENDED = {
 
 @dataclass
 class _OpenSpeech:
-    """A text in the engine: its replica, and the results that have come, or the error that ends it."""
+    """A text in the engine: the results that have come, or the error that ends it; None: they begin again."""
 
-    replica: int
-    results: asyncio.Queue[Synthesized | RequestError] = field(default_factory=asyncio.Queue)
+    place: Place
+    message: Synthesize
+    has_sent: bool = False  # speech to its client
+    is_ended: bool = False  # in the engine, by its last result
+    results: asyncio.Queue[Synthesized | RequestError | None] = field(default_factory=asyncio.Queue)
 
 
 class SynthesisEngine(AudioBackend):
@@ -86,10 +89,23 @@ class SynthesisEngine(AudioBackend):
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
         """End every open request, or every one of `replica`, with an error."""
-        self.end_waiting(error, replica)
+        self.end_places(error, replica)
         for speech in self._speeches.values():
-            if replica is None or speech.replica == replica:
+            if replica is None or speech.place.replica == replica:
                 speech.results.put_nowait(error)
+
+    def can_retry(self, place: Place) -> bool:
+        """Return whether no speech of a request was sent to its client."""
+        return not any(speech.has_sent for speech in self._speeches.values() if speech.place is place)
+
+    def send_again(self, place: Place, lost_replica: int) -> None:
+        """Send a text that is being spoken to the new replica of its request, which begins it again."""
+        for name, speech in self._speeches.items():
+            if speech.place is place:
+                self._drop_results(speech)
+                speech.results.put_nowait(None)
+                self._send(AbortRequests([name]), lost_replica)
+                self._send(speech.message, place.replica)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
@@ -97,7 +113,9 @@ class SynthesisEngine(AudioBackend):
             self._server_stats.record_cpu_time()
             self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
             for result in message.outputs:
-                if (speech := self._speeches.get(result.request_id)) is not None:
+                speech = self._speeches.get(result.request_id)
+                # What a lost replica sends of a text that another one speaks is dropped.
+                if speech is not None and speech.place.replica == replica:
                     self._add(speech, result)
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
@@ -137,44 +155,67 @@ class SynthesisEngine(AudioBackend):
                 seed=request.seed,
                 num_steps=request.num_steps or 0,
             )
-            return await self._speak(message, request, ready.sample_rate, place.replica, on_part)
+            return await self._speak(message, request, ready.sample_rate, place, on_part)
 
     async def _speak(
         self,
         message: Synthesize,
         request: SynthesisRequest,
         sample_rate: int,
-        replica: int,
+        place: Place,
         on_part: Callable[[SpokenPart], Awaitable[None]],
     ) -> float:
-        """Send a text to a replica, and encode its chunks as they come."""
-        speech = self._speeches[message.request_id] = _OpenSpeech(replica)
-        self._send(message, replica)
-        num_bytes, is_last = 0, False
+        """Send a text to a replica, and encode its chunks as they come; again from the first where it is retried."""
+        self.send_for(place, message)
+        speech = self._speeches[message.request_id] = _OpenSpeech(place, message)
+        num_bytes = None
         try:
-            async with self._encoders.open(request.response_format, sample_rate, is_whole=request.is_whole) as file:
-                while not is_last:
-                    result = await speech.results.get()
-                    if isinstance(result, RequestError):
-                        raise result
-                    self._waiting_bytes -= len(result.samples)
-                    is_last = result.finish_reason is not None
-                    if result.finish_reason in _ENDED:
-                        reason, status, code = _ENDED[result.finish_reason]
-                        raise RequestError(result.error or reason, status=status, code=code)
-                    num_bytes += len(result.samples)
-                    data = await file.add(result.samples, is_last=is_last)
-                    if data or is_last:
-                        await on_part(SpokenPart(data, is_last))
+            while num_bytes is None:
+                async with self._encoders.open(request.response_format, sample_rate, is_whole=request.is_whole) as file:
+                    num_bytes = await self._encode(speech, file, on_part)
             return num_bytes / _SAMPLE_BYTES / sample_rate
         finally:
             del self._speeches[message.request_id]
-            while not speech.results.empty():
-                left = speech.results.get_nowait()
-                self._waiting_bytes -= 0 if isinstance(left, RequestError) else len(left.samples)
-                is_last = is_last or (isinstance(left, Synthesized) and left.finish_reason is not None)
-            if not is_last and not self.stats.is_dead(replica):
-                self._send(AbortRequests([message.request_id]), replica)
+            if not (self._drop_results(speech) or speech.is_ended or self.stats.is_dead(place.replica)):
+                self._send(AbortRequests([message.request_id]), place.replica)
+
+    async def _encode(
+        self, speech: _OpenSpeech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> int | None:
+        """Encode the chunks of a text as they come. Returns the bytes of its samples; None: it begins again."""
+        num_bytes, place = 0, speech.place
+        while not speech.is_ended:
+            replica = place.replica
+            result = await speech.results.get()
+            if result is None:
+                return None
+            if isinstance(result, RequestError):
+                raise result
+            self._waiting_bytes -= len(result.samples)
+            if result.finish_reason in _ENDED:
+                speech.is_ended = True
+                reason, status, code = _ENDED[result.finish_reason]
+                raise RequestError(result.error or reason, status=status, code=code)
+            num_bytes += len(result.samples)
+            is_last = result.finish_reason is not None
+            data = await file.add(result.samples, is_last=is_last)
+            if place.replica != replica:
+                continue  # the mark that it begins again waits in the queue
+            speech.is_ended = is_last
+            if data or is_last:
+                speech.has_sent = True
+                await on_part(SpokenPart(data, is_last))
+        return num_bytes
+
+    def _drop_results(self, speech: _OpenSpeech) -> bool:
+        """Drop the results that wait; returns whether the last one was among them."""
+        is_ended = False
+        while not speech.results.empty():
+            result = speech.results.get_nowait()
+            if isinstance(result, Synthesized):
+                self._waiting_bytes -= len(result.samples)
+                is_ended = is_ended or result.finish_reason is not None
+        return is_ended
 
     async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:
         """Return the float32 samples of an uploaded reference. Raises RequestError (400)."""

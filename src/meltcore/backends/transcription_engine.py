@@ -39,9 +39,13 @@ def estimated_audio_s(data: bytes) -> float:
 
 
 class _OpenClip(NamedTuple):
-    """A clip in the engine: its replica, and the future of its transcript."""
+    """A clip in the engine: the place of its request, what was sent, and the future of its transcript.
 
-    replica: int
+    Where there is no other replica, nothing is kept of what was sent: a request has up to 15 MB of it.
+    """
+
+    place: Place
+    message: Transcribe | None
     done: asyncio.Future[Transcript]
 
 
@@ -74,10 +78,22 @@ class TranscriptionEngine(AudioBackend):
 
     def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
         """End every open request, or every one of `replica`, with an error."""
-        self.end_waiting(error, replica)
+        self.end_places(error, replica)
         for clip in self._clips.values():
-            if (replica is None or clip.replica == replica) and not clip.done.done():
+            if (replica is None or clip.place.replica == replica) and not clip.done.done():
                 clip.done.set_exception(error)
+
+    def can_retry(self, place: Place) -> bool:  # noqa: ARG002 - of no clip a part is sent
+        """Return True: only clips without a transcript are sent again, so words that were streamed stay."""
+        return True
+
+    def send_again(self, place: Place, lost_replica: int) -> None:
+        """Send the clips of a request that have no transcript yet to its new replica."""
+        lost = [(name, clip) for name, clip in self._clips.items() if clip.place is place and not clip.done.done()]
+        self._send(AbortRequests([name for name, _ in lost]), lost_replica)
+        for _, clip in lost:
+            assert clip.message is not None
+            self._send(clip.message, place.replica)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
@@ -86,7 +102,8 @@ class TranscriptionEngine(AudioBackend):
             self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
             for transcript in message.outputs:
                 clip = self._clips.get(transcript.request_id)
-                if clip is not None and not clip.done.done():
+                # What a lost replica sends of a clip that another one works on is dropped.
+                if clip is not None and not clip.done.done() and clip.place.replica == replica:
                     clip.done.set_result(transcript)
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
@@ -162,7 +179,6 @@ class TranscriptionEngine(AudioBackend):
         place: Place,
     ) -> tuple[str, asyncio.Future[Transcript]]:
         done: asyncio.Future[Transcript] = asyncio.get_running_loop().create_future()
-        self._clips[clip_id] = _OpenClip(place.replica, done)
         # Silence fills up the last clip of a file, which may be too short for the model.
         padding = bytes(max(0, 2 * ready.min_samples - len(samples)))
         decoder: Literal["ctc", "rnnt"] = "ctc" if request.decoder == "ctc" else "rnnt"
@@ -174,7 +190,8 @@ class TranscriptionEngine(AudioBackend):
             priority=place.priority,
             arrived_s=time.monotonic(),
         )
-        self._send(message, place.replica)
+        self.send_for(place, message)
+        self._clips[clip_id] = _OpenClip(place, message if self.stats.replicas > 1 else None, done)
         return clip_id, done
 
     async def _read(

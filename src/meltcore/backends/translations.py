@@ -14,7 +14,7 @@ from meltcore.api.protocol import TranslateRequest
 from meltcore.api.request_queue import ENGINE_PRIORITY, EQUAL_SHARES, RequestQueue
 from meltcore.api.stats import ModelStats
 from meltcore.api.task_backends import TranslatedTexts
-from meltcore.api.terms import current_terms
+from meltcore.api.terms import RequestTerms, current_terms
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import Checkpoint
@@ -76,8 +76,11 @@ class _Job:
     done: asyncio.Future[None]
     arrived_s: float
     outputs: list[list[int] | None]
-    open_ids: set[str] = field(default_factory=set)
+    open_ids: dict[str, None] = field(default_factory=dict)  # in the order of the sentences
     waiting: Waiting | None = None  # from its admission on
+    priority: int = 0  # of its messages to the engine
+    terms: RequestTerms = field(default_factory=current_terms)
+    is_retried: bool = False
 
 
 @dataclass(eq=False)
@@ -86,7 +89,7 @@ class _OpenSentence:
 
     job: _Job
     index: int
-    source_tokens: int
+    token_ids: list[int]
     cost: int
     replica: int | None = None  # once it is started
 
@@ -197,7 +200,8 @@ class Translations:
         self._stats.record_step(shared_stats(step.stats), step.step_ended_s, replica)
         for output in step.outputs:
             sentence = self._open.get(output.request_id)
-            if sentence is not None and output.finish_reason is not None:
+            # What a lost replica sends of a sentence that another one works on is dropped.
+            if sentence is not None and sentence.replica == replica and output.finish_reason is not None:
                 self._on_output(sentence, output)
 
     def end_all(self, error: RequestError, outcome: str, replica: int | None = None) -> None:
@@ -224,22 +228,21 @@ class Translations:
         job = _Job(asyncio.get_running_loop().create_future(), arrived_s, [None] * len(sentences))
         self._live_replicas()
         priority_class = current_terms().class_of(self._priority_class)
-        messages: dict[str, list[int]] = {}
+        job.priority = ENGINE_PRIORITY[priority_class]
 
         def accept() -> None:
             for index, sentence in enumerate(sentences):
                 sentence_id = f"{request_id}-{next(self._counter)}"
-                num_tokens = len(sentence.token_ids)
-                self._open[sentence_id] = _OpenSentence(job, index, num_tokens, num_tokens + self.engine.max_new_tokens)
-                job.open_ids.add(sentence_id)
-                messages[sentence_id] = sentence.token_ids
-            self._stats.add("waiting_prompt_tokens", sum(map(len, messages.values())))
+                cost = len(sentence.token_ids) + self.engine.max_new_tokens
+                self._open[sentence_id] = _OpenSentence(job, index, sentence.token_ids, cost)
+                job.open_ids[sentence_id] = None
+            self._stats.add("waiting_prompt_tokens", sum(len(sentence.token_ids) for sentence in sentences))
             self._stats.add("accepted", len(sentences))
             self._stats.set_in_flight(len(self._open))
 
         job.waiting = Waiting(
             priority_class,
-            lambda: self._start(job, messages, ENGINE_PRIORITY[priority_class]),
+            lambda: self._start(job),
             requests=len(sentences),
             units=num_chars,
             cost=num_chars,
@@ -247,15 +250,35 @@ class Translations:
         self._queue.admit(job.waiting, accept)
         return job
 
-    def _start(self, job: _Job, messages: dict[str, list[int]], priority: int) -> None:
+    def _start(self, job: _Job) -> None:
         """Send each sentence to the replica with the least to do. Without a living one: see OpenRequests.start."""
-        for sentence_id, token_ids in messages.items():
-            sentence = self._open[sentence_id]
-            sentence.replica = min(self._stats.live_replicas() or [0], key=self._stats.open_tokens)
-            self._stats.assign(sentence.replica, sentence.cost)
-            message = Translate(request_id=sentence_id, token_ids=token_ids, priority=priority, arrived_s=job.arrived_s)
-            self._send(message, sentence.replica)
-        messages.clear()
+        for sentence_id in job.open_ids:
+            self._send_to(sentence_id, self._stats.live_replicas() or [0])
+
+    def _send_to(self, sentence_id: str, replicas: Sequence[int]) -> None:
+        sentence = self._open[sentence_id]
+        job = sentence.job
+        sentence.replica = min(replicas, key=self._stats.open_tokens)
+        self._stats.assign(sentence.replica, sentence.cost)
+        message = Translate(
+            request_id=sentence_id, token_ids=sentence.token_ids, priority=job.priority, arrived_s=job.arrived_s
+        )
+        self._send(message, sentence.replica)
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send the sentences of a lost replica to others, once for each request; none has sent anything."""
+        jobs = {id(each.job): each.job for each in self._open.values() if each.replica == replica}
+        for job in jobs.values():
+            if job.is_retried:
+                continue
+            job.is_retried = True
+            job.terms.retries += 1
+            ids = [sentence_id for sentence_id in job.open_ids if self._open[sentence_id].replica == replica]
+            self._send(AbortRequests(ids), replica)  # it may be out of reach only
+            for sentence_id in ids:
+                self._stats.unassign(replica, self._open[sentence_id].cost)
+                self._stats.add("retried")
+                self._send_to(sentence_id, others)
 
     def _on_output(self, sentence: _OpenSentence, output: Translated) -> None:
         job = sentence.job
@@ -267,7 +290,7 @@ class Translations:
         job.outputs[sentence.index] = list(output.token_ids)
         stats = self._stats
         stats.add("generation_tokens", len(output.token_ids))
-        stats.add("prompt_tokens", sentence.source_tokens)
+        stats.add("prompt_tokens", len(sentence.token_ids))
         stats.add("success_stop")
         stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - job.arrived_s)
         if output.times is not None:
@@ -294,8 +317,8 @@ class Translations:
 
     def _close(self, sentence_id: str, outcome: str) -> None:
         sentence = self._open.pop(sentence_id)
-        sentence.job.open_ids.discard(sentence_id)
-        self._stats.add("waiting_prompt_tokens", -sentence.source_tokens)
+        sentence.job.open_ids.pop(sentence_id, None)
+        self._stats.add("waiting_prompt_tokens", -len(sentence.token_ids))
         if sentence.replica is not None:
             self._stats.unassign(sentence.replica, sentence.cost)
         self._stats.add(outcome)

@@ -256,11 +256,11 @@ class ServedModel:
         subject = self.describe(replica.index, "the engine")
         if was_serving:
             self.log("engine_died", replica, why=reason, open_requests=num_failed)
-            survivors_note = ""
-            if self.stats.replicas > 1:
-                num_live = len(self.stats.live_replicas())
-                survivors_note = f"; {num_live} of {self.stats.replicas} replicas go on without it"
-            text = f"{subject} has died: {reason}; {num_failed} open requests failed{survivors_note}"
+            ended, num_live, num_replicas = "failed", len(self.stats.live_replicas()), self.stats.replicas
+            if num_replicas > 1:
+                ended = "are retried or failed" if num_live else ended
+                ended += f"; {num_live} of {num_replicas} replicas go on without it"
+            text = f"{subject} has died: {reason}; {num_failed} open requests {ended}"
             self._parts.report(replica.note_end(text))
         elif policy is not None:
             self._parts.log.write("engine_failed", model=self.name, replica=replica.index, why=reason)
