@@ -1,6 +1,6 @@
 """A fleet on a GPU that is too small for it: models take turns in its memory, or run on the CPU, and all must answer.
 
-The fleet is the written one with random weights, or FLEET, with the changes of the nearest plan that leaves context and
+The fleet is the written one with random weights, or FLEET, with the changes of a plan that leave context and
 concurrency as they are. Each round sends one request to each model, one after another, so every sleeping model is woken
 for its own. The time of a request is that to its whole answer; "woken" is one whose model slept when it was sent.
 The GPU's used bytes are read after each answer.
@@ -26,7 +26,6 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-import yaml
 from bench_output import Row, Target, need_gpu, write_result
 from plan_memory import GIB, LIMIT_S, POLL_S, dummy_fleet, running_fleet, used_bytes
 
@@ -34,8 +33,10 @@ from meltcore.fleet.admin import call_admin
 from meltcore.fleet.context_memory import find_contexts
 from meltcore.fleet.daemon import running
 from meltcore.fleet.machine import read_machine
+from meltcore.fleet.nearest import apply_changes
 from meltcore.fleet.plan import plan_fleet
 from meltcore.protocol.fleet_file import load_fleet
+from meltcore.results.fleet_plan import has_smaller_settings
 
 CLIP_S, CLIP_RATE = 10.0, 16000
 SETTLED = ("ready", "sleeping", "failed")
@@ -75,15 +76,10 @@ def apply_nearest(fleet: dict[str, Any], path: Path) -> tuple[str, ...]:
         return ()
     if nearest is None:
         raise SystemExit(f"no plan fits in {sizes[0] / GIB:.1f} GiB")
-    changes = nearest.whole_changes or nearest.changes
-    for line in changes:
-        key, _, value = line.partition(" (was ")[0].partition(": ")
-        section, *names = key.split(".")
-        target = fleet.setdefault(section, {})
-        for name in names[:-1]:
-            target = target[name]
-        target[names[-1]] = yaml.safe_load(value)
-        print(line, flush=True)
+    is_whole = not has_smaller_settings(nearest.changes) or not nearest.other_changes
+    changes = nearest.changes if is_whole else nearest.other_changes
+    apply_changes(fleet, changes)
+    print("\n".join(changes), flush=True)
     return changes
 
 

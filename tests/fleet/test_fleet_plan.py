@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
+import msgspec
 import plan_picture
 import pytest
 import yaml
@@ -14,12 +16,17 @@ from hypothesis import strategies as st
 
 from meltcore.cli import fleet as fleet_command
 from meltcore.cli import main
+from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
+from meltcore.fleet import needs
 from meltcore.fleet.context_memory import ASSUMED, context_table, find_contexts
 from meltcore.fleet.from_spec import server_config
+from meltcore.fleet.nearest import changed_text
+from meltcore.fleet.needs import named_needs
 from meltcore.fleet.plan import GIB, Engine, Gpu, place, plan_fleet, with_plan
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
+from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 from meltcore.protocol.machine import Machine, VisibleGpu
 
 CONTEXT_BYTES, DRIVER_BYTES = ASSUMED.process_bytes("generation"), ASSUMED.driver_bytes
@@ -116,7 +123,7 @@ def test_nearest_plan_fits_and_says_its_changes() -> None:
     plan, nearest = plan_fleet(parse_fleet(MODELS), [24 * GIB])
     assert plan is None
     assert nearest is not None
-    assert any(change.startswith("models.gemma.max_num_seqs: ") for change in nearest.changes)
+    assert "models.gemma.residency: sleepable (was always_on)" in nearest.changes
     assert all(gpu.used_bytes <= gpu.total_bytes for gpu in nearest.gpus)
     assert plan_fleet(parse_fleet(MODELS), [4 * GIB], host_bytes=16 * GIB) == (None, None)
 
@@ -146,11 +153,96 @@ def test_changes_of_the_nearest_plan_are_enough_and_none_is_in_vain(card: int, h
     if found is None:
         assert plan is not None or card < 22
         return
-    for lines in filter(None, (found.changes, found.whole_changes)):
+    for lines in filter(None, (found.changes, found.other_changes)):
         assert fits(changed(MODELS, lines))
+        assert changed_text(MODELS, lines).endswith(changed(MODELS, lines))
         for line in lines:
             assert not fits(changed(MODELS, [each for each in lines if each != line])), f"{line} is not needed"
-    assert not any(".max_" in line for line in found.whole_changes)
+    if any(".max_" in line for line in found.changes):
+        assert not any(".max_" in line for line in found.other_changes)
+
+
+def kept(spec: FleetSpec, changes: Sequence[str]) -> list[float]:
+    """What a nearest plan keeps, the most important first: GPUs, contexts, concurrency, models awake; by class."""
+    after = parse_fleet(changed(str(yaml.safe_dump(msgspec.to_builtins(spec))), changes)).models
+    classes = ("interactive", "standard", "batch")
+    names = sorted(after, key=lambda name: (classes.index(after[name].priority), after[name].task == "generation"))
+    return [
+        *(after[name].device != "cpu" for name in names),
+        *(after[name].max_model_len or 0 for name in names),
+        *(after[name].max_num_seqs or 0 for name in names),
+        *(after[name].residency == "always_on" for name in names),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host_bytes", [None, 40 * GIB])
+def test_nearest_plan_of_the_written_fleet_keeps_no_less_on_a_larger_card(
+    host_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, EngineNeeds] = {}
+
+    def known_needs(name: str, model: ModelSection) -> EngineNeeds:
+        if (key := f"{name} {model}") not in known:
+            known[key] = named_needs(name, model)
+        return known[key]
+
+    monkeypatch.setattr(needs, "named_needs", known_needs)  # the sizes of the grid need the same engines
+    spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))
+    before: list[float] = []
+    for size in range(20, 100, 2):
+        plan, found = plan_fleet(spec, [size * GIB], contexts=context_table()[0], host_bytes=host_bytes)
+        if plan is None and found is None:
+            assert not before
+            continue
+        now = kept(spec, found.changes if found is not None else ())
+        assert now >= before, f"{size} GiB"
+        before = now
+    assert before == kept(spec, ())
+
+
+def test_written_fleet_takes_turns_before_it_gets_smaller() -> None:
+    """Within 36 GiB it had 1 of 8 sequences of 2,048 of 8,192 tokens, and four models on the CPU."""
+    spec = parse_fleet((resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8"))
+    _, found = plan_fleet(spec, [36 * GIB], contexts=context_table()[0])
+    assert found is not None
+    assert found.on_cpu == ("qwen3-30b-a3b",)
+    assert not any(".max_" in line for line in found.changes)
+    assert any(".max_num_seqs" in line for line in found.other_changes)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_plan_writes_the_changed_fleet(is_replaced: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fleet.yaml"
+    text = MODELS.replace("  qwen: {", "  qwen2.5: &small {").replace("4, residency: sleepable}", "4}")
+    file.write_text(f"# mine\n{text}  twin: *small\n")
+    target = file if is_replaced else tmp_path / "smaller.yaml"
+    options = ["--vram", "26", "--host-memory", "64"]
+    assert main.main(["plan", str(file), *options, "--write", str(target)]) == 1
+    assert f"written: {target}" in capsys.readouterr().out.replace("\n", " ").replace("  ", " ")
+    assert main.main(["plan", str(target), *options]) == 0
+    written, spec = load_fleet(target), parse_fleet(f"{text}  twin: *small\n")
+    _, found = plan_fleet(spec, [26 * GIB], host_bytes=64 * GIB)
+    assert found is not None
+    assert found.changes
+    assert written == parse_fleet(changed_text(f"{text}  twin: *small\n", found.changes))
+    assert written != spec
+    assert "# mine" not in target.read_text()
+    assert all(f": {line}\n" in target.read_text() for line in found.changes)
+
+
+def test_plan_writes_no_other_file_that_exists_and_none_where_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "fleet.yaml", tmp_path / "other.yaml"
+    file.write_text(MODELS)
+    other.write_text("mine")
+    assert main.main(["plan", str(file), "--vram", "26", "--write", str(other)]) == 2
+    assert "other.yaml exists already; name a new file, or" in capsys.readouterr().err
+    assert other.read_text() == "mine"
+    assert main.main(["plan", str(file), "--vram", "4", "--host-memory", "16", "--write", str(tmp_path / "no")]) == 1
+    assert "since no plan fits" in capsys.readouterr().out
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow
@@ -164,11 +256,12 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     text = file.read_text()
     row = context_table()[0]
     there = Machine((VisibleGpu(0, row.gpu, vram * GIB, row.driver_bytes),), row.driver, 128 * GIB)
-    with pytest.raises(ConfigError, match="Or, with context and concurrency as they are"):
+    with pytest.raises(ConfigError, match=r"Or, with (context and concurrency as|smaller settings, and fewer)"):
         FleetPlanner(file, there).config()
     _, found = plan_fleet(load_fleet(file), [vram * GIB], contexts=row, host_bytes=there.host_bytes)
     assert found is not None
-    for lines in (found.changes, found.whole_changes):
+    whole = [each for each in (found.changes, found.other_changes) if not any(".max_" in line for line in each)]
+    for lines in (found.changes, found.other_changes, *whole):
         file.write_text(changed(text, lines))
         assert main.main(["plan", str(file), "--vram", str(vram), "--host-memory", "128"]) == 0
         config = FleetPlanner(file, there).config()
@@ -187,8 +280,8 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     held_asleep = sum(plan.needs[name].asleep_bytes for name in asleep)
     assert held_asleep >= 64 * 2**20 * len(asleep)
     assert awake + room + contexts + held_asleep + row.driver_bytes == vram * GIB
-    whole = {name: (model.max_num_seqs, model.max_model_len) for name, model in parse_fleet(text).models.items()}
-    assert {n: (m.max_num_seqs, m.max_model_len) for n, m in load_fleet(file).models.items()} == whole
+    sizes = {name: (model.max_num_seqs, model.max_model_len) for name, model in parse_fleet(text).models.items()}
+    assert {n: (m.max_num_seqs, m.max_model_len) for n, m in load_fleet(file).models.items()} == sizes
 
 
 def test_what_fits_with_a_longer_context_fits_with_a_shorter_one() -> None:

@@ -15,6 +15,7 @@ EXAMPLES = """\
   meltcore plan fleet.yaml --vram 141             one GPU of 141 GiB
   meltcore plan fleet.yaml --vram 80,80           two GPUs of 80 GiB, as one fleet
   meltcore plan fleet.yaml --vram 141 --html plan.html
+  meltcore plan fleet.yaml --vram 80 --write fleet-80.yaml   write a fleet that fits 80 GiB
   meltcore plan fleet.yaml --ray auto             all nodes of the Ray cluster that this machine belongs to
 
 exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed), 2 an error
@@ -41,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
     )
     parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        help="Write the fleet with the changes of the nearest plan, without comments, as a new file. "
+        "FLEET itself is replaced where FILE names it.",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.report.html import write_page
 
     spec = load_fleet(args.fleet)
+    if args.write is not None:
+        _check_writable(args)
     if args.vram:
         (plan, nearest), others_bytes = _plan_for_sizes(spec, args.vram, args.host_memory), {}
     else:
@@ -67,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     print_page(page, Console())
     if args.html is not None:
         print(f"written: {write_page(Path(args.html), page)}")
+    if args.write is not None:
+        _write_fleet(args, plan or nearest)
     return 0 if plan is not None else 1
 
 
@@ -117,3 +128,30 @@ def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> "FoundPlan":
     if found.plan is None and found.nearest is None:  # no table would say what there is
         print_unplanned(does_not_fit(found, machine))
     return found
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """Raise ConfigError where --write names a file that exists and is not the fleet itself."""
+    from pathlib import Path
+
+    from meltcore.errors import ConfigError
+
+    file = Path(args.write)
+    if file.is_file() and not file.samefile(args.fleet):
+        raise ConfigError(f"--write: {file} exists already; name a new file, or {args.fleet} itself to replace it")
+
+
+def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> None:
+    """Write the fleet with the changes of its plan; nothing for None."""
+    from pathlib import Path
+
+    from meltcore.fleet.nearest import changed_text
+    from meltcore.results.files import write_atomic
+
+    if plan is None:
+        print(f"not written: {args.write}, since no plan fits")
+        return
+    file = Path(args.write)
+    text = changed_text(Path(args.fleet).read_text(encoding="utf-8"), plan.changes)
+    write_atomic(file, text.encode(), overwrite=file.is_file(), hint="name another file")
+    print(f"written: {file}")

@@ -1,19 +1,34 @@
-"""Finds the changes with which a fleet fits: fewer sequences, shorter contexts, sleep and the CPU, none in vain."""
+"""Finds the changes with which a fleet fits: sleep, fewer sequences, shorter contexts and the CPU, none in vain.
+
+The search begins with every change made and takes one after another back, the most important first, where the rest
+still fits. So a plan of more memory keeps all that counts more, and then at least as much of what counts less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import yaml
 
 from meltcore.fleet.needs import named_needs
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
+from meltcore.results.fleet_plan import has_smaller_settings
 
 _LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
 _PRIORITIES = ("batch", "standard", "interactive")
-_SIZES = (".max_num_seqs", ".max_model_len")
+# What counts most is first: what is taken back while the others are still changed.
+_SIZES_FIRST = ("device", "max_model_len", "max_num_seqs", "residency")
+_AWAKE_FIRST = ("device", "residency", "max_model_len", "max_num_seqs")
 _P = TypeVar("_P")
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
+    """Writes values that an alias stood for: models that shared a mapping may now differ."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
 
 
 class Fitting(NamedTuple):
@@ -23,23 +38,57 @@ class Fitting(NamedTuple):
     plan: Any
     changes: tuple[str, ...]
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether concurrency or contexts are changed."""
-        return any(field in line.partition(":")[0] for line in self.changes for field in _SIZES)
 
+def nearest(
+    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None]
+) -> tuple[Fitting, tuple[str, ...]] | tuple[None, tuple[()]]:
+    """Return the nearest fleet that fits, and the changes of another one; None and no changes where none fits.
 
-def nearest(spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], *, may_shrink: bool) -> Fitting | None:
-    """Return the first fleet in the order of changes that fits, less the changes that it does not need; None for none.
-
-    try_plan: returns the plan of a fleet that fits, else None. may_shrink: concurrency and contexts may be changed too.
+    try_plan: returns the plan of a fleet that fits, else None. The nearest keeps models on GPUs, then contexts, then
+    concurrency, then models awake. The other one leaves contexts and concurrency alone; where the nearest does too, it
+    has smaller ones for more models that stay awake.
     """
-    steps = _steps(spec, may_shrink)
+    found = _nearest(spec, try_plan, _SIZES_FIRST, may_shrink=True)
+    if found is None:
+        return None, ()
+    if has_smaller_settings(found.changes):
+        other = _nearest(spec, try_plan, _SIZES_FIRST, may_shrink=False)
+    else:
+        other = _nearest(spec, try_plan, _AWAKE_FIRST, may_shrink=True)
+    return found, other.changes if other is not None and other.changes != found.changes else ()
+
+
+def apply_changes(fleet: dict[str, Any], changes: Sequence[str]) -> None:
+    """Write lines `models.NAME.KEY: VALUE (was VALUE)` into the contents of a fleet.yaml."""
+    for line in changes:
+        path, _, value = line.partition(" (was ")[0].partition(": ")
+        section, _, key = path.rpartition(".")
+        parent, _, name = section.partition(".")  # a model's name may have dots
+        target = fleet.setdefault(parent, {}) if name else fleet
+        target[name or parent] = {**(target.get(name or parent) or {}), key: yaml.safe_load(value)}
+
+
+def changed_text(text: str, changes: Sequence[str]) -> str:
+    """Return the text of a fleet.yaml with changes: a comment lists them, those of the file are not kept."""
+    fleet = yaml.safe_load(text)
+    apply_changes(fleet, changes)
+    head = "".join(f"# changed by `meltcore plan --write`: {line}\n" for line in changes)
+    return head + str(yaml.dump(fleet, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def _nearest(
+    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str], *, may_shrink: bool
+) -> Fitting | None:
+    """Return the fleet that fits and keeps most in this order of fields; None for none.
+
+    may_shrink: concurrency and contexts may be changed too.
+    """
+    steps = reversed(list(_steps(spec, may_shrink)))  # all changes; where the host has too little for them, fewer
     found = next(((each, plan) for each in steps if (plan := try_plan(each)) is not None), None)
     if found is None:
         return None
     changed, plan = found
-    for each in _restored(spec, changed, try_plan):
+    for each in _restored(spec, changed, try_plan, order):
         changed, plan = each
     return Fitting(changed, plan, tuple(_differences(spec, changed)))
 
@@ -83,9 +132,12 @@ def _steps(spec: FleetSpec, may_shrink: bool) -> Iterator[FleetSpec]:
 
 
 def _restored(
-    original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None]
+    original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str]
 ) -> Iterator[tuple[FleetSpec, _P]]:
-    """Yield fleets that fit with one change after another taken back, those of urgent models first."""
+    """Yield fleets that fit with one change after another taken back, those of urgent models first.
+
+    In a class language models are last: one of them often takes as much as all others.
+    """
 
     def fits(**fields: Any) -> Iterator[tuple[FleetSpec, _P]]:
         nonlocal changed
@@ -94,8 +146,12 @@ def _restored(
             changed = candidate
             yield candidate, plan
 
-    names = sorted(original.models, key=lambda name: -_PRIORITIES.index(original.models[name].priority))
-    for field in ("device", "max_model_len", "residency", "max_num_seqs"):
+    def rank(name: str) -> tuple[int, bool]:
+        model = original.models[name]
+        return -_PRIORITIES.index(model.priority), model.task == "generation"
+
+    names = sorted(original.models, key=rank)
+    for field in order:
         for name in names:
             for value in _between(original.models[name], changed.models[name], field):
                 yield from fits(models={**changed.models, name: value})

@@ -98,8 +98,8 @@ class Host(NamedTuple):
 class Plan(NamedTuple):
     """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
 
-    changes: empty for the file as it is; sleeping: models that take turns. whole_changes: others that are enough too,
-    with concurrency and context as in the file.
+    changes: empty for the file as it is; sleeping: models that take turns. other_changes: others that are enough too,
+    either with concurrency and context as in the file, or with smaller ones and fewer turns.
     """
 
     gpus: tuple[Gpu, ...]
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
     contexts: ContextMemory
     hosts: tuple[Host, ...]
     changes: tuple[str, ...] = ()
-    whole_changes: tuple[str, ...] = ()
+    other_changes: tuple[str, ...] = ()
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
         """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
@@ -216,11 +216,10 @@ def plan_fleet(
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
-    found = nearest(spec, try_plan, may_shrink=True)
+    found, other_changes = nearest(spec, try_plan)
     if found is None:
         return None, None
-    whole = nearest(spec, try_plan, may_shrink=False) if found.shrinks else None
-    return None, found.plan._replace(changes=found.changes, whole_changes=whole.changes if whole else ())
+    return None, found.plan._replace(changes=found.changes, other_changes=other_changes)
 
 
 def empty_gpus(
@@ -393,7 +392,7 @@ def describe_plan(
         gpus=gpus,
         models=[_describe_model(spec, plan, name) for name in spec.models],
         changes=list(plan.changes),
-        whole_changes=list(plan.whole_changes),
+        other_changes=list(plan.other_changes),
         mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
         context_note=f"{plan.contexts.note} {plan.contexts.nccl_note}" if has_ranks else plan.contexts.note,
         hosts=[

@@ -25,6 +25,7 @@ from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
 from meltcore.protocol.machine import Machine, VisibleGpu
+from meltcore.results.fleet_plan import other_changes_text
 
 _GIB = 2**30
 
@@ -345,8 +346,8 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
     else:
         advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
-        if nearest.whole_changes:
-            advice += f". Or, with context and concurrency as they are: {'; '.join(nearest.whole_changes)}"
+        if nearest.other_changes:
+            advice += f". Or, {other_changes_text(nearest.other_changes)}: {'; '.join(nearest.other_changes)}"
     if found.kept:
         advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meltcore.report.charts import NUM_COLORS, stacked_bar
 from meltcore.report.page import Box, Cell, Column, Figure, Figures, Page, Row, Section, Table, Text, numeric_columns
-from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel
+from meltcore.results.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, other_changes_text
 
 _GIB = 2**30
 _NOTE = "Budgets are those of the engines' own memory plans."
@@ -31,9 +31,9 @@ def plan_page(plan: FleetPlan) -> Page:
     if plan.changes:
         lead = "Nearest plan that fits, which the tables show:"
         boxes = [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]
-        if plan.whole_changes:
-            lead = "Or these, with context and concurrency as they are:"
-            boxes.append(Box(style="unsure", title="Without smaller settings", lead=lead, items=plan.whole_changes))
+        if plan.other_changes:
+            lead = f"Or these, {other_changes_text(plan.other_changes)}:"
+            boxes.append(Box(style="unsure", title="Other changes", lead=lead, items=plan.other_changes))
         sections.insert(0, Section("", [*boxes]))
     return Page(
         title="Fleet plan",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -61,7 +63,7 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
 
-    whole_changes: others that are enough too, with concurrency and context as they are.
+    other_changes: others that are enough too, either with concurrency and context as they are, or with smaller ones.
     mig: each layout of MIG slices of the first GPU, and whether the engines fit into it; context_note: what is known
     of the memory of CUDA contexts and of the driver.
     """
@@ -71,7 +73,20 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[PlannedGpu]
     models: list[PlannedModel]
     changes: list[str]
-    whole_changes: list[str] = []
+    other_changes: list[str] = []
     mig: list[tuple[str, bool]]
     context_note: str
     hosts: list[PlannedHost] = []
+
+
+def has_smaller_settings(changes: Sequence[str]) -> bool:
+    """Return whether lines `models.NAME.KEY: VALUE` change concurrency or contexts."""
+    keys = [line.partition(": ")[0].rpartition(".")[2] for line in changes]
+    return "max_num_seqs" in keys or "max_model_len" in keys
+
+
+def other_changes_text(changes: Sequence[str]) -> str:
+    """Return what the other changes of a plan are for."""
+    if has_smaller_settings(changes):
+        return "with smaller settings, and fewer models that take turns"
+    return "with context and concurrency as they are"
