@@ -12,11 +12,14 @@ EXIT_DEVIATES, EXIT_NODE_FAILED = 1, 2
 
 def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None:
     """Add `--ray` and the time limit of a node, whose default is described by `default_limit`."""
-    from meltcore.options import number
+    from meltcore.options import not_empty, number
 
     group = parser.add_argument_group("several nodes")
     group.add_argument(
-        "--ray", metavar="ADDRESS", help="Run on all nodes of a Ray cluster and compare them: auto, local or HOST:PORT."
+        "--ray",
+        type=not_empty,
+        metavar="ADDRESS",
+        help="Run on all nodes of a Ray cluster and compare them: auto, local or HOST:PORT.",
     )
     group.add_argument(
         "--node-limit",

@@ -24,7 +24,7 @@ exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file, the sizes of GPUs and the page."""
-    from meltcore.options import number
+    from meltcore.options import not_empty, number
 
     def sizes(text: str) -> list[float]:
         return [number(float, exclusive_minimum=0, maximum=4096)(size) for size in text.split(",")]
@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--vram", type=sizes, metavar="GIB,...", help="Memory of each GPU in GiB (default: the GPUs of this machine)."
     )
-    machine.add_argument("--ray", metavar="ADDRESS", help="Plan for a Ray cluster: auto, local or HOST:PORT.")
+    machine.add_argument(
+        "--ray", type=not_empty, metavar="ADDRESS", help="Plan for a Ray cluster: auto, local or HOST:PORT."
+    )
     parser.add_argument(
         "--host-memory",
         type=number(float, exclusive_minimum=0, maximum=2**20),

@@ -13,9 +13,12 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file and the options of a fleet in the background."""
     from meltcore.cli.start_options import add_daemon_options
+    from meltcore.options import not_empty
 
     parser.add_argument("file", nargs="?", default="fleet.yaml", metavar="FILE", help="default: fleet.yaml")
-    parser.add_argument("--ray", metavar="ADDRESS", help="Start engines on a Ray cluster: auto, local or HOST:PORT.")
+    parser.add_argument(
+        "--ray", type=not_empty, metavar="ADDRESS", help="Start engines on a Ray cluster: auto, local or HOST:PORT."
+    )
     add_daemon_options(parser)
 
 

@@ -103,11 +103,13 @@ class Driver:
     async def _read_nodes(self, message: ReadNodes, after: asyncio.Task[None] | None) -> None:
         """Answer a question, once the one before it has its answer."""
         if after is not None:
-            await after
+            await asyncio.wait({after})
         try:
             self._answer(Nodes(await asyncio.to_thread(read_nodes, message.paths)))
         except MeltcoreError as error:
             self._answer(ClusterFailed(str(error)))
+        except Exception as error:  # of Ray: each question has an answer
+            self._answer(ClusterFailed(f"the nodes cannot be read: {type(error).__name__}: {error}"))
 
     async def _keep_engine(self, message: StartEngine) -> None:
         """Start an engine and wait until it has ended; answers how."""
@@ -126,6 +128,9 @@ class Driver:
             if is_gone:
                 reason = f"the node {message.node} is gone"
             ended = EngineEnded(message.engine, reason, no_room=is_gone and not was_started)
+        except Exception as error:  # of Ray; nothing says that the engine is at fault
+            reason = f"node {message.node}: {type(error).__name__}: {error}"
+            ended = EngineEnded(message.engine, reason, no_room=message.engine in self._starting)
         finally:
             self._starting.pop(message.engine, None)
             self._answer(ended)
@@ -154,6 +159,7 @@ class Driver:
             .remote()
         )
         output = asyncio.create_task(self._pass_output(message.engine, actor))
+        is_listening = False
         try:
             try:
                 async with asyncio.timeout(_READY_LIMIT_S):
@@ -167,10 +173,14 @@ class Driver:
             except TimeoutError:
                 reason = f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
                 return EngineEnded(message.engine, reason)
+            is_listening = True
             self._starting.pop(message.engine, None)
             self._answer(EngineListening(message.engine, host, listening, pid))
             return EngineEnded(message.engine, str(await actor.wait.remote()))
         finally:
+            # Ray leaves processes of an actor alone. One that does not listen yet has no server that it would miss.
+            if not is_listening:
+                actor.kill.remote()
             await self._close(message.engine, output)
 
     async def _pass_output(self, engine: int, actor: Any) -> None:

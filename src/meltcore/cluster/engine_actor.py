@@ -32,6 +32,7 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._is_killed = False
         # The engine inherits the locks of both folders: it may outlive the actor.
         self._folder = NodeFolder(f"engine-{secrets.token_hex(8)}")
         # A file, and no pipe: an engine that outlives the actor can print.
@@ -64,6 +65,8 @@ class EngineActor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.close()
+        if self._is_killed:  # before there was a process
+            self.kill()
         listening = await self._wait_listening(process)
         return host, listening, process.pid
 
@@ -111,7 +114,8 @@ class EngineActor:
             self._marks.close()
 
     def kill(self) -> None:
-        """End the process and its group now."""
+        """End the process and its group now, also one that is about to be started."""
+        self._is_killed = True
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
 

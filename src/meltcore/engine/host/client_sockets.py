@@ -35,6 +35,7 @@ LINGER_MS = 1000
 _FIRST_CLIENT_S = 60.0  # until the supervisor must have connected to an engine on another machine
 ORPHAN_S = 10.0  # without any connection, an engine on another machine ends: its server is gone or cannot reach it
 _WATCH_MS = 200
+_HANDSHAKE_MS = 5000  # for a connection to show its key
 _EXIT_ORPHANED = 4
 
 
@@ -126,6 +127,7 @@ class RemoteClients:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # an API server that is started again has the index of the one before
         socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         socket.curve_server = True
         keys = KeyPair.new()
         socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -189,7 +191,8 @@ class _OrphanWatch(threading.Thread):
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         super().__init__(daemon=True)
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events)
         self._stopped = False
 
     def stop(self) -> None:
@@ -200,16 +203,22 @@ class _OrphanWatch(threading.Thread):
         self._monitor.close(0)
 
     def run(self) -> None:
+        # Only one with the right key is a client. Others, such as port scanners, keep a connection for _HANDSHAKE_MS.
         connections: set[int] = set()
+        has_client = False
         deadline_s = time.monotonic() + _FIRST_CLIENT_S
         while not self._stopped:
             if self._monitor.poll(_WATCH_MS):
                 event = recv_monitor_message(self._monitor)
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     connections.add(event["value"])
+                elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:  # it does not say of which connection
+                    has_client = True
                 elif event["value"] in connections:
                     connections.remove(event["value"])
-                    deadline_s = time.monotonic() + ORPHAN_S
+                    if has_client:
+                        deadline_s = time.monotonic() + ORPHAN_S
+                    has_client = has_client and bool(connections)
             if not connections and time.monotonic() > deadline_s:
                 print("meltcore: the engine ends: its server cannot be reached", file=sys.stderr, flush=True)
                 os._exit(_EXIT_ORPHANED)
