@@ -159,7 +159,6 @@ class Driver:
             .remote()
         )
         output = asyncio.create_task(self._pass_output(message.engine, actor))
-        is_listening = False
         try:
             try:
                 async with asyncio.timeout(_READY_LIMIT_S):
@@ -173,14 +172,10 @@ class Driver:
             except TimeoutError:
                 reason = f"node {message.node}: the engine does not listen within {_START_LIMIT_S:g} s"
                 return EngineEnded(message.engine, reason)
-            is_listening = True
             self._starting.pop(message.engine, None)
             self._answer(EngineListening(message.engine, host, listening, pid))
             return EngineEnded(message.engine, str(await actor.wait.remote()))
         finally:
-            # Ray leaves processes of an actor alone. One that does not listen yet has no server that it would miss.
-            if not is_listening:
-                actor.kill.remote()
             await self._close(message.engine, output)
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
@@ -192,7 +187,7 @@ class Driver:
                 self._answer(EngineOutput(engine, data))
 
     async def _close(self, engine: int, output: asyncio.Task[None]) -> None:
-        """End an actor whose engine has ended, with its files, once its last output has come."""
+        """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come."""
         import ray
 
         actor = self._actors.pop(engine)

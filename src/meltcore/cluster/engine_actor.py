@@ -32,13 +32,14 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._is_killed = False
         # The engine inherits the locks of both folders: it may outlive the actor.
         self._folder = NodeFolder(f"engine-{secrets.token_hex(8)}")
         # A file, and no pipe: an engine that outlives the actor can print.
         self._output = self._folder.path / "output"
         self._output_at = 0
         self._marks: NodeFolder | None = None
+        self._is_closed = False
+        self._spawning = asyncio.Lock()  # `close` leaves no process that `start` is about to have
 
     async def start(self, encoded: bytes) -> tuple[str, Listening, int]:
         """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port with key, and process id.
@@ -49,6 +50,14 @@ class EngineActor:
 
         message = msgspec.json.decode(encoded, type=StartEngine)
         host = ray.util.get_node_ip_address()
+        async with self._spawning:
+            process = await self._spawn(message, host)
+        listening = await self._wait_listening(process)
+        return host, listening, process.pid
+
+    async def _spawn(self, message: StartEngine, host: str) -> asyncio.subprocess.Process:
+        if self._is_closed:
+            raise EngineDeadError("its start was cancelled")
         write_binding(self._folder.path, Binding(host, message.client_key))
         self._marks = NodeFolder(f"marks-{message.fleet}")
         placement = Placement(message.config, {}, "node", tuple(message.gpus))
@@ -65,10 +74,7 @@ class EngineActor:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.close()
-        if self._is_killed:  # before there was a process
-            self.kill()
-        listening = await self._wait_listening(process)
-        return host, listening, process.pid
+        return process
 
     async def _wait_listening(self, process: asyncio.subprocess.Process) -> Listening:
         with suppress(TimeoutError):
@@ -107,15 +113,19 @@ class EngineActor:
             self._output_at = 0
         return data
 
-    def close(self) -> None:
-        """Remove the files of a process that has ended."""
+    async def close(self) -> None:
+        """End the process where it still runs, and remove its files. None starts later."""
+        self._is_closed = True
+        async with self._spawning:
+            self.kill()
+        if self._process is not None:
+            await self._process.wait()  # it holds the locks
         self._folder.close()
         if self._marks is not None:
             self._marks.close()
 
     def kill(self) -> None:
-        """End the process and its group now, also one that is about to be started."""
-        self._is_killed = True
+        """End the process and its group now."""
         if self._process is not None and self._process.returncode is None:
             signal_group(self._process.pid, signal.SIGKILL)
 
