@@ -17,9 +17,12 @@ URL = "http://127.0.0.1:8001"
         ({}, "a: give either urls or command; got neither"),
         ({"urls": (URL,), "command": "vllm"}, "got both"),
         ({"served_model_name": ()}, "needs a name"),
-        ({"urls": ("127.0.0.1:8001",)}, "url must be like http://127.0.0.1:8001; got '127.0.0.1:8001'"),
-        ({"urls": ("http://user:secret@host",)}, "url must be like"),
-        ({"urls": ("file:///etc/passwd",)}, "url must be like"),
+        ({"urls": ("127.0.0.1:8001",)}, "url must be an address such as http://127.0.0.1:8001; got '127.0.0.1:8001'"),
+        (
+            {"urls": ("http://user:secret@host",)},
+            "url must have no user, password, query or fragment; got 'http://***@host'",
+        ),
+        ({"urls": ("file:///etc/passwd",)}, "url must be an address such as"),
         ({"urls": (URL,), "paths": ("/v1/x HTTP/1.1\r\nx: y",)}, "paths must be like"),
         ({"urls": (URL,), "idle_timeout_s": 0.0}, "a: idle_timeout_s must be at least 0.05; got 0.0"),
         ({"urls": (URL,), "connect_timeout_s": float("nan")}, "connect_timeout_s must be at least"),
@@ -32,7 +35,7 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: 
 
 
 def test_settings_pass_between_processes() -> None:
-    foreign = ForeignConfig(served_model_name=("a", "b"), urls=(URL, URL + "1"), environment={"X": "1"})
+    foreign = ForeignConfig(served_model_name=("a", "b"), urls=(URL, "http://127.0.0.1:8002"), environment={"X": "1"})
     config = ServerConfig(models=(), foreign=(foreign, ForeignConfig(served_model_name=("c",), command="vllm")))
     assert msgspec.json.decode(msgspec.json.encode(config), type=ServerConfig) == config
     assert config.replicas == [2, 1]
