@@ -64,7 +64,7 @@ class FleetPlanner:
         self._next_spec = load_fleet(self._path)
         if running is not None and running.nodes is not None:
             self._look(running.nodes, running.places)
-        found = _fitting(self._next_spec, self._machine, report, self._cluster, running)
+        found = _fitting(find_plan(self._next_spec, self._machine, report, self._cluster, running), self._machine)
         assert found.plan is not None
         assert found.config is not None
         names = visible_gpus() if self._cluster is None else self._cluster.gpu_names
@@ -136,7 +136,7 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
     Raises ConfigError for GPUs that are not there, and where the others do not fit.
     """
-    return _fitting(spec, machine, report).spec
+    return _fitting(find_plan(spec, machine, report), machine).spec
 
 
 class FoundPlan(NamedTuple):
@@ -226,15 +226,8 @@ def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int
     return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
 
 
-def _fitting(
-    spec: FleetSpec,
-    machine: Machine,
-    report: Callable[[str], None],
-    cluster: Cluster | None = None,
-    running: Running | None = None,
-) -> FoundPlan:
+def _fitting(found: FoundPlan, machine: Machine) -> FoundPlan:
     """Return the plan of a fleet that fits. Raises ConfigError where it does not, with the nearest plan."""
-    found = find_plan(spec, machine, report, cluster, running)
     if found.plan is None:
         raise ConfigError(does_not_fit(found, machine))
     return found
