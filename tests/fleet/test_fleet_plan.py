@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import html
+import json
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -243,6 +245,28 @@ def test_plan_writes_no_other_file_that_exists_and_none_where_nothing_fits(
     assert main.main(["plan", str(file), "--vram", "4", "--host-memory", "16", "--write", str(tmp_path / "no")]) == 1
     assert "since no plan fits" in capsys.readouterr().out
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("options", [("--vram", "6,4", "--host-memory", "16"), ()])
+def test_reason_is_the_same_as_text_as_json_and_on_the_page_where_nothing_fits(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "fleet.yaml", tmp_path / "plan.html"
+    file.write_text(f"gpus: [{{id: 1}}, {{id: 0, memory: 5GiB}}]\n{MODELS}")
+    there = Machine((VisibleGpu(0, "GPU", 6 * GIB, 0), VisibleGpu(1, "GPU", 4 * GIB, 0)), "1.0", 16 * GIB)
+    monkeypatch.setattr("meltcore.fleet.machine.read_machine", lambda: there)
+    assert main.main(["plan", str(file), *options, "--json", "--html", str(page)]) == 1
+    output = capsys.readouterr()
+    reason = json.loads(output.out)["reason"]
+    assert reason.startswith("The fleet does not fit: on GPUs it needs gemma 20.")
+    assert "GiB, and there is GPU 1 " in reason
+    assert reason.endswith("remove a model or add a GPU.")
+    assert "written: " in output.err
+    assert reason in html.unescape(page.read_text())
+    assert main.main(["plan", str(file), *options]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"DOES NOT FIT {reason}\n"
+    assert printed.err == ""
 
 
 @pytest.mark.slow

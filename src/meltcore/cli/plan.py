@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan import Plan
     from meltcore.fleet.planned import FoundPlan
     from meltcore.protocol.fleet_spec import FleetSpec
+    from meltcore.protocol.machine import Machine
 
 HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
 EXAMPLES = """\
@@ -15,6 +17,7 @@ EXAMPLES = """\
   meltcore plan fleet.yaml --vram 141             one GPU of 141 GiB
   meltcore plan fleet.yaml --vram 80,80           two GPUs of 80 GiB, as one fleet
   meltcore plan fleet.yaml --vram 141 --html plan.html
+  meltcore plan fleet.yaml --json | jq .changes
   meltcore plan fleet.yaml --vram 80 --write fleet-80.yaml   write a fleet that fits 80 GiB
   meltcore plan fleet.yaml --ray auto             all nodes of the Ray cluster that this machine belongs to
 
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
     )
+    parser.add_argument("--json", action="store_true", help="Print the plan as JSON, sizes in bytes.")
     parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
     parser.add_argument(
         "--write",
@@ -57,9 +61,11 @@ def run(args: argparse.Namespace) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
     from pathlib import Path
 
+    import msgspec
     from rich.console import Console
 
     from meltcore.fleet.plan import describe_plan
+    from meltcore.fleet.planned import does_not_fit
     from meltcore.protocol.fleet_file import load_fleet
     from meltcore.report.console import print_page
     from meltcore.report.fleet_plan import plan_page
@@ -68,47 +74,62 @@ def run(args: argparse.Namespace) -> int:
     spec = load_fleet(args.fleet)
     if args.write is not None:
         _check_writable(args)
-    if args.vram:
-        (plan, nearest), others_bytes = _plan_for_sizes(spec, args.vram, args.host_memory), {}
-    else:
-        found = _find_plan(args, spec)
-        spec, plan, nearest, others_bytes = found.known, found.plan, found.nearest, found.others_bytes
-    document = describe_plan(spec, plan or nearest, source=args.fleet, fits=plan is not None, others_bytes=others_bytes)
+    found, machine = _plan_for_sizes(args, spec) if args.vram else _find_plan(args, spec)
+    shown = found.plan or found.nearest
+    reason = "" if shown else does_not_fit(found, machine)
+    document = describe_plan(
+        found.known,
+        shown,
+        source=args.fleet,
+        fits=found.plan is not None,
+        reason=reason[:1].upper() + reason[1:],
+        others_bytes=found.others_bytes,
+    )
     page = plan_page(document)
-    print_page(page, Console())
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    else:
+        print_page(page, Console())
+    written = sys.stderr if args.json else sys.stdout
     if args.html is not None:
-        print(f"written: {write_page(Path(args.html), page)}")
+        print(f"written: {write_page(Path(args.html), page)}", file=written)
     if args.write is not None:
-        _write_fleet(args, plan or nearest)
-    return 0 if plan is not None else 1
+        print(_write_fleet(args, shown), file=written)
+    return 0 if found.plan is not None else 1
 
 
-def _plan_for_sizes(
-    spec: "FleetSpec", vram: list[float], host_gib: float | None
-) -> tuple["Plan | None", "Plan | None"]:
-    """Return the plan for GPUs of these sizes, and the nearest one: keys and programs are not looked for here."""
+def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan for empty GPUs of the sizes of --vram, and that machine.
+
+    Keys and programs are not looked for here.
+    """
     from meltcore.fleet.context_memory import find_contexts
     from meltcore.fleet.from_spec import server_config
     from meltcore.fleet.operations import check_config
-    from meltcore.fleet.plan import GIB, plan_fleet
-    from meltcore.fleet.planned import check_devices
+    from meltcore.fleet.plan import GIB, empty_gpus, plan_fleet
+    from meltcore.fleet.planned import FoundPlan, check_devices
+    from meltcore.protocol.machine import Machine, VisibleGpu
 
     check_config(server_config(spec))
     if not spec.gpus:
-        check_devices(spec, len(vram))
-    host_bytes = None if host_gib is None else round(host_gib * GIB)
-    return plan_fleet(spec, [round(size * GIB) for size in vram], contexts=find_contexts(None), host_bytes=host_bytes)
+        check_devices(spec, len(args.vram))
+    sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
+    host_bytes = None if args.host_memory is None else round(args.host_memory * GIB)
+    plan, nearest = plan_fleet(spec, sizes, contexts=contexts, host_bytes=host_bytes)
+    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(spec, sizes, contexts))
+    found = FoundPlan(spec, spec, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
+    return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
 
 
-def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> "FoundPlan":
-    """Return the plan that `meltcore up` would follow now, on this machine or on a cluster."""
+def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan that `meltcore up` would follow now, on this machine or on a cluster, and what is there."""
     from meltcore.errors import ConfigError
     from meltcore.fleet.cluster import Cluster, checkpoint_paths
     from meltcore.fleet.from_spec import server_config
     from meltcore.fleet.machine import read_machine
     from meltcore.fleet.operations import check_config, check_startable
     from meltcore.fleet.plan import GIB
-    from meltcore.fleet.planned import does_not_fit, find_plan, print_unplanned
+    from meltcore.fleet.planned import find_plan, print_unplanned
 
     if args.ray:
         if args.host_memory:
@@ -126,10 +147,7 @@ def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> "FoundPlan":
             f"{'the cluster' if args.ray else 'this machine'} has no NVIDIA GPU, so this is the plan of its CPUs; "
             "name the memory of a GPU in GiB to plan for one, as --vram 141"
         )
-    found = find_plan(spec, machine, print_unplanned, cluster)
-    if found.plan is None and found.nearest is None:  # no table would say what there is
-        print_unplanned(does_not_fit(found, machine))
-    return found
+    return find_plan(spec, machine, print_unplanned, cluster), machine
 
 
 def _check_writable(args: argparse.Namespace) -> None:
@@ -143,17 +161,16 @@ def _check_writable(args: argparse.Namespace) -> None:
         raise ConfigError(f"--write: {file} exists already; name a new file, or {args.fleet} itself to replace it")
 
 
-def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> None:
-    """Write the fleet with the changes of its plan; nothing for None."""
+def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> str:
+    """Write the fleet with the changes of its plan, nothing for None; returns a line that says so."""
     from pathlib import Path
 
     from meltcore.fleet.nearest import changed_text
     from meltcore.results.files import write_atomic
 
     if plan is None:
-        print(f"not written: {args.write}, since no plan fits")
-        return
+        return f"not written: {args.write}, since no plan fits"
     file = Path(args.write)
     text = changed_text(Path(args.fleet).read_text(encoding="utf-8"), plan.changes)
     write_atomic(file, text.encode(), overwrite=file.is_file(), hint="name another file")
-    print(f"written: {file}")
+    return f"written: {file}"

@@ -366,14 +366,22 @@ def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> Fle
 
 
 def describe_plan(
-    spec: FleetSpec, plan: Plan | None, *, source: str, fits: bool, others_bytes: Mapping[int, int] | None = None
+    spec: FleetSpec,
+    plan: Plan | None,
+    *,
+    source: str,
+    fits: bool,
+    reason: str = "",
+    others_bytes: Mapping[int, int] | None = None,
 ) -> FleetPlan:
-    """Return the document of a plan, without GPUs and models for None.
+    """Return the document of a plan, for None with the reason alone.
 
     source: the file; fits: as it is; others_bytes: that other processes have of GPUs, by number.
     """
     if plan is None:
-        return FleetPlan(source=source, fits=False, gpus=[], models=[], changes=[], mig=[], context_note="")
+        return FleetPlan(
+            source=source, fits=False, reason=reason, gpus=[], models=[], changes=[], mig=[], context_note=""
+        )
     gpus = [
         PlannedGpu(
             number=gpu.number,

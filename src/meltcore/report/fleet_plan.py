@@ -17,7 +17,7 @@ _MIG_NOTE = (
 
 def plan_page(plan: FleetPlan) -> Page:
     """Return the page of a plan."""
-    sections = [Section("Models", [_models(plan)])]
+    sections = [Section("Models", [_models(plan)])] if plan.models else []
     if plan.gpus:
         pictures = Figures([_picture(gpu) for gpu in plan.gpus], is_full_width=True)
         note = " ".join([_NOTE, *map(_others_text, filter(_is_shared, plan.gpus)), plan.context_note])
@@ -28,6 +28,8 @@ def plan_page(plan: FleetPlan) -> Page:
         sections.append(Section(f"MIG layouts of GPU {plan.gpus[0].number}, beside sharing with budgets", [mig]))
     if hosts := [_host_text(host) for host in plan.hosts if host.engine_bytes or host.pinned_bytes]:
         sections.append(Section("Host memory", [Text(" ".join(hosts))]))
+    if plan.reason:
+        sections.insert(0, Section("", [Box(style="bad", title="Reason", text=plan.reason, console=False)]))
     if plan.changes:
         lead = "Nearest plan that fits, which the tables show:"
         boxes = [Box(style="unsure", title="Changes", lead=lead, items=plan.changes)]
@@ -38,7 +40,7 @@ def plan_page(plan: FleetPlan) -> Page:
     return Page(
         title="Fleet plan",
         name=plan.source,
-        subtitle=_conclusion(plan),
+        subtitle="No plan fits." if plan.reason else _conclusion(plan),
         sections=sections,
         footer="meltcore plan",
         badge="FITS" if plan.fits else "DOES NOT FIT",
@@ -54,8 +56,8 @@ def _conclusion(plan: FleetPlan) -> str:
         sleeping = [model.name for model in plan.models if model.is_sleeping]
         turns = f"; {', '.join(sleeping)} take turns and sleep" if sleeping else "; all models stay awake"
         return f"The fleet fits{_gpus_text(plan)}{turns}."
-    if not plan.gpus:
-        return "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
+    if plan.reason:
+        return plan.reason
     changes = f"{len(plan.changes)} change{'s' * (len(plan.changes) != 1)}"
     return f"The fleet does not fit as it is. With {changes} it fits{_gpus_text(plan)}."
 

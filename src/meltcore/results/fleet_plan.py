@@ -63,6 +63,7 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
 
+    reason: what the file needs and what there is, where nothing fits; such a plan has no GPUs and models.
     other_changes: others that are enough too, either with concurrency and context as they are, or with smaller ones.
     mig: each layout of MIG slices of the first GPU, and whether the engines fit into it; context_note: what is known
     of the memory of CUDA contexts and of the driver.
@@ -70,6 +71,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     fits: bool
+    reason: str = ""
     gpus: list[PlannedGpu]
     models: list[PlannedModel]
     changes: list[str]
