@@ -253,6 +253,20 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
         chosen("en", "kn", "meltcore/sums")
 
 
+def test_average_length_of_answers_is_what_one_without_a_limit_counts_as() -> None:
+    server = ServerStats([2])
+    backend: Any = LocalEngine(model("meltcore/sums"), server, server.models[0], request_timeout_s=1)
+    before = backend._requests.usual_output_tokens
+    backend._queue = SimpleNamespace(ended=lambda *_: None)
+    waiting, terms = SimpleNamespace(is_held=False), SimpleNamespace(charge=lambda _: None)
+    backend._on_end(
+        SimpleNamespace(
+            open_choices=0, waiting=waiting, terms=terms, choices=[None], prompt_tokens=1, output_tokens=1000
+        )
+    )
+    assert before < backend._requests.usual_output_tokens < 1000
+
+
 @pytest.mark.parametrize("kind", ["nothing sent", "events", "audio"])
 def test_an_error_after_the_beginning_is_seen_by_the_client(kind: str) -> None:
     """A status before the first part, an event among events, and a broken connection within audio."""

@@ -69,10 +69,18 @@ def test_request_goes_to_the_replica_with_the_fewest_open_tokens() -> None:
     table.requests.on_step(ends(long), 0)
     table.add(500)
     assert table.given()[-1] == 0
-    # An answer that may be long weighs as much as a long prompt.
-    table.add(1, max_tokens=5000)
-    table.add(1)
-    assert table.given()[-2:] == [1, 2]
+
+
+def test_answer_without_a_limit_counts_as_one_of_the_usual_length() -> None:
+    table = Table(model_stats(2))
+    table.requests.usual_output_tokens = 500.0
+    unlimited = table.add(10, max_tokens=4000)  # what the model allows
+    limited = [table.add(10, max_tokens=240) for _ in range(4)]
+    assert table.given() == [0, 1, 1, 1, 0]
+    table.requests.usual_output_tokens = 100.0  # what is counted is taken back, not what would be counted now
+    for generation in (unlimited, *limited):
+        table.requests.end(generation, RequestError("gone"), "aborted")
+    assert [table.stats.open_tokens(replica) for replica in (0, 1)] == [0, 0]
 
 
 def test_prompts_of_one_request_are_distributed() -> None:

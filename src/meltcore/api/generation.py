@@ -45,6 +45,7 @@ class Choice:
         "detokenizer",
         "echo",
         "end_sent",
+        "expected_tokens",
         "finish_reason",
         "first_token_s",
         "generation",
@@ -87,6 +88,7 @@ class Choice:
         self.params = params
         self.replica = 0  # that computes it, once it is started
         self.is_started = False  # until then it waits in the queue
+        self.expected_tokens = 0  # as which it counts at its replica: the prompt and an answer of the usual length
         self.tokenizer = tokenizer
         self.reasoning_parser = reasoning_parser
         self.asked_echo = echo
@@ -179,11 +181,6 @@ class Choice:
         if self.offset_decoder is not None and not self.detokenizer.is_hidden(token_id):
             self.logprob_offset += len(self.offset_decoder.add(token_id))
         return offset
-
-    @property
-    def max_total_tokens(self) -> int:
-        """The maximum number of tokens that a replica computes: the prompt and the longest allowed answer."""
-        return self.prompt_tokens + self.params.max_tokens
 
     def take_update(self) -> bool:
         """Return whether an event would hold new output; called once before each event."""

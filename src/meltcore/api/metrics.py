@@ -174,7 +174,7 @@ class Metrics(Collector):
         )
         replica_tokens = GaugeMetricFamily(
             PREFIX + "replica_tokens",
-            "Prompt tokens and allowed output tokens of a replica's open requests",
+            "Prompt tokens and expected output tokens of a replica's open requests",
             labels=["model_name", "replica"],
         )
         for label, model in self._models.items():

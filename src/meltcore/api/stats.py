@@ -167,7 +167,10 @@ class _Columns:
 
     def total(self, name: str) -> float:
         """Return the sum over all processes."""
-        column, total = self._column[name], 0.0
+        return self._sum(self._column[name])
+
+    def _sum(self, column: int) -> float:
+        total = 0.0
         for row in self.shared.rows:  # sum() of a generator takes three times as long
             total += row[column]
         return total
@@ -254,9 +257,9 @@ class ModelStats(_Columns):
     def __init__(self, shared: SharedStats, process_index: int, model: int, replicas: int) -> None:
         super().__init__(shared, process_index, f"{model}/")
         self.replicas = replicas
-        self._last_message_at, self._closed_at, self._engine_at = (
+        self._requests_at, self._tokens_at, self._last_message_at, self._closed_at, self._engine_at = (
             [self._column[f"replica_{name}/{replica}"] for replica in range(replicas)]
-            for name in ("last_message_s", "closed", _ENGINE_COLUMNS[0])
+            for name in (*_REPLICA_COLUMNS, _ENGINE_COLUMNS[0])
         )
         self._unconnected: set[int] = set()
         self.task = "generation"  # of the model, for the label of metrics
@@ -326,24 +329,24 @@ class ModelStats(_Columns):
         ]
 
     def assign(self, replica: int, tokens: int) -> None:
-        """Count a request of at most `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
+        """Count a request of about `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
         if not self.open_requests(replica):
             self._row[self._last_message_at[replica]] = time.monotonic()
-        self.add(f"replica_requests/{replica}")
-        self.add(f"replica_tokens/{replica}", tokens)
+        self._row[self._requests_at[replica]] += 1
+        self._row[self._tokens_at[replica]] += tokens
 
     def unassign(self, replica: int, tokens: int) -> None:
         """Remove a request of `replica` that has ended."""
-        self.add(f"replica_requests/{replica}", -1)
-        self.add(f"replica_tokens/{replica}", -tokens)
+        self._row[self._requests_at[replica]] -= 1
+        self._row[self._tokens_at[replica]] -= tokens
 
     def open_requests(self, replica: int) -> float:
         """Return the number of open requests of `replica` from all API servers."""
-        return self.total(f"replica_requests/{replica}")
+        return self._sum(self._requests_at[replica])
 
     def open_tokens(self, replica: int) -> float:
-        """Return the prompt tokens and allowed output tokens of the open requests of `replica`."""
-        return self.total(f"replica_tokens/{replica}")
+        """Return the prompt tokens and expected output tokens of the open requests of `replica`."""
+        return self._sum(self._tokens_at[replica])
 
     def last_message_s(self, replica: int) -> float:
         """Return the time of the last message of `replica` to any process, in monotonic seconds."""
@@ -394,7 +397,7 @@ class ModelStats(_Columns):
             for name in ("in_flight", "waiting_prompt_tokens", "queue_requests", *held):
                 row[self._column[name]] = 0
             for replica in range(self.replicas):
-                row[self._column[f"replica_requests/{replica}"]] = row[self._column[f"replica_tokens/{replica}"]] = 0
+                row[self._requests_at[replica]] = row[self._tokens_at[replica]] = 0
         return num_failed
 
     def _closed(self, replica: int) -> float:

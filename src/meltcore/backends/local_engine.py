@@ -19,7 +19,6 @@ from meltcore.api.protocol import (
 from meltcore.api.request_queue import (
     ENGINE_PRIORITY,
     EQUAL_SHARES,
-    EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKENS_WEIGHT,
     RequestQueue,
 )
@@ -68,7 +67,6 @@ class LocalEngine(EngineBackend):
         self._translations: Translations | None = None  # instead of a model, for one that translates
         self._created = 0
         self._queue: RequestQueue | None = None
-        self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
 
     # --- life cycle
 
@@ -274,7 +272,8 @@ class LocalEngine(EngineBackend):
         self._live_replicas()
         assert self._queue is not None
         priority_class = generation.terms.class_of(self.config.priority_class, priority)
-        allowed_tokens = sum(min(choice.params.max_tokens, self._output_tokens) for choice in generation.choices)
+        usual_tokens = self._requests.usual_output_tokens
+        allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in generation.choices)
         waiting = generation.waiting = Waiting(
             priority_class,
             lambda: self._requests.start(generation, ENGINE_PRIORITY[priority_class]),
@@ -299,7 +298,7 @@ class LocalEngine(EngineBackend):
             return
         output_tokens = generation.output_tokens
         mean = output_tokens / len(generation.choices)
-        self._output_tokens += (mean - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
+        self._requests.usual_output_tokens += (mean - self._requests.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
         generation.terms.charge(output_tokens)
         self._queue.ended(generation.waiting, generation.prompt_tokens + output_tokens)
 

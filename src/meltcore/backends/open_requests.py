@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from meltcore.api.generation import MAX_UNSENT_CHARS, Choice, Generation, Outcome
+from meltcore.api.request_queue import EXPECTED_OUTPUT_TOKENS
 from meltcore.api.stats import ModelStats
 from meltcore.errors import RequestError
 from meltcore.protocol.generation import AddRequest, SequenceOutput, StepOutputs, ToEngine
@@ -53,6 +54,7 @@ class OpenRequests:
         self._send = send
         self._on_end = on_end
         self._open: dict[str, Choice] = {}
+        self.usual_output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer; LocalEngine keeps the average of past ones
 
     def __len__(self) -> int:
         return len(self._open)
@@ -68,6 +70,8 @@ class OpenRequests:
     def start(self, generation: Generation, priority: int) -> None:
         """Send every choice of an accepted generation to an engine: to the living replica with the fewest open tokens.
 
+        An answer counts with its limit, at most with the usual length: clients often set no limit. Counted with all
+        that the model allows, one of these would keep dozens of shorter requests away from its replica.
         Without a living one, to the first: the message of its death, which is on its way, ends the request.
         """
         generation.priority = priority
@@ -78,7 +82,8 @@ class OpenRequests:
         generation, prompt_token_ids = choice.generation, choice.prompt_token_ids
         choice.replica = min(replicas, key=self._stats.open_tokens)
         choice.is_started = True
-        self._stats.assign(choice.replica, choice.max_total_tokens)
+        choice.expected_tokens = choice.prompt_tokens + min(choice.params.max_tokens, round(self.usual_output_tokens))
+        self._stats.assign(choice.replica, choice.expected_tokens)
         self._send(
             AddRequest(
                 request_id=choice.request_id,
@@ -104,7 +109,7 @@ class OpenRequests:
             generation.terms.retries += 1
             self._send(AbortRequests([choice.request_id for choice in choices]), replica)  # it may be out of reach only
             for choice in choices:
-                self._stats.unassign(replica, choice.max_total_tokens)
+                self._stats.unassign(replica, choice.expected_tokens)
                 self._stats.add("retried")
                 choice.restart()
                 self._send_to(choice, others)
@@ -197,7 +202,7 @@ class OpenRequests:
         if choice.first_token_s is None:
             self._stats.add("waiting_prompt_tokens", -choice.prompt_tokens)
         if choice.is_started:
-            self._stats.unassign(choice.replica, choice.max_total_tokens)
+            self._stats.unassign(choice.replica, choice.expected_tokens)
         self._stats.add(outcome)
         self._stats.set("in_flight", len(self._open))
         self._on_end(choice.generation)
