@@ -54,13 +54,14 @@ _POLL_S = 0.02
 class Node(msgspec.Struct):
     """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs.
 
-    used_gib: of each GPU, by others and the driver. missing: paths that it has not.
+    is_faulty: its engines die. used_gib: of each GPU, by others and the driver. missing: paths that it has not.
     """
 
     name: str
     gib: list[int] = []
     host_gib: float = 4.0
     is_full: bool = False
+    is_faulty: bool = False
     used_gib: float = 0.5
     missing: list[str] = []
 
@@ -133,7 +134,8 @@ class Driver:
             if before.problem != self.state.problem:
                 answer(ClusterState(self.state.problem))
             for start, process in list(self._engines.values()):
-                if start.node not in self.state.nodes:
+                node = self.state.nodes.get(start.node)
+                if node is None or node.is_faulty:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
 
@@ -200,6 +202,14 @@ def drive(path: Path) -> None:
         answer(ClusterFailed("nothing answers there: Connection refused"))
         return
     asyncio.run(Driver(path, Path(tempfile.mkdtemp(dir=path.parent))).run())
+
+
+def starts(folder: Path, model: str) -> list[str]:
+    """The nodes that were asked to start an engine of a model, in order; folder: of the cluster's state."""
+    lines = (folder / LINES).read_bytes().splitlines()
+    decoder = msgspec.json.Decoder(ToDriver | FromDriver)
+    found = [message for message in map(decoder.decode, lines) if isinstance(message, StartEngine)]
+    return [start.node for start in found if start.model == model]
 
 
 def use_scripted_cluster(patch: Any = setattr) -> None:

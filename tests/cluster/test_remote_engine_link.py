@@ -255,7 +255,7 @@ def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: p
 @on_event_loop
 async def test_engine_that_prints_nothing_has_a_log(tmp_path: Path) -> None:
     class Quiet:
-        async def start_engine(self, _start: StartEngine, _on_output: Callable[[bytes], None]) -> RemoteRun:
+        async def start_engine(self, *_arguments: object) -> RemoteRun:
             keys = KeyPair.new()
             return RemoteRun(EngineAddress("node-b", "127.0.0.1", 1, keys.public, keys), 1, asyncio.Future())
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from meltcore.backends.engine_link import EngineLink
@@ -30,8 +31,18 @@ class RemoteRun(NamedTuple):
 class Cluster(Protocol):
     """What starts engines on other nodes."""
 
-    async def start_engine(self, start: StartEngine, on_output: Callable[[bytes], None]) -> RemoteRun:
-        """Start an engine process; `on_output` gets what it prints. Raises EngineDeadError where it does not run."""
+    async def start_engine(
+        self,
+        start: StartEngine,
+        on_output: Callable[[bytes], None],
+        on_place: Callable[[str, Sequence[int]], None],
+        failed_nodes: Mapping[str, int],
+    ) -> RemoteRun:
+        """Start an engine process; `on_output` gets what it prints, `on_place` the node and GPUs where it is started.
+
+        failed_nodes: to avoid where others have room, with the deaths there. Raises EngineDeadError where it does not
+        run.
+        """
 
     def kill_engine(self, engine: int) -> None:
         """End an engine process now."""
@@ -50,22 +61,27 @@ class RemoteEngineProcess(EngineProcess):
         on_message: Callable[[FromEngine], None],
         directory: Path,
         log: Path | None = None,
+        *,
+        on_place: Callable[[str, Sequence[int]], None] = lambda _node, _gpus: None,
+        failed_nodes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Prepare an engine process; its address is written into `directory`, for all clients.
 
-        `log`: the file to which its output is appended; None: our standard error.
+        `log`: the file to which its output is appended; None: our standard error. on_place, failed_nodes: of
+        `Cluster.start_engine`.
         """
         super().__init__(on_message)
         self._cluster = cluster
         self._start = start
         self._directory = directory
         self._log = log
+        self._on_place, self._failed_nodes = on_place, failed_nodes
         self._run: RemoteRun | None = None
 
     async def prepare(self) -> None:
         """Start the process. Raises EngineDeadError."""
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
-        self._run = await self._cluster.start_engine(self._start, self._on_output)
+        self._run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
         write_address(self._directory, self._run.address)
 
     async def _launch(self) -> None:

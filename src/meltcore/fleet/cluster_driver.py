@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -43,9 +43,16 @@ class Planner(Protocol):
     """What knows where else an engine may be."""
 
     def elsewhere(
-        self, start: StartEngine, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]
+        self,
+        start: StartEngine,
+        nodes: Sequence[ClusterNode],
+        places: Mapping[tuple[str, int], Place],
+        failed_nodes: Collection[str] = (),
     ) -> Place | None:
-        """Return a place for an engine beside the others, which are at `places`; None where it has no room."""
+        """Return a place for an engine beside the others, which are at `places`; None where it has no room.
+
+        It is on none of `failed_nodes`.
+        """
 
 
 class ClusterDriver:
@@ -109,21 +116,35 @@ class ClusterDriver:
             with suppress(ConfigError):
                 await self.connect()
 
-    async def start_engine(self, start: StartEngine, on_output: Callable[[bytes], None]) -> RemoteRun:
-        """Start an engine process, and give what it prints to `on_output`.
+    async def start_engine(
+        self,
+        start: StartEngine,
+        on_output: Callable[[bytes], None],
+        on_place: Callable[[str, Sequence[int]], None],
+        failed_nodes: Mapping[str, int],
+    ) -> RemoteRun:
+        """Start an engine process, and give what it prints to `on_output`, where it is started to `on_place`.
 
-        Raises EnginePendingError where nothing was started: no node has room, or the cluster cannot be changed.
-        Raises EngineDeadError where the engine does not run.
+        failed_nodes: where it is not started while another node has room, with its deaths there. Raises
+        EnginePendingError where nothing was started: no node has room, or the cluster cannot be changed. Raises
+        EngineDeadError where the engine does not run.
         """
         self._outputs[start.engine] = on_output
         try:
-            if self.problem:
-                raise EnginePendingError(self._unchangeable)
+            if start.node in failed_nodes:
+                reason = f"it has died {failed_nodes[start.node]} times on {start.node}"
+                try:
+                    return await self._start_elsewhere(start, reason, on_place, failed_nodes)
+                except EnginePendingError as error:
+                    self._report(f"{start.model}: {error}: it is started there again")
+                    on_place(start.node, start.gpus)
             try:
                 return await self._start_on_node(start)
             except EnginePendingError as error:
-                return await self._start_on_node(await self._elsewhere(start, error))
-        except MeltcoreError:
+                return await self._start_elsewhere(start, str(error), on_place, failed_nodes)
+        except MeltcoreError as error:
+            if isinstance(error, EnginePendingError):  # nothing was started: it is tried again from there
+                on_place(start.node, start.gpus)
             self._outputs.pop(start.engine, None)
             raise
 
@@ -131,10 +152,22 @@ class ClusterDriver:
     def _unchangeable(self) -> str:
         return f"the cluster cannot be changed: {self.problem}"
 
-    async def _elsewhere(self, start: StartEngine, reason: EnginePendingError) -> StartEngine:
+    async def _start_elsewhere(
+        self,
+        start: StartEngine,
+        reason: str,
+        on_place: Callable[[str, Sequence[int]], None],
+        failed_nodes: Mapping[str, int],
+    ) -> RemoteRun:
+        """Start the same engine on another node that has room now. Raises EnginePendingError where none has."""
+        moved = await self._elsewhere(start, reason, failed_nodes)
+        on_place(moved.node, moved.gpus)
+        return await self._start_on_node(moved)
+
+    async def _elsewhere(self, start: StartEngine, reason: str, failed_nodes: Mapping[str, int]) -> StartEngine:
         """Return the same engine for another node that has room now. Raises EnginePendingError where none has."""
         if self.problem:
-            raise reason
+            raise EnginePendingError(reason)
         model, memory_bytes = start.config.model, start.config.memory_bytes or 0
         if model.startswith("/"):
             self._paths.add(model)
@@ -143,7 +176,9 @@ class ClusterDriver:
         except ConfigError as error:
             raise EnginePendingError(f"{reason}, and {error}") from error
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
-        place = self._planner.elsewhere(start, nodes, self.places())
+        place = self._planner.elsewhere(start, nodes, self.places(), failed_nodes)
+        if place is None and start.node not in failed_nodes:  # one that may fail is better than none
+            place = self._planner.elsewhere(start, nodes, self.places())
         if place is None:
             raise EnginePendingError(f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
         self._report(f"{reason}: its engine of {start.model} is started on {place.node}")
@@ -178,6 +213,8 @@ class ClusterDriver:
             raise ConfigError(f"the nodes cannot be read: {why}") from error
 
     async def _start_on_node(self, start: StartEngine) -> RemoteRun:
+        if self.problem:
+            raise EnginePendingError(self._unchangeable)
         future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()
         self._starts[start.engine] = (start, future)
         self._running[start.engine] = start

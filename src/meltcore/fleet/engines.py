@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from meltcore.backends.engine_process import EngineProcess, LocalEngineProcess
@@ -20,7 +21,10 @@ def new_engine(
     directory = replica.sockets or parts.sockets
     if parts.cluster is not None:
         start = _start(parts, replica, directory.name, priority_class)
-        return RemoteEngineProcess(parts.cluster, start, on_message, directory, replica.log)
+        failed = {} if parts.policy is None else parts.policy.failed_nodes(replica.deaths, time.monotonic())
+        return RemoteEngineProcess(
+            parts.cluster, start, on_message, directory, replica.log, on_place=replica.move, failed_nodes=failed
+        )
     return LocalEngineProcess(
         shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),
         parts.engine_command,

@@ -133,11 +133,6 @@ def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> in
     return awake if member is not None else max([awake, *(model.data_parallel_size for model in models)])
 
 
-def engines_on_cpu(config: ServerConfig, node: str) -> int:
-    """Return how many engines share the cores of a node of a cluster."""
-    return sum(not model.replica_gpus and each == node for model in config.models for each in model.replica_nodes)
-
-
 def placed_gpus(placement: Placement) -> frozenset[str]:
     """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them, in a cluster after the node's name.
 

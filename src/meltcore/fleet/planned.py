@@ -86,11 +86,15 @@ class FleetPlanner:
         return self._cluster
 
     def elsewhere(
-        self, start: StartEngine, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]
+        self,
+        start: StartEngine,
+        nodes: Sequence[ClusterNode],
+        places: Mapping[tuple[str, int], Place],
+        failed_nodes: Collection[str] = (),
     ) -> Place | None:
         """Return a place for an engine that cannot be where the plan has it, by the rules of the plan; None: nowhere.
 
-        places: of the other engines. GPUs are numbered on their nodes.
+        places: of the other engines. GPUs are numbered on their nodes. failed_nodes: where it cannot be either.
         """
         cluster, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
         assert spec is not None
@@ -105,7 +109,9 @@ class FleetPlanner:
         lacking = {
             node.name
             for node in nodes
-            if start.config.model in node.missing or (start.gpus and len(node.gib) < len(node.machine.gpus))
+            if node.name in failed_nodes
+            or start.config.model in node.missing
+            or (start.gpus and len(node.gib) < len(node.machine.gpus))
         }
         gpu_bytes = _free_bytes(_usable(spec, self._machine), contexts)
         gpus = empty_gpus(spec, gpu_bytes, contexts, cluster.gpu_nodes)

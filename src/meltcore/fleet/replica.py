@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meltcore.api.log import Log
 from meltcore.config import PriorityClass, SharingConfig
@@ -23,6 +24,13 @@ from meltcore.protocol.shell import Asleep, Awake
 ReplicaState = Literal["waiting", "pending", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
 
 
+class Death(NamedTuple):
+    """When an engine has died (monotonic), and its node of a cluster."""
+
+    at_s: float
+    node: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
     """When an engine that has died is started again: after a pause, which doubles with each death in `window_s`."""
@@ -30,6 +38,7 @@ class RestartPolicy:
     first_pause_s: float = 1.0
     max_pause_s: float = 60.0
     max_deaths: int = 5  # within `window_s`; then it stays down
+    max_node_deaths: int = 3  # within `window_s` on a node of a cluster; then another node is tried
     window_s: float = 600.0
     probe_limit_s: float = 120.0  # for the answer to the readiness request
 
@@ -40,6 +49,11 @@ class RestartPolicy:
             return None
         doublings = max(0, num_recent - 1)
         return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
+
+    def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
+        """Return the nodes where an engine has died too often to be tried there first, with the number of deaths."""
+        counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
+        return {node: count for node, count in counts.items() if count >= self.max_node_deaths}
 
 
 @dataclass(eq=False)
@@ -52,7 +66,7 @@ class Replica:
     state: ReplicaState = "waiting"
     reason: str = ""
     restarts: int = 0
-    deaths_s: list[float] = field(default_factory=list)  # monotonic
+    deaths: list[Death] = field(default_factory=list)
     limits: ServedReady | None = None
     started: asyncio.Future[ServedReady] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
@@ -64,9 +78,18 @@ class Replica:
 
     def begin(self) -> None:
         """Begin a new life: nothing has come of it yet."""
-        self.state, self.reason, self.deaths_s = "waiting", "", []
+        self.state, self.reason, self.deaths = "waiting", "", []
         self.started = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+    @property
+    def deaths_s(self) -> list[float]:
+        """When its engines have died."""
+        return [death.at_s for death in self.deaths]
+
+    def move(self, node: str, gpus: Sequence[int]) -> None:
+        """Note where its engine is started: there it is started again."""
+        self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
 
     def note_end(self, text: str) -> str:
         """Append to the log how the engine has ended, below what it has printed. Returns the text with the log named.

@@ -28,7 +28,7 @@ from meltcore.fleet.engines import new_engine
 from meltcore.fleet.logs import log_name
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe, probe_error
-from meltcore.fleet.replica import Replica, ServerParts, Starts
+from meltcore.fleet.replica import Death, Replica, ServerParts, Starts
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import GenerationReady, StepOutputs
 from meltcore.protocol.shell import Asleep, Awake, Loading
@@ -242,7 +242,7 @@ class ServedModel:
         is_asleep, replica.is_asleep = not self.may_run.is_set(), False
         num_failed = round(self.stats.open_requests(replica.index))
         replica.reason = reason
-        replica.deaths_s.append(now_s)
+        replica.deaths.append(Death(now_s, replica.placement.node))
         pause_s = None
         if policy is not None and not is_final and not self._draining:
             pause_s = policy.pause_s(replica.deaths_s, now_s)
@@ -330,10 +330,10 @@ class ServedModel:
 
     async def end_engine(self, replica: Replica) -> None:
         """End the process of a replica; it is started again once the model may run."""
-        deaths_s = replica.deaths_s
+        deaths = replica.deaths
         await self._end_process(replica)
         replica.begin()
-        replica.state, replica.deaths_s, replica.is_asleep, replica.resident_bytes = "sleeping", deaths_s, False, 0
+        replica.state, replica.deaths, replica.is_asleep, replica.resident_bytes = "sleeping", deaths, False, 0
         replica.restarts += 1
         if not self._draining:
             self.stats.mark_replica_asleep(replica.index)
@@ -454,7 +454,7 @@ class ServedModel:
     def _failure_text(self, reason: str) -> str:
         if self.limits is None:
             return f"{self.name} could not be loaded: {reason}"
-        num_deaths = max(len(replica.deaths_s) for replica in self.replicas)
+        num_deaths = max(len(replica.deaths) for replica in self.replicas)
         return f"the engine of {self.name} has died {num_deaths} times and is not started again: {reason}"
 
     def describe(self, replica: int, default: str) -> str:

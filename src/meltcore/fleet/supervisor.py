@@ -43,11 +43,11 @@ from meltcore.fleet.operations import FleetOperations, check_startable
 from meltcore.fleet.placement import (
     Placement,
     cpu_environment,
-    engines_on_cpu,
     place_replicas,
     placed_gpus,
     visible_gpus,
 )
+from meltcore.fleet.plan import Place
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.running_fleet import Running, planned_places
 from meltcore.fleet.served_model import POLL_S, ServedModel
@@ -182,7 +182,7 @@ class Supervisor:
             policy=fleet.policy if fleet is not None else None,
             log_folder=fleet.log_folder if fleet is not None else None,
             cluster=_cluster_driver(fleet, self._report),
-            cpu_engines=lambda node: engines_on_cpu(self.config, node),
+            cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
             sharing=config.sharing,
         )
         is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
@@ -305,11 +305,19 @@ class Supervisor:
 
         paths: checkpoints that nodes may lack. Raises ConfigError where the cluster cannot be read.
         """
-        places, cluster = planned_places(self.config), self._parts.cluster
-        if cluster is None:
-            return Running(self.config, places)
-        nodes = await cluster.read_nodes(paths)
-        return Running(self.config, places | cluster.places(), nodes)
+        cluster = self._parts.cluster
+        nodes = None if cluster is None else await cluster.read_nodes(paths)
+        return Running(self.config, self._places(), nodes)
+
+    def _places(self) -> dict[tuple[str, int], Place]:
+        """Return where engines with a budget are: as planned, or where the cluster has started them since."""
+        places = planned_places(self.config)
+        if self._parts.cluster is not None:
+            for model in self.models.values():
+                for replica in model.replicas if isinstance(model, ServedModel) else ():
+                    if (key := (model.name, replica.index)) in places:
+                        places[key] = Place(replica.placement.node, replica.placement.gpus)
+        return places
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""
