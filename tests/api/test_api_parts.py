@@ -76,6 +76,36 @@ def test_health_distinguishes_a_stuck_engine_from_an_idle_one() -> None:
     assert health.problem() is None
 
 
+@pytest.mark.parametrize(
+    ("began_s_ago", "took_s", "expected_s"),
+    [
+        (0.2, 0, 1),  # for the first time
+        (3, 0, 3),
+        (90, 0, 5),
+        (10, 40, 30),
+        (1, 400, 60),
+        (39.5, 40, 1),
+        (43, 40, 3),  # later than the last time
+        (-8, 0, 8),  # after a pause
+        (-8, 40, 48),
+    ],
+)
+def test_retry_after_while_a_model_starts_follows_its_last_start(
+    began_s_ago: float, took_s: float, expected_s: float
+) -> None:
+    supervisor = ServerStats(num_processes=2)
+    health = Health(ServerStats(num_processes=2, process_index=1, fds=supervisor.fds).models[0])
+    supervisor.models[0].set("start_s", time.monotonic() - began_s_ago)
+    supervisor.models[0].set("start_took_s", took_s)
+    for status in ("loading", "restarting"):
+        health.set(status, "the reason")  # type: ignore[arg-type]  # one of them
+        error = health.not_ready(health.reason)
+        assert (str(error), error.status, error.code) == ("the reason", 503, "not_ready")
+        assert error.retry_after_s == pytest.approx(expected_s, abs=0.1)
+    health.set("draining", "going down")
+    assert health.not_ready(health.reason).retry_after_s is None
+
+
 def test_dead_status_is_final() -> None:
     health = Health(ServerStats().models[0])
     health.set("dead", "died")

@@ -156,7 +156,7 @@ def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixtu
                 answer = client.post(COMPLETIONS, json=body)
                 answers.append((model, answer.status_code))
                 if answer.status_code == 503:
-                    assert answer.headers["retry-after"] == "1"
+                    assert 1 <= int(answer.headers["retry-after"]) <= 5
                     stop.wait(0.1)
                 else:
                     assert answer.json()["usage"]["completion_tokens"] == 20

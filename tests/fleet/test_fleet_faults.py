@@ -128,6 +128,19 @@ def test_killed_engine_fails_its_requests_immediately_and_comes_back() -> None:
 
 
 @pytest.mark.slow
+def test_retry_after_while_an_engine_restarts_is_the_time_of_its_last_start() -> None:
+    with fleet({"first": {"load_s": 3.0}}) as (server, _):
+        wait_models(server, "first")
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: "is started again" in server.stderr, "the death to be seen")
+        answer, asked_s = complete(server, "first"), time.monotonic()
+        retry_s = int(answer.headers["retry-after"])
+        assert (answer.status, 3 <= retry_s <= 6) == (503, True)
+        wait_models(server, "first")
+        assert time.monotonic() - asked_s < retry_s + 1
+
+
+@pytest.mark.slow
 def test_crash_loop_stops_and_is_stated() -> None:
     with fleet({"good": {}, "bad": {"die_at_step": 2}}) as (server, _):  # it survives the readiness request alone
         wait_models(server, "good", "bad")

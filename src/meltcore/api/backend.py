@@ -71,6 +71,12 @@ class Health:
             self.status = status
             self.reason = reason
 
+    def not_ready(self, reason: str) -> RequestError:
+        """Return the error (503) of a request that cannot be served now, with an estimate of when it can."""
+        is_starting = self.status in ("loading", "restarting")
+        retry_s = self._stats.until_started_s() if is_starting else None
+        return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
+
     def problem(self) -> str | None:
         """Return the reason why the model cannot be served now; None when it can."""
         if self.status not in SERVING:

@@ -63,6 +63,8 @@ _MODEL_COLUMNS = (
     # Of a model that sleeps: how deep, as vLLM counts (in the supervisor's row, as all but the last one), how often it
     # woke and for how long in all, the time before which it cannot wake, and the last request that could not wait.
     *("sleep_level", "wakes", "wake_s", "wake_at_s", "wanted_s"),
+    # In the supervisor's row: when an engine last began to start or will, and how long the last start took that ended.
+    *("start_s", "start_took_s"),
     *(f"queue_{name}/{each}" for each in CLASSES for name in ("requests", "units", "head_s", "finish")),
     *(f"refused_{reason}/{each}" for each in CLASSES for reason in REFUSALS),
 )
@@ -70,6 +72,7 @@ _MODEL_COLUMNS = (
 # supervisor's row), and the engine's own statistics after the time of the step that they describe.
 _REPLICA_COLUMNS = ("requests", "tokens", "last_message_s", "closed")
 _ENGINE_COLUMNS = ("engine_at_s", *EngineStats.__struct_fields__)
+_MIN_START_S, _MAX_LATE_S, _MAX_START_S = 1.0, 5.0, 60.0  # of Retry-After while a model loads
 # Doubles: whole numbers are exact up to 2^53, and an aligned store is never seen half done.
 _CELL_BYTES = 8
 _OPEN, _DRAINING, _DEAD, _ASLEEP = 0.0, 1.0, 2.0, 3.0  # a replica that is not open gets no requests
@@ -378,6 +381,14 @@ class ModelStats(_Columns):
     def wake_at_s(self) -> float:
         """Return the monotonic time before which the model cannot be awake, as far as is known."""
         return self.max_value("wake_at_s")
+
+    def until_started_s(self) -> float:
+        """Return the seconds until an engine that starts may serve: what the last start took less what has passed.
+
+        From 1 to 60 s. A start that takes longer, or the first one, may take as long again as it is late: at most 5 s.
+        """
+        left_s = self.max_value("start_s") + self.max_value("start_took_s") - time.monotonic()
+        return max(_MIN_START_S, min(left_s, _MAX_START_S) if left_s > 0 else min(-left_s, _MAX_LATE_S))
 
     def is_dead(self, replica: int) -> bool:
         """Return whether no engine process works for a replica; one that drains is not dead."""

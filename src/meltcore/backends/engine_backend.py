@@ -120,12 +120,12 @@ class EngineBackend(ABC):
         live = self.stats.live_replicas()
         if not live and not self.stats.is_asleep:
             self.check_ready()
-            raise RequestError(ENGINE_DEAD, status=503, code="not_ready")
+            raise self.health.not_ready(ENGINE_DEAD)
         return live
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""
         if model is None or self.health.status not in SERVING:
             self.stats.add(f"rejected_{self.health.status}")
-            raise RequestError(self.health.reason, status=503, code="not_ready")
+            raise self.health.not_ready(self.health.reason)
         return model

@@ -168,7 +168,7 @@ class HttpBackend:
         """Raise RequestError (503) while no request can be served."""
         problem = self.health.problem()
         if problem is not None:
-            raise RequestError(problem, status=503, code="not_ready")
+            raise self.health.not_ready(problem)
 
     async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
         """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
@@ -317,9 +317,7 @@ class HttpBackend:
                     status=429,
                     code="queue_full",
                 )
-            raise RequestError(
-                self.health.problem() or f"every server of {self.names[0]} refused", status=503, code="not_ready"
-            )
+            raise self.health.not_ready(self.health.problem() or f"every server of {self.names[0]} refused")
         if len(free) == 1:
             return free[0]
         self._turn += 1

@@ -24,9 +24,10 @@ from meltcore.backends.http_replica import Replica as Upstream
 from meltcore.config import EngineConfig, ForeignConfig
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.fleet.channel import AddForeign, EndRequests, StatusChanged
+from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.replica import ServerParts
-from meltcore.fleet.served_model import POLL_S, log_path
+from meltcore.fleet.served_model import POLL_S
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
@@ -174,8 +175,10 @@ class ForeignModel:
 
     async def _start(self, server: ForeignServer) -> float:
         server.state = "waiting"
+        self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):
             server.state = "loading"
+            self.stats.set("start_s", time.monotonic())
             process = ForeignProcess(self.config, server.index, server.port, server.log, self._parts.report)
             server.process = process
             return await process.start()
@@ -190,6 +193,7 @@ class ForeignModel:
 
     def _on_ready(self, server: ForeignServer, load_s: float) -> None:
         server.state, server.reason = "ready", ""
+        self.stats.set("start_took_s", load_s)
         self.stats.mark_replica_ready(server.index)
         if not server.started.done():
             server.started.set_result(load_s)
@@ -207,6 +211,7 @@ class ForeignModel:
         server.deaths_s.append(now_s)
         pause_s = policy.pause_s(server.deaths_s, now_s) if policy is not None and not self._draining else None
         server.state = "failed" if pause_s is None else "pausing"
+        self.stats.set("start_s", now_s + (pause_s or 0.0))
         subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.servers) > 1 else "")
         event = "engine_died" if was_serving else "engine_failed"
         self._parts.log.write(event, model=self.name, replica=server.index, why=reason.splitlines()[0])

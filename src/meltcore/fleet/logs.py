@@ -35,6 +35,12 @@ def log_name(model: str) -> str:
     return model.replace("/", "--")
 
 
+def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
+    """Return the log file of a replica."""
+    number = f".{replica}" if replicas > 1 else ""
+    return folder / f"{log_name(name)}{number}.log"
+
+
 def log_folder(state: Path, port: int) -> Path:
     """Return the folder of the engines' logs of the fleet on a port."""
     return state / f"fleet-{port}"

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
 from meltcore.fleet.engines import new_engine
-from meltcore.fleet.logs import log_name
+from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe, probe_error
 from meltcore.fleet.replica import Death, Replica, ServerParts, Starts
@@ -169,6 +168,7 @@ class ServedModel:
         """Start an engine for a replica and wait until it can serve. Raises MeltcoreError."""
         if replica.state != "pending":
             replica.state = "waiting"
+        self.stats.set("start_s", time.monotonic())
         async with self._parts.gate.loading(replica.placement):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
@@ -177,6 +177,7 @@ class ServedModel:
                 replica.state = "loading"
                 self.update_status()
             limit_s, began_s = self.config.start_timeout_s, time.monotonic()
+            self.stats.set("start_s", began_s)
             try:
                 async with asyncio.timeout(limit_s):
                     await engine.prepare()
@@ -197,6 +198,7 @@ class ServedModel:
             if limit_s is not None:
                 probe_limit_s = max(0.0, min(probe_limit_s, began_s + limit_s - time.monotonic()))
             await probe(replica, engine, limits, probe_limit_s)
+        self.stats.set("start_took_s", time.monotonic() - began_s)
         return limits
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
@@ -247,6 +249,7 @@ class ServedModel:
         if policy is not None and not is_final and not self._draining:
             pause_s = policy.pause_s(replica.deaths_s, now_s)
         replica.state = "failed" if pause_s is None else "pausing"
+        self.stats.set("start_s", now_s + (pause_s or 0.0))
         if is_asleep and pause_s is not None:  # the requests that wait for it wait on
             replica.state, pause_s = "sleeping", 0.0
         else:
@@ -491,9 +494,3 @@ class ServedModel:
             progress_note = f" ({message.fraction:.0%})" if message.fraction else ""  # unknown for many stages
             if self.status == "loading":
                 self.set_status("loading", f"loading: {message.stage}{progress_note}")
-
-
-def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
-    """Return the log file of a replica."""
-    number = f".{replica}" if replicas > 1 else ""
-    return folder / f"{log_name(name)}{number}.log"
