@@ -1,4 +1,4 @@
-"""Selects the decoders whose layers run in one launch for one new token."""
+"""Selects the decoders whose layers run in one launch in decode steps of few sequences."""
 
 from __future__ import annotations
 

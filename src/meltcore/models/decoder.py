@@ -13,7 +13,7 @@ from torch import nn
 
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.launch import use_triton
-from meltcore.kernels.persistent.decode_layers import DecodeLayers
+from meltcore.kernels.persistent.decode_layers import MAX_TOKENS, DecodeLayers
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
 from meltcore.layers.decode_layers import persistent_layers
@@ -193,7 +193,7 @@ class Decoder(Model):
             )
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let steps of one new token run all layers in one launch, where its kernel supports the model."""
+        """Let decode steps of few sequences run all layers in one launch, where its kernel supports the model."""
         layers = [(block.attention, block.mlp) for block in self._blocks()]
         self._decode_layers = persistent_layers(layers, caches, self.rotary)
 
@@ -213,7 +213,8 @@ class Decoder(Model):
         caches: each layer's keys and values, or conv_states and states; metadata: each layer's.
         """
         residual: ResidualStream = self.embedding(token_ids)
-        if self._decode_layers is not None and len(positions) == metadata[0].num_decodes == 1 and use_triton(positions):
+        are_few = len(positions) == metadata[0].num_decodes <= MAX_TOKENS
+        if self._decode_layers is not None and are_few and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
             values = self._decode_layers.run(residual.values, positions, table, rows)
             return ResidualStream(values).normalized(self.norm)

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder for one new token in one launch, in CUDA C++ (decode_layers.cu).
+"""All layers of a dense decoder in one launch, for one new token of each of a few sequences, in CUDA C++.
 
 A chain of kernels waits between any two of them, while the memory idles. Here the weights of later GEMVs are on their
 way to shared memory while blocks wait for each other (docs/decisions/persistent-decode.md).
@@ -20,24 +20,52 @@ from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.norm import Norm, rms_norm_reference
 from meltcore.kernels.nvrtc import CudaKernel
 
-KERNEL = CudaKernel(
-    [
-        Path(__file__).with_name(f"{name}.cu")
-        for name in ("sizes", "instructions", "exchange", "consumer", "decode_layers")
-    ],
-    "decode_layers",
-)
+
+class Instance(NamedTuple):
+    """How the kernel is compiled for up to `tokens` sequences.
+
+    exchangers: warps that exchange values with other blocks; slots: of the ring, what is left of shared memory.
+    """
+
+    tokens: int
+    exchangers: int
+    slots: int
+    max_tiles: int
+
+    @property
+    def kernel(self) -> CudaKernel:
+        """Return the kernel of its sources."""
+        return _ONE_TOKEN if self.tokens == 1 else _SEVERAL_TOKENS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: warps that compute, one that copies, and the exchangers."""
+        return 32 * (_CONSUMERS + 1 + self.exchangers)
+
+
+def _kernel(gemv: str) -> CudaKernel:
+    names = ("sizes", "instructions", "exchange", "exchanger", "warp", gemv, "attention", "consumer", "decode_layers")
+    return CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in names], "decode_layers")
+
+
+_ONE_TOKEN, _SEVERAL_TOKENS = _kernel("one_token"), _kernel("several_tokens")
 MAX_CONTEXT = 131_072  # tokens
 SHARED_BYTES = 227 * 1024
 _CAPABILITY = 90  # bulk copies; measured there
-_THREADS = 10 * 32
+_CONSUMERS = 8
 _TEAM, _TEAMS = 16, 8  # blocks of a team
-_SLOTS, _IN_FLIGHT = 12, 2
+_IN_FLIGHT = 2
 _HEAD_DIM, _TILE_KEYS = 128, 16
-_EXCHANGE_WORDS = 2**17
+_EXCHANGE_WORDS = 2**19
 _BOX_BYTES = {"output": 16384, "down": 12288}  # of a part of the weight's columns, as in sizes.cu
 _MAX_BOX_COLUMNS = 256
-_MAP_WORDS = 16
+_ALL_TILES = MAX_CONTEXT // (_TILE_KEYS * _TEAM)
+INSTANCES = (
+    Instance(1, 1, 12, _ALL_TILES),
+    Instance(2, 2, 12, _ALL_TILES // 2),
+    Instance(4, 2, 11, _ALL_TILES // 2),
+)
+MAX_TOKENS = INSTANCES[-1].tokens
 
 
 class LayerSizes(NamedTuple):
@@ -128,9 +156,11 @@ def decode_layers_reference(
 
 
 @cache
-def kernel_macros(layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the constants that the kernel is compiled with."""
+def kernel_macros(instance: Instance, layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
+    """Return the constants that an instance is compiled with."""
     return (
+        ("TOKENS", instance.tokens),
+        ("EXCHANGERS", instance.exchangers),
         ("HIDDEN", SIZES.hidden),
         ("HEADS", SIZES.heads),
         ("KV_HEADS", SIZES.kv_heads),
@@ -139,9 +169,9 @@ def kernel_macros(layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
         ("PAGE_SIZE", page_size),
         ("TEAM", _TEAM),
         ("TEAMS", _TEAMS),
-        ("SLOTS", _SLOTS),
+        ("SLOTS", instance.slots),
         ("IN_FLIGHT", _IN_FLIGHT),
-        ("MAX_TILES", MAX_CONTEXT // (_TILE_KEYS * _TEAM)),
+        ("MAX_TILES", instance.max_tiles),
         ("EXCHANGE_WORDS", _EXCHANGE_WORDS),
     )
 
@@ -153,7 +183,8 @@ class DecodeLayers:
         """Take layers that `supports` returns True for. scale: of the scores; rotary: see `rotary_table`."""
         device = rotary.device
         self._layers, self._rotary, self._scale = layers, rotary, scale
-        self._macros = kernel_macros(len(layers), layers[0].keys.shape[1])
+        page_size = layers[0].keys.shape[1]
+        self._macros = {each: kernel_macros(each, len(layers), page_size) for each in INSTANCES}
         self._pointers = torch.tensor([_pointers(layer) for layer in layers], dtype=torch.int64, device=device)
         maps = [word for layer in layers for word in _tensor_maps(layer)]
         self._maps = torch.tensor(maps, dtype=torch.uint64).view(torch.int64).to(device)
@@ -163,19 +194,21 @@ class DecodeLayers:
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the residual stream after all layers, and store the new token's keys and values in the caches.
+        """Return the residual stream after all layers, and store the new tokens' keys and values in the caches.
 
-        hidden: the token's embedding [1, hidden]; positions: [1] int64, -1 for padding, which accesses no cache; rows:
-        [1] int64, the sequence's row in the page table. Launches of one object must not run at the same time.
+        hidden: embeddings of up to MAX_TOKENS tokens [tokens, hidden]; positions: [tokens] int64, -1 for padding, which
+        accesses no cache; rows: [tokens] int64, each sequence's row in the page table. Launches of one object must not
+        run at the same time.
         """
         first, out = self._layers[0], torch.empty_like(hidden)
-        KERNEL.launch(
+        instance = next(each for each in INSTANCES if each.tokens >= len(hidden))
+        instance.kernel.launch(
             (_TEAM * _TEAMS,),
-            _THREADS,
-            self._macros,
+            instance.threads,
+            self._macros[instance],
             [
                 *(self._pointers, self._maps, hidden, out, positions, rows, page_table, self._rotary, self._exchange),
-                *(self._epoch, page_table.stride(0), first.attention_norm.eps, first.head_norms.eps),
+                *(self._epoch, len(hidden), page_table.stride(0), first.attention_norm.eps, first.head_norms.eps),
                 self._scale * math.log2(math.e),
             ],
             hidden.device,

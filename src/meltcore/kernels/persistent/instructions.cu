@@ -69,23 +69,6 @@ __device__ __forceinline__ void read2(const u64* from, u64& first, u64& second) 
 
 __device__ __forceinline__ bool has(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
-// Waits for COUNT pairs of words with a tag, `stride` words apart; a warp waits for all of its lanes.
-template <int COUNT>
-__device__ __forceinline__ void receive(const u64* from, int stride, u32 tag, u32* values) {
-    u64 words[2 * COUNT];
-    Watch watch;
-    for (;; watch.check()) {
-        bool arrived = true;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) read2(from + i * stride, words[2 * i], words[2 * i + 1]);
-#pragma unroll
-        for (int i = 0; i < 2 * COUNT; ++i) arrived &= has(words[i], tag);
-        if (__all_sync(~0u, arrived)) break;
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * COUNT; ++i) values[i] = (u32)words[i];
-}
-
 __device__ __forceinline__ uint4 load4(u32 at) {
     uint4 value;
     VOLATILE("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
