@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
 from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
 
+from meltcore.api.stats import ServerStats
 from meltcore.backends.foreign_process import free_port
 from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import LoggedProcess, group_members
 
@@ -81,6 +86,25 @@ def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path)
         assert len([pid for guard in guards for pid in group_members(guard)]) == 4
         server.process.kill()  # the guards end the servers of a supervisor that is killed
         wait_until(lambda: not any(group_members(guard) for guard in guards), "no orphan")
+
+
+def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
+    ended: list[int] = []
+
+    class Process:
+        async def stop(self) -> None:
+            ended.append(1)
+
+    async def restart() -> None:
+        parts = SimpleNamespace(pool=Mock(), policy=RestartPolicy(), log_folder=tmp_path)
+        model = ForeignModel(0, foreign("a", sleepable=True), ServerStats().models[0], parts)  # type: ignore[arg-type]
+        (server,) = model.replicas
+        server.process, server.state, server.is_asleep = Process(), "sleeping", True  # type: ignore[assignment]
+        await model.replace_engines(1.0)
+        assert (server.state, server.is_asleep, server.restarts, ended) == ("sleeping", False, 1, [1])
+        await model.stop()
+
+    asyncio.run(restart())
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from meltcore.api.backend import ModelStatus
 from meltcore.api.forward import FORWARDED_PATHS
 from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_process import EngineProcess
@@ -23,16 +22,15 @@ from meltcore.backends.http_backend import task_of, upstream_api_key
 from meltcore.backends.http_replica import Replica as Upstream
 from meltcore.config import EngineConfig, ForeignConfig
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
-from meltcore.fleet.channel import AddForeign, EndRequests, StatusChanged
+from meltcore.fleet.channel import AddForeign
 from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
-from meltcore.fleet.replica import ServerParts
-from meltcore.fleet.served_model import POLL_S
+from meltcore.fleet.replica import ReplicaState, ServerParts
+from meltcore.fleet.supervised_model import SupervisedModel
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
 _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
-ServerState = Literal["waiting", "loading", "ready", "draining", "sleeping", "pausing", "failed"]
 
 
 class ForeignServer:
@@ -42,7 +40,7 @@ class ForeignServer:
         self.index = index
         self.port = port
         self.log = log
-        self.state: ServerState = "waiting"
+        self.state: ReplicaState = "waiting"
         self.reason = ""
         self.restarts = 0
         self.is_asleep = False  # its process lives, and has given its memory back
@@ -57,28 +55,23 @@ class ForeignServer:
         self.started: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
 
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+        deaths_s = self.deaths_s
+        self.begin()
+        self.state, self.deaths_s, self.is_asleep = "sleeping", deaths_s, False
 
-class ForeignModel:
+
+class ForeignModel(SupervisedModel[ForeignServer]):
     """The servers of one foreign model, from their first start to the end of the server, or of the model in it."""
 
     def __init__(self, number: int, config: ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
         """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
         upstream_api_key(config)  # a message here, not a death of every API server
-        self.number, self.config, self.stats = number, config, stats
+        super().__init__(number, config, stats, parts)
+        self.config = config
         stats.task = task_of(config)  # for the metrics of this process
-        self.name = config.names[0]
-        self.status: ModelStatus = "loading"
-        self.reason = "loading: starting"
         self.engines: list[EngineProcess] = []  # none of ours
-        self.all_ended = asyncio.Event()  # no server will answer again
-        self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
-        self._parts = parts
-        self._draining = False
-        self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
-        self.changing = asyncio.Lock()  # of one who puts it to sleep, wakes it or replaces its processes
-        if not config.sleepable or parts.policy is None:
-            self.may_run.set()
-        self.servers: list[ForeignServer] = []
         urls = config.urls
         # A fleet is not ready before servers that run elsewhere have answered.
         self._elsewhere = [Upstream(index, url, config, upstream_api_key(config)) for index, url in enumerate(urls)]
@@ -86,9 +79,9 @@ class ForeignModel:
             count = config.replicas
             folder = parts.log_folder or parts.sockets
             for index in range(count):
-                self.servers.append(ForeignServer(index, free_port(), log_path(folder, self.name, index, count)))
+                self.replicas.append(ForeignServer(index, free_port(), log_path(folder, self.name, index, count)))
                 stats.mark_replica_dead(index)
-            urls = tuple(f"http://127.0.0.1:{server.port}" for server in self.servers)
+            urls = tuple(f"http://127.0.0.1:{server.port}" for server in self.replicas)
         served = replace(config, urls=urls, command=None, gpus=())
         parts.pool.add_model(AddForeign(number, served), stats)
 
@@ -101,24 +94,18 @@ class ForeignModel:
         """
         if self._elsewhere and self._parts.policy is not None:
             await self._wait_elsewhere(self.config.start_timeout_s)
-        for server in self.servers:
+        for server in self.replicas:
             server.task = asyncio.create_task(self._keep(server))
-        started = [server.started for server in self.servers]
+        started = [server.started for server in self.replicas]
         if started:
             when = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
             await asyncio.wait(started, return_when=when)
-        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
-        if errors and (self._parts.policy is None or len(errors) == len(started)):
-            raise errors[0]
+        self._check_started(started)
         self.update_status()
 
     async def load_or_fail(self) -> None:
         """Do as `load`, and leave the model in the server as failed when it cannot serve."""
-        try:
-            await self.load()
-        except MeltcoreError as error:
-            await self._stop_servers()
-            self.fail(str(error))
+        await super().load_or_fail()
         if self._elsewhere and self.status == "failed":  # it may be started yet
             await self._wait_elsewhere(math.inf)
             self.update_status()
@@ -134,12 +121,8 @@ class ForeignModel:
                 raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
-    def fail(self, reason: str) -> None:
-        """Refuse requests from now on; `reason` says why no server could be started."""
-        if not self._draining:
-            self._parts.log.write("model_failed", model=self.name, why=reason)
-            self._parts.report(f"{self.name} could not be loaded: {reason}")
-            self.set_status("failed", f"{self.name} could not be loaded: {reason.splitlines()[0]}")
+    def _shortened(self, reason: str) -> str:
+        return reason.splitlines()[0]  # the end of its output follows
 
     async def _keep(self, server: ForeignServer) -> None:
         """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
@@ -165,10 +148,7 @@ class ForeignModel:
                 await server.process.stop()  # what it left in its group
             pause_s = self._after_end(server, reason)
             if pause_s is None:
-                if not server.started.done():
-                    server.started.set_exception(failure)
-                if all(each.state == "failed" for each in self.servers):
-                    self.all_ended.set()
+                self._give_up(server, failure)
                 return
             await asyncio.sleep(pause_s)
             server.restarts += 1
@@ -212,87 +192,50 @@ class ForeignModel:
         pause_s = policy.pause_s(server.deaths_s, now_s) if policy is not None and not self._draining else None
         server.state = "failed" if pause_s is None else "pausing"
         self.stats.set("start_s", now_s + (pause_s or 0.0))
-        subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.servers) > 1 else "")
+        subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.replicas) > 1 else "")
         event = "engine_died" if was_serving else "engine_failed"
-        self._parts.log.write(event, model=self.name, replica=server.index, why=reason.splitlines()[0])
+        self._parts.log.write(event, model=self.name, replica=server.index, why=self._shortened(reason))
         what = "has ended" if was_serving else "could not start"
         plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
         self._parts.report(f"{subject} {what}: {reason}; {plan}")
         self.update_status()
         return pause_s
 
-    def drain(self, reason: str) -> None:
-        """Refuse new requests; the open ones continue, and a process that ends is not started again."""
-        self._draining = True
-        self.set_status("draining", reason)
-
     async def stop(self) -> None:
         """End all processes now."""
-        self._draining = True
         if self._elsewhere and self.loading is not None:
             self.loading.cancel()
-        await self._stop_servers()
+        await super().stop()
 
-    async def _stop_servers(self) -> None:
-        tasks = [server.task for server in self.servers if server.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(server.process.stop() for server in self.servers if server.process is not None))
+    async def _stop_process(self, server: ForeignServer) -> None:
+        if server.process is not None:
+            await server.process.stop()
+
+    async def _wait_started(self, server: ForeignServer) -> None:
+        await server.started
+
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End a process that takes too long to start; it is started again like one that has ended."""
+        process = self.replicas[replica].process
+        if process is not None:
+            self._parts.report(f"the server of {self.name}: {reason}")
+            process.kill()
 
     def kill(self) -> None:
         """End all processes without waiting."""
-        for server in self.servers:
+        for server in self.replicas:
             if server.process is not None:
                 server.process.kill()
 
-    async def replace_engines(self, drain_limit_s: float) -> None:
-        """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
-
-        API servers send no requests to a replica that is drained: its state in the statistics says so. A model that
-        sleeps has no process to replace.
-        """
-        async with self.changing:
-            if self.may_run.is_set():
-                await self._replace_processes(drain_limit_s)
-
-    async def _replace_processes(self, drain_limit_s: float) -> None:
-        for server in self.servers:
-            server.state = "draining"
-            self.stats.drain_replica(server.index)
-            deadline_s = time.monotonic() + drain_limit_s
-            while self.stats.open_requests(server.index) and time.monotonic() < deadline_s:  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)
-            await self._end_process(server)
-            self.stats.mark_replica_dead(server.index)
-            server.begin()
-            server.restarts += 1
-            self.all_ended.clear()
-            server.task = asyncio.create_task(self._keep(server))
-            await server.started
-
     # --- sleeping: a process is ended, and started again, or it sleeps by itself
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether the model is loaded for the first time."""
-        return self.status == "loading"
-
-    def begin_sleep(self) -> None:
-        """Let requests wait from now on, and start no process."""
-        self.may_run.clear()
-        for server in self.servers:
-            if server.state != "failed":
-                self.stats.mark_replica_asleep(server.index)
-        self.update_status()
 
     async def sleep_servers(self, keep: Literal["host", "disk"], limit_s: float) -> Literal["host", "disk"]:
         """Let servers sleep that can, and end the others, which are started again; returns where weights are now.
 
         keep: where they shall be. limit_s: for a server's answer.
         """
-        await asyncio.gather(*(self._sleep(server, keep, limit_s) for server in self.servers))
-        return "host" if any(server.is_asleep for server in self.servers) else "disk"
+        await asyncio.gather(*(self._sleep(server, keep, limit_s) for server in self.replicas))
+        return "host" if any(server.is_asleep for server in self.replicas) else "disk"
 
     async def _sleep(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> None:
         if server.state == "failed":
@@ -307,11 +250,11 @@ class ForeignModel:
             else:
                 server.state = "sleeping"
                 return
-        await self._end_server(server)
+        await self.end_engine(server)
 
     async def wake_servers(self, limit_s: float) -> None:
         """Wake the servers that sleep; one that does not wake is ended, and started again."""
-        await asyncio.gather(*(self._wake(server, limit_s) for server in self.servers if server.is_asleep))
+        await asyncio.gather(*(self._wake(server, limit_s) for server in self.replicas if server.is_asleep))
 
     async def _wake(self, server: ForeignServer, limit_s: float) -> None:
         assert server.process is not None, "it sleeps"
@@ -320,72 +263,25 @@ class ForeignModel:
         except ConfigError as error:
             if server.is_asleep:  # else it has ended
                 self._parts.report(f"the server of {self.name} could not be woken ({error}): it is started again")
-                await self._end_server(server)
+                await self.end_engine(server)
             return
         server.is_asleep = False
         server.state = "ready"
         self.stats.mark_replica_ready(server.index)
 
-    async def _end_server(self, server: ForeignServer) -> None:
-        """End a process; it is started again once the model may run."""
-        await self._end_process(server)
-        deaths_s = server.deaths_s
-        server.begin()
-        server.state, server.deaths_s, server.is_asleep = "sleeping", deaths_s, False
-        server.restarts += 1
-        if not self._draining:
-            server.task = asyncio.create_task(self._keep(server))
-
-    def begin_wake(self) -> None:
-        """Let processes be started."""
-        self.set_status("waking", f"{self.name} is being woken")
-        self.may_run.set()
-
-    def end_wake(self, took_s: float) -> None:
-        """Count a wake."""
-        self.stats.count_wake(took_s)
-        self.update_status()
-
-    def fail_start(self, replica: int, reason: str) -> None:
-        """End a process that takes too long to start; it is started again like one that has ended."""
-        process = self.servers[replica].process
-        if process is not None:
-            self._parts.report(f"the server of {self.name}: {reason}")
-            process.kill()
-
-    async def fail_loading(self, reason: str) -> None:
-        """Give up a model that takes too long to load for the first time."""
-        if self.loading is not None:
-            self.loading.cancel()
-            await asyncio.gather(self.loading, return_exceptions=True)
-        await self._stop_servers()
-        self.fail(reason)
-
-    def broadcast(self, message: EndRequests) -> None:
-        """Send a message about the model to all API servers."""
-        self._parts.pool.broadcast(message)
-
-    async def _end_process(self, server: ForeignServer) -> None:
-        if server.task is not None:
-            server.task.cancel()
-            await asyncio.gather(server.task, return_exceptions=True)
-        if server.process is not None:
-            await server.process.stop()
-
     # --- state
 
-    def set_status(self, status: ModelStatus, reason: str) -> None:
-        """Tell all API servers the status of the model, and the reason that refused requests receive."""
-        if (status, reason) != (self.status, self.reason):
-            self.status, self.reason = status, reason
-            self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is loaded for the first time."""
+        return self.status == "loading"
 
     def update_status(self) -> None:
         """Derive the status from the processes."""
         if self._draining:
             return
-        states = [server.state for server in self.servers]
-        reason = next((server.reason.splitlines()[0] for server in self.servers if server.reason), "")
+        states = [server.state for server in self.replicas]
+        reason = next((server.reason.splitlines()[0] for server in self.replicas if server.reason), "")
         if not self.may_run.is_set():
             if self.status != "loading" and set(states) != {"failed"}:
                 self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")

@@ -18,7 +18,8 @@ from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.replica import Replica
-from meltcore.fleet.served_model import POLL_S, ServedModel
+from meltcore.fleet.served_model import ServedModel
+from meltcore.fleet.supervised_model import POLL_S
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner
@@ -278,7 +279,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
 
 def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
     """Return the row of another server. How much memory it takes is not known here."""
-    server = model.servers[replica] if model.servers else None  # none: it runs elsewhere
+    server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
     process = server.process if server is not None else None
     return EngineRow(
         model=model.name,

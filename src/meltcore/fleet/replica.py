@@ -91,6 +91,12 @@ class Replica:
         """Note where its engine is started: there it is started again."""
         self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
 
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+        deaths = self.deaths
+        self.begin()
+        self.state, self.deaths, self.is_asleep, self.resident_bytes = "sleeping", deaths, False, 0
+
     def note_end(self, text: str) -> str:
         """Append to the log how the engine has ended, below what it has printed. Returns the text with the log named.
 

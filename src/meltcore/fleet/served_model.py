@@ -16,18 +16,18 @@ from typing import Any
 
 import msgspec
 
-from meltcore.api.backend import ModelStatus
 from meltcore.api.stats import ModelStats
 from meltcore.backends.engine_link import socket_folder
 from meltcore.backends.engine_process import EngineProcess, common_limits
 from meltcore.config import ModelConfig, Task
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
-from meltcore.fleet.channel import AddModel, EndRequests, OpenModel, ReplicaEnded, ReplicaStarted, StatusChanged
+from meltcore.fleet.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted
 from meltcore.fleet.engines import new_engine
 from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.readiness import probe, probe_error
 from meltcore.fleet.replica import Death, Replica, ServerParts, Starts
+from meltcore.fleet.supervised_model import SupervisedModel
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import GenerationReady, StepOutputs
 from meltcore.protocol.shell import Asleep, Awake, Loading
@@ -41,11 +41,10 @@ ENGINE_RESTARTS = "the engine has died and is started again; the request can be 
 ENGINE_FAILED = "the engine has died and is not started again"
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
-POLL_S = 0.02  # while draining
 ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
 
 
-class ServedModel:
+class ServedModel(SupervisedModel[Replica]):
     """The engines of one model, from their first start to the end of the server, or of the model in it."""
 
     def __init__(
@@ -58,21 +57,11 @@ class ServedModel:
         parts: ServerParts,
     ) -> None:
         """Create the engines and add the model to all API servers. `task`: None where it could not be found out."""
-        self.number, self.config, self.task, self.stats = number, config, task, stats
+        super().__init__(number, config, stats, parts)
+        self.config, self.task = config, task
         stats.task = task or stats.task  # for the metrics of this process
-        self.name = config.names[0]
-        self.status: ModelStatus = "loading"
-        self.reason = "loading: starting"
         self.limits: ServedReady | None = None  # of all replicas, once the model is open
-        self.all_ended = asyncio.Event()  # no engine will serve again
         self.synthetic_tokenizer = False
-        self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
-        self._parts = parts
-        self._draining = False
-        self.may_run = asyncio.Event()  # cleared while the model sleeps: no engine is started
-        self.changing = asyncio.Lock()  # of one who puts it to sleep, wakes it or replaces its engines
-        if not config.sleepable or parts.policy is None:
-            self.may_run.set()
         self.replicas = [
             Replica(
                 index,
@@ -107,29 +96,12 @@ class ServedModel:
         if text_failed.done():
             text_failed.result()
         started = self._starts.done
-        errors = [error for future in started if (error := future.exception()) is not None]
-        if errors and (self._parts.policy is None or len(errors) == len(started)):
-            raise errors[0]
+        self._check_started(started)
         await self._open(common_limits([future.result() for future in started if future.exception() is None]))
         for replica in self.replicas:
             if replica.state == "ready":
                 self.stats.mark_replica_ready(replica.index)
         self.update_status()
-
-    async def load_or_fail(self) -> None:
-        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
-        try:
-            await self.load()
-        except MeltcoreError as error:
-            await self._stop_engines()
-            self.fail(str(error))
-
-    def fail(self, reason: str) -> None:
-        """Refuse requests from now on; `reason` says why the model could not be loaded."""
-        if not self._draining:
-            self._parts.log.write("model_failed", model=self.name, why=reason)
-            self._parts.report(f"{self.name} could not be loaded: {reason}")
-            self.set_status("failed", f"{self.name} could not be loaded: {reason}")
 
     async def _open(self, limits: ServedReady) -> None:
         message = OpenModel(self.number, limits, int(time.time()))
@@ -155,11 +127,8 @@ class ServedModel:
                 failure = EngineDeadError(reason)
             pause_s = self._after_end(replica, reason, is_final)
             if pause_s is None:
-                if replica.started is not None and not replica.started.done():
-                    replica.started.set_exception(failure)
+                self._give_up(replica, failure)
                 self._starts.note()
-                if all(each.state == "failed" for each in self.replicas):
-                    self.all_ended.set()
                 return
             await asyncio.sleep(pause_s)
             replica.restarts += 1
@@ -291,17 +260,25 @@ class ServedModel:
         if replica.sockets is not None:
             shutil.rmtree(replica.sockets, ignore_errors=True)
 
-    def drain(self, reason: str) -> None:
-        """Refuse new requests; the open ones continue, and an engine that dies is not started again."""
-        self._draining = True
-        self.set_status("draining", reason)
+    def _on_replaced(self, replica: Replica) -> None:
+        self._end_requests(replica, REPLICA_REPLACED)
 
-    async def stop(self) -> None:
-        """End all engines now."""
-        self._draining = True
-        await self._stop_engines()
+    async def _stop_process(self, replica: Replica) -> None:
+        await self.engines[replica.index].stop()
 
-    # --- sleeping
+    async def _wait_started(self, replica: Replica) -> None:
+        await self._starts.wait(replica)
+
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End an engine that takes too long to start; it is started again like one that has died."""
+        self.engines[replica].fail(reason)
+
+    def kill(self) -> None:
+        """End all engines without waiting."""
+        for engine in self.engines:
+            engine.kill()
+
+    # --- state
 
     @property
     def is_pending(self) -> bool:
@@ -313,116 +290,9 @@ class ServedModel:
         """Whether the model is loaded for the first time."""
         return self.limits is None and self.status != "failed"
 
-    def begin_sleep(self) -> None:
-        """Let requests wait from now on, and start no engine."""
-        self.may_run.clear()
-        for replica in self.replicas:
-            if replica.state != "failed":
-                self.stats.mark_replica_asleep(replica.index)
-        self.update_status()
-
-    def begin_wake(self) -> None:
-        """Let engines be started; those that sleep are woken by the caller."""
-        self.set_status("waking", f"{self.name} is being woken")
-        self.may_run.set()
-
-    def end_wake(self, took_s: float) -> None:
-        """Count a wake."""
-        self.stats.count_wake(took_s)
-        self.update_status()
-
-    async def end_engine(self, replica: Replica) -> None:
-        """End the process of a replica; it is started again once the model may run."""
-        deaths = replica.deaths
-        await self._end_process(replica)
-        replica.begin()
-        replica.state, replica.deaths, replica.is_asleep, replica.resident_bytes = "sleeping", deaths, False, 0
-        replica.restarts += 1
-        if not self._draining:
-            self.stats.mark_replica_asleep(replica.index)
-            replica.task = asyncio.create_task(self._keep(replica))
-
-    def fail_start(self, replica: int, reason: str) -> None:
-        """End an engine that takes too long to start; it is started again like one that has died."""
-        self.engines[replica].fail(reason)
-
-    async def fail_loading(self, reason: str) -> None:
-        """Give up a model that takes too long to load for the first time."""
-        if self.loading is not None:
-            self.loading.cancel()
-            await asyncio.gather(self.loading, return_exceptions=True)
-        await self._stop_engines()
-        self.fail(reason)
-
-    def broadcast(self, message: EndRequests) -> None:
-        """Send a message about the model to all API servers."""
-        self._parts.pool.broadcast(message)
-
     def log(self, event: str, replica: Replica, **fields: Any) -> None:
         """Write a line about an engine to the server's log."""
         self._parts.log.write(event, model=self.name, replica=replica.index, **fields)
-
-    def report(self, text: str) -> None:
-        """Print a line."""
-        self._parts.report(text)
-
-    async def _end_process(self, replica: Replica) -> None:
-        if replica.task is not None:
-            replica.task.cancel()
-            await asyncio.gather(replica.task, return_exceptions=True)
-        self._end_requests(replica, REPLICA_REPLACED)
-        await self.engines[replica.index].stop()
-
-    async def _stop_engines(self) -> None:
-        tasks = [replica.task for replica in self.replicas if replica.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
-
-    def kill(self) -> None:
-        """End all engines without waiting."""
-        for engine in self.engines:
-            engine.kill()
-
-    async def replace_engines(self, drain_limit_s: float) -> None:
-        """Replace one engine after another, each once its requests have ended. Raises MeltcoreError if one fails.
-
-        Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new ones
-        are refused with 503. A model that sleeps stays asleep: its engines are started when it is wanted.
-        """
-        async with self.changing:
-            if self.may_run.is_set():
-                await self._replace_engines(drain_limit_s)
-                return
-            for replica in self.replicas:
-                await self.end_engine(replica)
-            self.update_status()
-
-    async def _replace_engines(self, drain_limit_s: float) -> None:
-        for replica in self.replicas:
-            if replica.state == "ready":
-                replica.state = "draining"
-                self.stats.drain_replica(replica.index)
-                self.update_status()
-                deadline_s = time.monotonic() + drain_limit_s
-                while self.stats.open_requests(replica.index) and time.monotonic() < deadline_s and replica.task:
-                    await asyncio.wait({replica.task}, timeout=POLL_S)
-            self.stats.mark_replica_dead(replica.index)
-            await self._end_process(replica)
-            replica.begin()
-            replica.restarts += 1
-            self.all_ended.clear()
-            replica.task = asyncio.create_task(self._keep(replica))
-            await self._starts.wait(replica)
-
-    # --- state
-
-    def set_status(self, status: ModelStatus, reason: str) -> None:
-        """Tell all API servers the status of the model, and the reason that refused requests receive."""
-        if (status, reason) != (self.status, self.reason):
-            self.status, self.reason = status, reason
-            self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
 
     def update_status(self, pause_s: float | None = None) -> None:
         """Derive the status from the replicas. `pause_s`: until an engine is started again."""

@@ -16,7 +16,8 @@ from meltcore.config import ResidencyConfig
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.replica import Replica
-from meltcore.fleet.served_model import POLL_S, ServedModel
+from meltcore.fleet.served_model import ServedModel
+from meltcore.fleet.supervised_model import POLL_S
 from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
 
 Model = ServedModel | ForeignModel
@@ -43,7 +44,7 @@ async def put_to_sleep(model: Model, config: ResidencyConfig, drain_limit_s: flo
                 *(model.end_engine(replica) for replica in others),
             )
         else:
-            await asyncio.gather(*(_drain(model, replica.index, drain_limit_s) for replica in model.servers))
+            await asyncio.gather(*(_drain(model, replica.index, drain_limit_s) for replica in model.replicas))
             keep = await model.sleep_servers(config.keep, config.wake_timeout_s)
         model.stats.set("sleep_level", _LEVELS[keep])
         model.update_status()
@@ -148,11 +149,10 @@ async def _wait_idle(stats: ModelStats, replica: int, limit_s: float) -> bool:
 
 async def _wait_started(model: Model, limit_s: float) -> None:
     """Wait until each engine serves, or has failed to at its first try; end those that take longer than the limit."""
-    replicas = model.replicas if isinstance(model, ServedModel) else model.servers
     starting = ("sleeping", "waiting", "loading")
     deadline_s = time.monotonic() + limit_s
-    while any(each.state in starting for each in replicas) and time.monotonic() < deadline_s:  # noqa: ASYNC110
+    while any(each.state in starting for each in model.replicas) and time.monotonic() < deadline_s:  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
-    for each in replicas:
+    for each in model.replicas:
         if each.state in starting:
             model.fail_start(each.index, f"it was not loaded within {limit_s:g} s")

@@ -50,8 +50,9 @@ from meltcore.fleet.placement import (
 from meltcore.fleet.plan import Place
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.running_fleet import Running, planned_places
-from meltcore.fleet.served_model import POLL_S, ServedModel
+from meltcore.fleet.served_model import ServedModel
 from meltcore.fleet.start_gate import StartGate
+from meltcore.fleet.supervised_model import POLL_S
 from meltcore.fleet.turns import Turns
 from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
