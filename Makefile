@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLUSTER_STAMP := $(VENV)/.installed-cluster
 DOCS_STAMP := $(VENV)/.installed-docs
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast lint docs tables clean
+.PHONY: help demo test test-fast test-cluster lint docs tables clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -20,6 +21,10 @@ test: $(STAMP)  ## Run every test (about 14 minutes on two idle cores).
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (under 2 minutes).
 	$(PYTEST) -m 'not slow'
+
+test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about TIME minutes on two idle cores).
+	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
+	$(BIN)/python -m pytest -rs -m ray tests/cluster
 
 lint: $(STAMP)  ## Check format, lint rules and types.
 	$(BIN)/ruff format --check .
@@ -51,6 +56,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
+$(CLUSTER_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cluster]'
 	touch $@
 
 clean:  ## Remove the virtual environment and the built documentation.

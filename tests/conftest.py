@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -51,6 +52,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_without_gpu(items)
+    skip_without_ray(items)
     slow_files_first(items)
 
 
@@ -64,6 +66,14 @@ def skip_without_gpu(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def skip_without_ray(items: list[pytest.Item]) -> None:
+    """Skip tests marked `ray` where Ray is not installed, with that as the reason."""
+    if importlib.util.find_spec("ray") is None:
+        for item in items:
+            if item.get_closest_marker("ray"):
+                item.add_marker(pytest.mark.skip(reason="needs ray: pip install 'meltcore[cluster]'"))
 
 
 def slow_files_first(items: list[pytest.Item]) -> None:

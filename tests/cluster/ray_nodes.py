@@ -52,7 +52,8 @@ def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] |
 
     settings: environment of Ray's own processes.
     """
-    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs ray: pip install 'meltcore[cluster]'")
+    from ray import cluster_utils
+
     (folder / "pynvml.py").write_text(PYNVML)
     with pytest.MonkeyPatch.context() as patch:  # what raylets and their workers inherit
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(meltcore.__file__).parents[1]), *sys.path]))

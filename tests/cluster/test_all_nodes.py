@@ -40,6 +40,7 @@ def address(folder: Path) -> Iterator[str]:
         yield cluster.address
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_snapshots_of_all_nodes_are_one_report(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", "--json", "--ray", address]) == 2
@@ -51,6 +52,7 @@ def test_snapshots_of_all_nodes_are_one_report(address: str, capfd: pytest.Captu
     assert report["verdict"] == "FAILED"
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_nodes_that_are_late_are_ended_and_named(address: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", "--ray", address, "--node-limit", "0.01"]) == 2
@@ -59,6 +61,7 @@ def test_nodes_that_are_late_are_ended_and_named(address: str, capfd: pytest.Cap
     assert "0 of 2 nodes have a result; failed:" in printed
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_certificate_leaves_out_nodes_without_a_gpu_and_is_unknown_for_a_broken_one(
     address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -133,6 +136,7 @@ class SilentServer:
         return found
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_gpus_of_a_running_command_are_taken_and_its_processes_end_with_its_limit(address: str) -> None:
     with SilentServer() as server, ThreadPoolExecutor(2) as threads:
@@ -145,6 +149,7 @@ def test_gpus_of_a_running_command_are_taken_and_its_processes_end_with_its_limi
         assert server.processes() == []
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_killed_driver_leaves_no_process_and_every_node_is_named(address: str) -> None:
     with SilentServer() as server, ThreadPoolExecutor(1) as threads:
@@ -161,6 +166,7 @@ def test_killed_driver_leaves_no_process_and_every_node_is_named(address: str) -
         server.wait(lambda found: not found)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_interruption_ends_the_processes_and_leaves_no_file(address: str, folder: Path) -> None:
     def interrupt(server: SilentServer) -> None:
@@ -177,12 +183,12 @@ def test_interruption_ends_the_processes_and_leaves_no_file(address: str, folder
     assert set(folder.glob("meltcore-node-*")) <= before
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "status"), [("snapshot", 2), ("certify", 3), ("bench", 2)])
 def test_cluster_that_is_not_there_is_one_error(
     command: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -192,6 +198,7 @@ def test_cluster_that_is_not_there_is_one_error(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_node_that_is_gone_is_named_and_the_other_goes_on(tmp_path: Path) -> None:
     with start_nodes(tmp_path, [], []) as cluster, SilentServer() as server, ThreadPoolExecutor(1) as threads:

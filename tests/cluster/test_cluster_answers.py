@@ -25,7 +25,7 @@ from meltcore.fleet.replica import RestartPolicy
 from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
 from meltcore.process import end_group, start, start_ticks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 START_S = 120.0
 SUMS, PHRASES = "meltcore/sums", "meltcore/phrases"
 MODELS = """
@@ -39,7 +39,6 @@ models:
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A state folder of fleets, and a folder of Ray, where `auto` looks, whose name is short enough for its sockets."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     folder = tempfile.mkdtemp(prefix="melt-ray-")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_TMPDIR", folder)

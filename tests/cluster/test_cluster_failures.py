@@ -24,7 +24,7 @@ from server_harness import MODEL, RunningServer, fleet_command, running, wait_un
 
 from meltcore.fleet.served_model import ROOM_POLL_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEP_S, TOKENS = 0.02, 600
 
 

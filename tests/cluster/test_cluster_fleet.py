@@ -31,7 +31,7 @@ from meltcore.process import start_ticks
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
 from server_harness import MODEL, fleet_command, running, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

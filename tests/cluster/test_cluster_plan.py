@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 import time
@@ -26,6 +27,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield cluster.address
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_plan_reads_gpus_and_memory_of_every_node(
     address: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -45,9 +47,9 @@ def test_plan_reads_gpus_and_memory_of_every_node(
     assert "idle" not in conclusion
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_cluster_that_is_not_there_is_refused_immediately() -> None:
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -60,9 +62,10 @@ def test_cluster_that_is_not_there_is_refused_immediately() -> None:
             Cluster.read(address)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_own_cluster_whose_head_is_gone_is_refused_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    services = pytest.importorskip("ray._private.services", reason="needs ray: pip install 'meltcore[cluster]'")
+    services = importlib.import_module("ray._private.services")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         head = f"127.0.0.1:{unused.getsockname()[1]}"

@@ -13,7 +13,7 @@ from server_harness import RunningServer, fleet_command, running, wait_until
 
 from meltcore.process import start_ticks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ENGINE = (sys.executable, str(Path(__file__).with_name("cpu_engine.py")))
 MODELS = """
 server: {port: 0}

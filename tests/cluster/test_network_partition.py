@@ -24,7 +24,7 @@ import meltcore
 from meltcore.cluster.node_folder import remove_abandoned
 from meltcore.process import end_group, start, start_ticks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 START_S = 60.0
 TOKENS = 1000
 PORT = "6379"  # of the head, in a namespace of its own
@@ -52,7 +52,6 @@ AS_NODE = 'hostname "$1" && mount --bind "$2" /proc/meminfo && mount -t tmpfs tm
 @pytest.fixture
 def ray_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Ray's folder, whose name is short enough for its sockets; every process that is started has it in its name."""
-    pytest.importorskip("ray", reason="needs ray: pip install 'meltcore[cluster]'")
     folder = Path(tempfile.mkdtemp(prefix="melt-ray-"))
     environment = {"RAY_TMPDIR": str(folder), "XDG_STATE_HOME": str(tmp_path / "state"), "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
