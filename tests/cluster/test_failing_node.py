@@ -11,6 +11,8 @@ from scripted_cluster import Node, ScriptedCluster, starts
 from scripted_fleet import fleet, rows, states
 from server_harness import wait_until
 
+from meltcore.cli.main import main
+
 pytestmark = pytest.mark.slow
 BIG = "  big: {LOAD, memory: 30GiB}\n"
 
@@ -46,3 +48,24 @@ def test_engine_stays_on_its_node_while_no_other_has_room(tmp_path: Path, other:
         wait_until(lambda: states(server) == ["failed"], "failed")
         assert "".join(starts(tmp_path, "big")) == asked
         assert server.stderr.count("it is started there again") == 2
+
+
+def test_sleepable_models_that_were_moved_apart_are_awake_together(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=99))
+    models = "".join(f"  {name}: {{LOAD, memory: 15GiB, residency: sleepable}}\n" for name in ("one", "two"))
+    with fleet(tmp_path, cluster, models) as server:
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        with cluster.change() as there:
+            there.nodes = {name: Node(name, [20], host_gib=99) for name in "bc"}
+        wait_until(lambda: sorted(row["node"] or "" for row in rows(server).values()) == ["b", "c"], "moved")
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready on two nodes")
+        # A larger one takes the place that they had: it takes turns with neither.
+        with cluster.change() as there:
+            there.nodes["a"] = Node("a", [40], host_gib=99)
+        file = tmp_path / "fleet.yaml"
+        load = file.read_text().partition("one: {")[2].partition(", memory")[0]
+        file.write_text(f"{file.read_text()}  three: {{{load}, memory: 30GiB, residency: sleepable}}\n")
+        assert main(["reload"]) == 0
+        wait_until(lambda: rows(server)["three.0"]["state"] == "ready", "loaded")
+        assert states(server) == ["ready"] * 3
+        assert "event=engine_asleep" not in server.stderr

@@ -17,6 +17,7 @@ from meltcore.fleet.planned import FleetPlanner
 from meltcore.protocol.cluster import StartEngine
 
 SUMS = "checkpoint: meltcore/sums"
+SLEEPS = "memory: 30GiB, residency: sleepable"
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"a: {{{SUMS}, memory: 30GiB, replicas: 2}}", 1, "(others use 19."),
         (f"a: {{{SUMS}}}, b: {{checkpoint: /none}}", 2, "models.b.memory: must be named with --ray"),
         ("a: {checkpoint: /none, memory: 30GiB}", 2, "models.a.checkpoint: /none is not on node b"),
+        (
+            f"a: {{{SUMS}, {SLEEPS}}}, b: {{{SUMS}, {SLEEPS}}}",
+            1,
+            "on Ray, which counts the memory of engines that sleep",
+        ),
         ("a: {command: 'x {port}', memory: 2GiB}", 2, "models.a.command: --ray starts engines of Meltcore only"),
     ],
 )

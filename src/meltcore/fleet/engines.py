@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from meltcore.backends.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.backends.remote_engine import RemoteEngineProcess
@@ -23,7 +24,13 @@ def new_engine(
         start = _start(parts, replica, directory.name, priority_class)
         failed = {} if parts.policy is None else parts.policy.failed_nodes(replica.deaths, time.monotonic())
         return RemoteEngineProcess(
-            parts.cluster, start, on_message, directory, replica.log, on_place=replica.move, failed_nodes=failed
+            parts.cluster,
+            start,
+            on_message,
+            directory,
+            replica.log,
+            on_place=partial(replica.move, parts.on_moved),
+            failed_nodes=failed,
         )
     return LocalEngineProcess(
         shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),

@@ -200,9 +200,9 @@ def plan_fleet(
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
     gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
-    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster; kept: engines that stay there. Models at a
-    URL take no memory here. Raises ConfigError for a model whose memory cannot be known, and for tensor parallelism
-    over nodes.
+    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster, where models take no turns, as Ray counts
+    the memory of engines that sleep; kept: engines that stay there. Models at a URL take no memory here. Raises
+    ConfigError for a model whose memory cannot be known, and for tensor parallelism over nodes.
     """
     if gpu_nodes is not None:
         _check_one_node(spec, gpu_nodes)
@@ -212,7 +212,7 @@ def plan_fleet(
     known: dict[str, EngineNeeds] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
-        return _try(changed, gpus, contexts, hosts, known, kept or {})
+        return _try(changed, gpus, contexts, hosts, known, kept or {}, in_turns=gpu_nodes is None)
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
@@ -264,15 +264,17 @@ def _try(
     hosts: Sequence[Host],
     known: dict[str, EngineNeeds],
     kept: Kept,
+    *,
+    in_turns: bool,
 ) -> Plan | None:
-    """Return the plan with all models awake, else with sleepable ones asleep, None where neither fits.
+    """Return the plan with all models awake, else, in_turns, with sleepable ones asleep, None where neither fits.
 
     known: needs of models, kept from one fleet to the next.
     """
     needs = fleet_needs(spec, known)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
-    for sleeping in dict.fromkeys(((), sleepable)):
+    for sleeping in dict.fromkeys(((), sleepable if in_turns else ())):
         to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts), gpus, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]

@@ -150,7 +150,7 @@ class FoundPlan(NamedTuple):
 
     spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
     the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
-    that run and stay as they are, by name.
+    that run and stay as they are, by name. in_turns: sleepable models may share memory.
     """
 
     spec: FleetSpec
@@ -161,6 +161,7 @@ class FoundPlan(NamedTuple):
     gpus: tuple[VisibleGpu, ...]
     gpu_bytes: list[int]
     kept: Mapping[str, ModelConfig]
+    in_turns: bool = True
 
     @property
     def others_bytes(self) -> dict[int, int]:
@@ -214,7 +215,7 @@ def find_plan(
         config = dataclasses.replace(config, models=stay)
         if cluster is not None:
             config = on_nodes(config, plan, cluster, kept)
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept)
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, cluster is None)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -347,6 +348,8 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
         if nearest.other_changes:
             advice += f". Or, {other_changes_text(nearest.other_changes)}: {'; '.join(nearest.other_changes)}"
+    if not found.in_turns and any(model.residency == "sleepable" for model in spec.models.values()):
+        parts.append("on Ray, which counts the memory of engines that sleep, models do not take turns")
     if found.kept:
         advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -87,9 +87,10 @@ class Replica:
         """When its engines have died."""
         return [death.at_s for death in self.deaths]
 
-    def move(self, node: str, gpus: Sequence[int]) -> None:
+    def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
         """Note where its engine is started: there it is started again."""
         self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
+        on_moved()
 
     def begin_asleep(self) -> None:
         """Begin a new life asleep, with the deaths of the last one."""
@@ -173,4 +174,5 @@ class ServerParts:
     log_folder: Path | None = None  # with a file per engine; None: our standard error
     cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
     cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
+    on_moved: Callable[[], None] = lambda: None  # an engine of a cluster has another place
     sharing: SharingConfig | None = None  # of engines among each other; None: none waits

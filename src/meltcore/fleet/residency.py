@@ -81,6 +81,10 @@ class Residency:
         """Add a model, which is asleep. rank: of its requests' class. size_bytes: by device, while it is awake."""
         self._members[key] = _Member(rank, dict(size_bytes))
 
+    def move(self, key: int, size_bytes: Mapping[str, int | None]) -> None:
+        """Note that engines of a model are on other devices than before."""
+        self._members[key].size_bytes = dict(size_bytes)
+
     def remove(self, key: int) -> None:
         """Remove a model. Its memory is free."""
         self._members.pop(key, None)

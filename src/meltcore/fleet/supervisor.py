@@ -184,6 +184,7 @@ class Supervisor:
             log_folder=fleet.log_folder if fleet is not None else None,
             cluster=_cluster_driver(fleet, self._report),
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
+            on_moved=lambda: self.turns.update_devices(),
             sharing=config.sharing,
         )
         is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()

@@ -52,6 +52,11 @@ class Turns:
         self._models[model.number] = model
         self._policy.add(model.number, CLASSES.index(model.config.priority_class), device_bytes(model))
 
+    def update_devices(self) -> None:
+        """Take over where a cluster has started engines."""
+        for key, model in self._models.items():
+            self._policy.move(key, device_bytes(model))
+
     def start(self) -> None:
         """Begin, once all models of the start are known: the most urgent class is loaded last and stays awake."""
         self._run = asyncio.create_task(self._run_until_cancelled())
