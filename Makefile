@@ -22,7 +22,7 @@ test: $(STAMP)  ## Run every test (about 14 minutes on two idle cores).
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (under 2 minutes).
 	$(PYTEST) -m 'not slow'
 
-test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about TIME minutes on two idle cores).
+test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 15 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
 	$(BIN)/python -m pytest -rs -m ray tests/cluster
 
