@@ -100,8 +100,8 @@ def test_request_is_retried_once_and_only_where_nothing_was_sent() -> None:
     sent, unsent, other, gone = (table.add(name, streaming=True) for name in ("sent", "unsent", "other", "gone"))
     for generation in (sent, unsent, other, gone):
         generation.choices[0].replica, replica = 0 if generation is not other else 1, generation.choices[0].replica
-        table.stats.unassign(replica, generation.choices[0].expected_tokens)
-        table.stats.assign(generation.choices[0].replica, generation.choices[0].expected_tokens)
+        table.stats.unassign(replica, generation.choices[0].cost)
+        table.stats.assign(generation.choices[0].replica, generation.choices[0].cost)
     table.step(0, sent, "x")
     sent.choices[0].take_text()
     assert (sent.choices[0].prompt_token_ids, len(unsent.choices[0].prompt_token_ids)) == (b"", 4 * len("unsent"))

@@ -15,7 +15,7 @@ from meltcore.api.backend import STUCK_AFTER_S, Health
 from meltcore.api.generation import Generation
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_process import EngineProcess
-from meltcore.backends.open_requests import OpenRequests
+from meltcore.backends.open_requests import REQUEST_TOKENS, OpenRequests
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError, RequestError
@@ -62,10 +62,10 @@ def ends(generation: Generation) -> StepOutputs:
 
 def test_request_goes_to_the_replica_with_the_fewest_open_tokens() -> None:
     table = Table(model_stats(3))
-    long = table.add(1000)  # 1,010 tokens
-    for tokens in (100, 40, 30, 30):  # each with 10 of answer
+    long = table.add(3 * REQUEST_TOKENS)  # it weighs as much as four short ones
+    for tokens in (100, 40, 90, 20, 10):
         table.add(tokens)
-    assert table.given() == [0, 1, 2, 2, 2]
+    assert table.given() == [0, 1, 2, 2, 1, 1]
     table.requests.on_step(ends(long), 0)
     table.add(500)
     assert table.given()[-1] == 0
@@ -76,7 +76,7 @@ def test_answer_without_a_limit_counts_as_one_of_the_usual_length() -> None:
     table.requests.usual_output_tokens = 500.0
     unlimited = table.add(10, max_tokens=4000)  # what the model allows
     limited = [table.add(10, max_tokens=240) for _ in range(4)]
-    assert table.given() == [0, 1, 1, 1, 0]
+    assert table.given() == [0, 1, 1, 0, 1]
     table.requests.usual_output_tokens = 100.0  # what is counted is taken back, not what would be counted now
     for generation in (unlimited, *limited):
         table.requests.end(generation, RequestError("gone"), "aborted")

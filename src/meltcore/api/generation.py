@@ -42,10 +42,10 @@ class Choice:
     __slots__ = (
         "asked_echo",
         "cached_tokens",
+        "cost",
         "detokenizer",
         "echo",
         "end_sent",
-        "expected_tokens",
         "finish_reason",
         "first_token_s",
         "generation",
@@ -88,7 +88,7 @@ class Choice:
         self.params = params
         self.replica = 0  # that computes it, once it is started
         self.is_started = False  # until then it waits in the queue
-        self.expected_tokens = 0  # as which it counts at its replica: the prompt and an answer of the usual length
+        self.cost = 0  # tokens as which it counts at its replica
         self.tokenizer = tokenizer
         self.reasoning_parser = reasoning_parser
         self.asked_echo = echo

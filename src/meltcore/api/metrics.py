@@ -174,7 +174,7 @@ class Metrics(Collector):
         )
         replica_tokens = GaugeMetricFamily(
             PREFIX + "replica_tokens",
-            "Prompt tokens and expected output tokens of a replica's open requests",
+            "Tokens as which a replica's open requests count: prompts, expected answers, and a number for each",
             labels=["model_name", "replica"],
         )
         for label, model in self._models.items():

@@ -332,7 +332,7 @@ class ModelStats(_Columns):
         ]
 
     def assign(self, replica: int, tokens: int) -> None:
-        """Count a request of about `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
+        """Count a request as `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
         if not self.open_requests(replica):
             self._row[self._last_message_at[replica]] = time.monotonic()
         self._row[self._requests_at[replica]] += 1
@@ -348,7 +348,7 @@ class ModelStats(_Columns):
         return self._sum(self._requests_at[replica])
 
     def open_tokens(self, replica: int) -> float:
-        """Return the prompt tokens and expected output tokens of the open requests of `replica`."""
+        """Return the tokens as which the open requests of `replica` count."""
         return self._sum(self._tokens_at[replica])
 
     def last_message_s(self, replica: int) -> float:
