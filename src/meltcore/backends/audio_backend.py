@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from meltcore.api.admission import AUDIO_S, Admission, Unit
 from meltcore.api.fair_queue import Waiting
@@ -22,12 +23,18 @@ from meltcore.audio.pool import AudioWorkers
 from meltcore.backends.engine_backend import EngineBackend
 from meltcore.config import ModelConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.protocol.engines import ToEngine
+from meltcore.protocol.engines import FromEngine, ToEngine, shared_stats
+from meltcore.protocol.shell import ProfileDone
+from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady
+from meltcore.protocol.transcription import TranscriptionOutputs, TranscriptionReady
 
 # Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.
 _MAX_UPLOADS_BYTES = 2**30
 # Requests that the admission counts as running; more are in the queue.
 _RUNNING_REQUESTS = 64
+
+
+_Ready = TypeVar("_Ready", bound=SynthesisReady | TranscriptionReady)
 
 
 @dataclass(eq=False)
@@ -48,7 +55,7 @@ class Place:
         return ENGINE_PRIORITY[self.waiting.priority_class]
 
 
-class AudioBackend(EngineBackend):
+class AudioBackend(EngineBackend, Generic[_Ready]):
     """The engines of a model of speech. `purpose` says in errors what it does, and where."""
 
     purpose: str
@@ -75,8 +82,35 @@ class AudioBackend(EngineBackend):
             slots=_RUNNING_REQUESTS,
             shares=class_shares,
         )
+        self._ready: _Ready | None = None
+        self._numbers = itertools.count()  # of requests to the engine
         self._places: set[Place] = set()  # of the open requests
         self._upload_bytes = 0
+
+    def open(self, engine: _Ready, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self._ready, self._created = engine, created
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        self._loaded()
+
+    def _loaded(self) -> _Ready:
+        return self._when_ready(self._ready)
+
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+        if isinstance(message, SynthesisOutputs | TranscriptionOutputs):
+            self._server_stats.record_cpu_time()
+            self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
+            for output in message.outputs:
+                self.on_output(replica, output)
+        elif isinstance(message, ProfileDone):
+            self._on_profile_done(replica, message)
+
+    @abstractmethod
+    def on_output(self, replica: int, output: Any) -> None:
+        """Handle the output of a request; what a lost replica sends of one that another works on is to be dropped."""
 
     async def close_workers(self) -> None:
         """End the processes of this backend."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from meltcore.api.backend import SERVING, Health
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.backends.engine_link import EngineLink
 from meltcore.config import ModelConfig, Profiler
 from meltcore.errors import EngineDeadError, RequestError
-from meltcore.protocol.engines import FromEngine, ToEngine
+from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
 from meltcore.protocol.shell import Profile, ProfileDone
 
 ENGINE_DEAD = "the engine has died"
@@ -30,6 +30,7 @@ class EngineBackend(ABC):
         self.stats = stats
         self.health = Health(stats)
         self._server_stats = server
+        self._created = 0  # Unix seconds; once the model is open
         self._links: dict[int, EngineLink] = {}  # by replica
         self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
 
@@ -122,6 +123,12 @@ class EngineBackend(ABC):
             self.check_ready()
             raise self.health.not_ready(ENGINE_DEAD)
         return live
+
+    def _card(self, name: str, engine: ServedReady, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore", **facts}
+        common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
+        return card | common | {"replicas": self.config.data_parallel_size}
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""

@@ -44,7 +44,6 @@ class ServedModel(NamedTuple):
 
     text: TextModel
     engine: GenerationReady  # the limits that all replicas have in common
-    created: int  # Unix seconds
 
 
 class LocalEngine(EngineBackend):
@@ -65,7 +64,6 @@ class LocalEngine(EngineBackend):
         self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
         self._translations: Translations | None = None  # instead of a model, for one that translates
-        self._created = 0
         self._queue: RequestQueue | None = None
 
     # --- life cycle
@@ -82,7 +80,7 @@ class LocalEngine(EngineBackend):
             )
             return
         assert isinstance(text, TextModel)
-        self._model = ServedModel(text, engine, created)
+        self._model = ServedModel(text, engine)
         self._queue = RequestQueue(
             "generation",
             self.stats,
@@ -200,43 +198,29 @@ class LocalEngine(EngineBackend):
         if self._translations is not None:
             engine = self._translations.engine
             sources, targets = self._translations.text.languages
-            return {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "meltcore",
+            facts: dict[str, Any] = {
                 "task": engine.task,
                 "direction": self._translations.text.direction,
                 "source_languages": sources,
                 "target_languages": targets,
                 "num_beams": engine.num_beams,
-                "weights": engine.weights,
                 "tokenizer": engine.tokens,
                 "output_lengths": engine.output_lengths,
-                "device": engine.device,
-                "dtype": engine.dtype,
-                "replicas": self.config.data_parallel_size,
             }
+            return self._card(name, engine, facts)
         model = self._loaded()
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.created,
-            "owned_by": "meltcore",
+        facts = {
             "task": "generation",
             "max_model_len": model.engine.max_model_len,
             "vocab_size": model.engine.vocab_size,
-            "weights": model.engine.weights,
             "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
-            "device": model.engine.device,
-            "dtype": model.engine.dtype,
             "weight_dtypes": model.engine.weight_dtypes,
             "kv_cache_dtype": model.engine.kv_cache_dtype,
             "speculative_decoding": model.engine.speculative_decoding,
-            "replicas": self.config.data_parallel_size,
             "debug": list(self.config.engine.debug_options),
             "hf_overrides": self.config.engine.hf_overrides,
         }
+        return self._card(name, model.engine, facts)
 
     def _loaded(self) -> ServedModel:
         self.check_ready()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,8 @@ from meltcore.audio.messages import DecodedClip
 from meltcore.backends.audio_backend import AudioBackend, Place
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
-from meltcore.protocol.engines import FromEngine, shared_stats
-from meltcore.protocol.shell import AbortRequests, ProfileDone
-from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
+from meltcore.protocol.shell import AbortRequests
+from meltcore.protocol.synthesis import SynthesisReady, Synthesize, Synthesized
 from meltcore.text.synthesis.voices import find_voice
 
 # Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.
@@ -50,7 +48,7 @@ class _OpenSpeech:
     results: asyncio.Queue[Synthesized | RequestError | None] = field(default_factory=asyncio.Queue)
 
 
-class SynthesisEngine(AudioBackend):
+class SynthesisEngine(AudioBackend[SynthesisReady]):
     """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
@@ -59,22 +57,15 @@ class SynthesisEngine(AudioBackend):
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
-        self._ready: SynthesisReady | None = None
-        self._created = 0
         self._encoders = AudioEncoders()
         self._warm_up: asyncio.Task[None] | None = None
         self._speeches: dict[str, _OpenSpeech] = {}
-        self._numbers = itertools.count()
         self._waiting_bytes = 0
 
     def open(self, engine: SynthesisReady, created: int) -> None:
-        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
-        self._ready, self._created = engine, created
+        """Register the loaded model, and start what encodes its speech."""
+        super().open(engine, created)
         self._warm_up = asyncio.create_task(self._encoders.warm_up(engine.sample_rate))
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-        self._when_ready(self._ready)
 
     @property
     def languages(self) -> Sequence[str]:
@@ -107,18 +98,11 @@ class SynthesisEngine(AudioBackend):
                 self._send(AbortRequests([name]), lost_replica)
                 self._send(speech.message, place.replica)
 
-    def on_message(self, replica: int, message: FromEngine) -> None:
-        """Handle a message of a replica's engine to this process."""
-        if isinstance(message, SynthesisOutputs):
-            self._server_stats.record_cpu_time()
-            self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
-            for result in message.outputs:
-                speech = self._speeches.get(result.request_id)
-                # What a lost replica sends of a text that another one speaks is dropped.
-                if speech is not None and speech.place.replica == replica:
-                    self._add(speech, result)
-        elif isinstance(message, ProfileDone):
-            self._on_profile_done(replica, message)
+    def on_output(self, replica: int, output: Synthesized) -> None:
+        """Give a result to its text; what a lost replica sends of one that another one speaks is dropped."""
+        speech = self._speeches.get(output.request_id)
+        if speech is not None and speech.place.replica == replica:
+            self._add(speech, output)
 
     def _add(self, speech: _OpenSpeech, result: Synthesized) -> None:
         if self._waiting_bytes + len(result.samples) > _MAX_WAITING_BYTES:
@@ -136,7 +120,7 @@ class SynthesisEngine(AudioBackend):
         Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
         504 after the time limit. Cancelling it ends its work.
         """
-        ready = self._when_ready(self._ready)
+        ready = self._loaded()
         voice = _checked(request, ready)
         upload_bytes = len(request.reference or b"") + len(request.text.encode())
         async with self.admitted(upload_bytes, len(request.text)) as place:
@@ -241,12 +225,8 @@ class SynthesisEngine(AudioBackend):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a client and a measurement need."""
-        ready = self._when_ready(self._ready)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "meltcore",
+        ready = self._loaded()
+        facts = {
             "task": ready.task,
             "languages": self.languages,
             "voices": ready.voices,
@@ -254,12 +234,9 @@ class SynthesisEngine(AudioBackend):
             "max_text": ready.max_text,
             "max_reference_s": ready.max_reference_s,
             "steps": ready.steps,
-            "weights": ready.weights,
             "tokenizer": ready.tokens,
-            "device": ready.device,
-            "dtype": ready.dtype,
-            "replicas": self.config.data_parallel_size,
         }
+        return self._card(name, ready, facts)
 
 
 def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -16,9 +15,8 @@ from meltcore.audio.messages import Decoded
 from meltcore.backends.audio_backend import AudioBackend, Place
 from meltcore.config import ModelConfig
 from meltcore.errors import RequestError
-from meltcore.protocol.engines import FromEngine, shared_stats
-from meltcore.protocol.shell import AbortRequests, ProfileDone
-from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady
+from meltcore.protocol.shell import AbortRequests
+from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionReady
 from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
 
 MAX_AUDIO_S = 4 * 3600.0
@@ -49,7 +47,7 @@ class _OpenClip(NamedTuple):
     done: asyncio.Future[Transcript]
 
 
-class TranscriptionEngine(AudioBackend):
+class TranscriptionEngine(AudioBackend[TranscriptionReady]):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
@@ -58,18 +56,7 @@ class TranscriptionEngine(AudioBackend):
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
-        self._ready: TranscriptionReady | None = None
-        self._created = 0
         self._clips: dict[str, _OpenClip] = {}
-        self._numbers = itertools.count()
-
-    def open(self, engine: TranscriptionReady, created: int) -> None:
-        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
-        self._ready, self._created = engine, created
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-        self._when_ready(self._ready)
 
     @property
     def languages(self) -> Sequence[str]:
@@ -95,18 +82,11 @@ class TranscriptionEngine(AudioBackend):
             assert clip.message is not None
             self._send(clip.message, place.replica)
 
-    def on_message(self, replica: int, message: FromEngine) -> None:
-        """Handle a message of a replica's engine to this process."""
-        if isinstance(message, TranscriptionOutputs):
-            self._server_stats.record_cpu_time()
-            self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica)
-            for transcript in message.outputs:
-                clip = self._clips.get(transcript.request_id)
-                # What a lost replica sends of a clip that another one works on is dropped.
-                if clip is not None and not clip.done.done() and clip.place.replica == replica:
-                    clip.done.set_result(transcript)
-        elif isinstance(message, ProfileDone):
-            self._on_profile_done(replica, message)
+    def on_output(self, replica: int, output: Transcript) -> None:
+        """Give a transcript to its clip; what a lost replica sends of one that another one works on is dropped."""
+        clip = self._clips.get(output.request_id)
+        if clip is not None and not clip.done.done() and clip.place.replica == replica:
+            clip.done.set_result(output)
 
     async def transcribe(
         self,
@@ -119,7 +99,7 @@ class TranscriptionEngine(AudioBackend):
         Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
         engine fails, 504 after the time limit. Cancelling it ends its work.
         """
-        ready = self._when_ready(self._ready)
+        ready = self._loaded()
         language = model_language(request.language, ready.languages)
         async with self.admitted(len(request.data), estimated_audio_s(request.data)) as place:
             prefix = f"{request_id}-{next(self._numbers)}"  # files of a batch share their request's id
@@ -212,19 +192,12 @@ class TranscriptionEngine(AudioBackend):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
-        ready = self._when_ready(self._ready)
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "meltcore",
+        ready = self._loaded()
+        facts = {
             "task": ready.task,
             "languages": ready.languages,
             "max_clip_s": ready.max_samples / ready.sample_rate,
-            "weights": ready.weights,
             "tokenizer": ready.tokens,
             "output_lengths": ready.output_lengths,
-            "device": ready.device,
-            "dtype": ready.dtype,
-            "replicas": self.config.data_parallel_size,
         }
+        return self._card(name, ready, facts)
