@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_tools import open_engine, random_prompt
+from few_layers import open_few_layers
 from fp8_tools import FP8, SIZES, logits_error, write_fp8
 
 from meltcore.errors import ConfigError
@@ -249,12 +250,12 @@ def test_published_configurations_have_dummy_weights(name: str, scale_bytes: int
 @pytest.mark.slow
 def test_shards_of_blocks_are_whole_ones() -> None:
     """3 would cut whole blocks (768 columns are 6), but not the 4 heads of keys: 2 is the largest size."""
-    checkpoint = open_checkpoint("Qwen/Qwen3-30B-A3B-FP8", files="config")
+    checkpoint = open_few_layers("Qwen/Qwen3-30B-A3B-FP8")
     build_meta_model(checkpoint, torch.bfloat16, META, group=TensorParallelGroup(1, 2))
     message = r"--tensor-parallel-size 4 cuts 768 columns of a quantized weight within blocks of 128; .* is 2$"
     with pytest.raises(ConfigError, match=message):
         build_meta_model(checkpoint, torch.bfloat16, META, group=TensorParallelGroup(1, 4))
-    hybrid = open_checkpoint("Qwen/Qwen3.5-35B-A3B-FP8", files="config")
+    hybrid = open_few_layers("Qwen/Qwen3.5-35B-A3B-FP8")
     build_meta_model(hybrid, torch.bfloat16, META, group=TensorParallelGroup(3, 4))
 
 
