@@ -78,6 +78,8 @@ def test_step_grades_held_out_problems_and_keeps_samples(task: Task, tmp_path: P
 def test_step_below_95_percent_fails_the_demo(tmp_path: Path) -> None:
     level, _ = run("transcription", tmp_path, num_wrong=3)
     assert level.accuracy == pytest.approx(45 / 48)
+    assert level.verdict in ("OK", "CLIENT_BOUND"), "a busy machine binds the client"
+    level = structs.replace(level, verdict="OK")
     verdict, reasons = judge(CHECKS, UNLOADED, [level], [], [])
     assert verdict == "FAILED"
     assert reasons == ["transcription, concurrency 16: accuracy is 93.75 %; the limit is 95 %"]
