@@ -31,7 +31,7 @@ def test_many_streams_of_the_bundled_model_leak_no_memory() -> None:
         "--before",
         "50",
     ]
-    small += ["--inlen", "32", "--out", "64", "--vocab", "800"]
+    small += ["--inlen", "32", "--out", "24", "--vocab", "800"]
     run_benchmark(*small, limit_s=180)
 
 
