@@ -31,14 +31,15 @@ SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it
 PYNVML = """
-import os
+import os, time
 from types import SimpleNamespace
 
 class NVMLError(Exception):
     pass
 
 GIB = [int(size) for size in os.environ["SCRIPTED_GIB"].split(",") if size]
-nvmlInit = nvmlShutdown = lambda: None
+nvmlInit = lambda: time.sleep(float(os.environ["SCRIPTED_NVML_S"]))
+nvmlShutdown = lambda: None
 nvmlSystemGetDriverVersion = lambda: "570.1"
 nvmlDeviceGetHandleByIndex = lambda index: GIB[index]
 nvmlDeviceGetMemoryInfo = lambda size: SimpleNamespace(total=size << 30, used=1 << 29)
@@ -70,18 +71,27 @@ def start_nodes(folder: Path, *gib: Sequence[int], settings: Mapping[str, str] |
             cluster.shutdown()
 
 
-def add_node(cluster: Any, folder: Path, sizes: Sequence[int], *, is_head: bool = False) -> None:
-    """Start a raylet with GPUs of these sizes."""
+def add_node(
+    cluster: Any,
+    folder: Path,
+    sizes: Sequence[int],
+    *,
+    is_head: bool = False,
+    ray_gpus: int | None = None,
+    nvml_s: float = 0,
+) -> None:
+    """Start a raylet with GPUs of these sizes. ray_gpus: that Ray counts; nvml_s: that NVML takes."""
     cluster.add_node(
         wait=False,
         num_cpus=1,
-        num_gpus=len(sizes),
+        num_gpus=len(sizes) if ray_gpus is None else ray_gpus,
         resources={f"gpu{number}_gib": size for number, size in enumerate(sizes)},
         object_store_memory=STORE_BYTES,
         env_vars={
             "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
             "TMPDIR": str(folder),  # of actors and engines
             "SCRIPTED_GIB": ",".join(map(str, sizes)),
+            "SCRIPTED_NVML_S": str(nvml_s),
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(len(sizes)))),
         },
         **({"include_dashboard": False} if is_head else {}),

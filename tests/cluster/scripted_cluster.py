@@ -55,6 +55,7 @@ class Node(msgspec.Struct):
     """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs.
 
     is_faulty: its engines die. used_gib: of each GPU, by others and the driver. missing: paths that it has not.
+    problem: why it cannot be used.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Node(msgspec.Struct):
     is_faulty: bool = False
     used_gib: float = 0.5
     missing: list[str] = []
+    problem: str = ""
 
 
 class State(msgspec.Struct):
@@ -140,6 +142,8 @@ class Driver:
                         process.kill()
 
     def _node(self, key: str, node: Node) -> ClusterNode:
+        if node.problem:
+            return ClusterNode(node.name, key, HOST, Machine((), "", 0), problem=node.problem)
         cards = []
         for number, size in enumerate(node.gib):
             used = sum(start.gib for start, _ in self._engines.values() if start.node == key and number in start.gpus)

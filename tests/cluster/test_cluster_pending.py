@@ -60,6 +60,30 @@ def test_engine_waits_for_its_lost_node_and_for_the_head(tmp_path: Path) -> None
         assert {row["reason"] for row in rows(server).values()} == {""}
 
 
+def test_node_with_a_problem_does_not_keep_engines_of_a_lost_one_from_others(tmp_path: Path) -> None:
+    nodes = {"a": Node("a", host_gib=8), "b": Node("b", [40]), "c": Node("c", [40], problem="it does not answer")}
+    cluster = ScriptedCluster(tmp_path, **nodes)
+    left_out = "node c is left out: it does not answer"
+    with fleet(tmp_path, cluster, TWO_MODELS) as server:
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        assert left_out in server.stderr
+        with cluster.change() as there:
+            there.nodes.pop("b")
+        wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
+        assert rows(server)["gpu.0"]["reason"] == f"gpu is pending: {GONE}; {left_out}"
+        assert server.request("GET", "/health").json["models"] == {"gpu": f"gpu is pending: {GONE}; {left_out}"}
+        with cluster.change() as there:
+            there.nodes["d"] = Node("d", [40])
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready on another node")
+        assert rows(server)["gpu.0"]["node"] == "d"
+        with cluster.change() as there:
+            there.nodes["c"].problem = ""
+            there.nodes.pop("d")
+        wait_until(lambda: rows(server)["gpu.0"]["node"] == "c", "ready on the node that had a problem")
+        assert "node c can be used again" in server.stderr
+        assert server.stderr.count("event=engine_pending") == 1
+
+
 def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
     cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=8))
     with fleet(tmp_path, cluster, TWO_MODELS) as server:

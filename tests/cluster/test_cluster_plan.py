@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-from ray_nodes import start_nodes
+from ray_nodes import add_node, start_nodes
 
 from meltcore.cli.main import main
 from meltcore.cluster.nodes import CONNECT_LIMIT_S, connect, node_names
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
 from meltcore.fleet.plan import GIB
+from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes
 
 QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
 
@@ -48,6 +51,32 @@ def test_plan_reads_gpus_and_memory_of_every_node(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
+def test_silent_node_and_one_with_other_gpus_have_a_problem(tmp_path: Path) -> None:
+    with start_nodes(tmp_path, [40]) as cluster:
+        add_node(cluster, tmp_path, [40], ray_gpus=2)
+        add_node(cluster, tmp_path, [40], nvml_s=300)
+        cluster.wait_for_nodes(60)
+        question = msgspec.json.encode(ReadNodes(limit_s=15)) + b"\n"
+        with subprocess.Popen(
+            [sys.executable, "-m", DRIVER_MODULE, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as driver:
+            assert driver.stdin is not None
+            assert driver.stdout is not None
+            for number in range(2):
+                asked_s = time.monotonic()
+                driver.stdin.write(question)
+                driver.stdin.flush()
+                answer = msgspec.json.decode(driver.stdout.readline(), type=FromDriver)
+                took_s = time.monotonic() - asked_s
+                assert isinstance(answer, Nodes)
+                found = sorted((node.problem, len(node.machine.gpus)) for node in answer.nodes)
+                assert found[0] == ("", 1)
+                assert found[1][0].startswith("Ray counts 2 GPUs there and NVML shows 1; start Ray on it with CUDA_VIS")
+                assert found[2] == ("the task that reads its GPUs and memory does not answer", 0)
+                assert took_s < (40 if number == 0 else 8), "it is not waited for again"
+
+
 @pytest.mark.slow
 def test_cluster_that_is_not_there_is_refused_immediately() -> None:
     with socket.socket() as unused:

@@ -9,11 +9,12 @@ import pytest
 from scripted_cluster import Node, ScriptedCluster, use_scripted_cluster
 
 from meltcore.cli.main import main
-from meltcore.config import EngineConfig
+from meltcore.config import EngineConfig, ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
 from meltcore.fleet.plan import Place
 from meltcore.fleet.planned import FleetPlanner
+from meltcore.fleet.running_fleet import Running
 from meltcore.protocol.cluster import StartEngine
 
 SUMS = "checkpoint: meltcore/sums"
@@ -57,6 +58,69 @@ def test_plan_of_a_cluster_is_that_of_up(
     else:
         with pytest.raises(ConfigError, match=says if status == 2 else "the fleet does not fit"):
             planner.config()
+
+
+@pytest.mark.slow
+def test_node_with_a_problem_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [80], problem="it does not answer"), b=Node("b", [40]))
+    file = tmp_path / "fleet.yaml"
+    left_out = "node a is left out: it does not answer"
+
+    def plan(models: str, top: str = "") -> tuple[int, str]:
+        file.write_text(f"{top}models: {{{models}}}")
+        status = main(["plan", str(file), "--ray", str(cluster.path)])
+        printed = capsys.readouterr()
+        return status, " ".join(f"{printed.out} {printed.err}".split())
+
+    status, printed = plan(f"a: {{{SUMS}, memory: 30GiB}}")
+    assert status == 0
+    assert "The fleet fits on b GPU 0" in printed
+    assert left_out in printed
+    reported: list[str] = []
+    assert FleetPlanner(file, ray=str(cluster.path)).config(reported.append).models[0].replica_nodes == ("b",)
+    assert reported == [left_out]
+    plan(f"a: {{{SUMS}, memory: 60GiB}}")
+    with pytest.raises(ConfigError, match=f"there is GPU 0 40.00 GiB; {left_out}"):
+        FleetPlanner(file, ray=str(cluster.path)).config()
+    # Numbers would be those of other GPUs without the node.
+    numbers = f"numbers of GPUs count those of all nodes, and {left_out}"
+    assert plan(f"a: {{{SUMS}, memory: 3GiB, device: [0]}}") == (2, f"meltcore plan: models.a.device: {numbers}")
+    assert plan(f"a: {{{SUMS}, memory: 3GiB}}", "gpus: [{id: 0}]\n") == (2, f"meltcore plan: gpus: {numbers}")
+    with cluster.change() as there:
+        there.nodes["b"].problem = "Ray counts 2 GPUs there"
+    status, printed = plan(f"a: {{{SUMS}}}")
+    assert status == 2
+    assert f"no node can be used: {left_out}; node b is left out: Ray counts 2 GPUs there" in printed
+
+
+@pytest.mark.slow
+def test_node_that_was_left_out_keeps_its_numbers_and_its_engines(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40]))
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{one: {{{SUMS}, memory: 30GiB}}, two: {{{SUMS}, memory: 4GiB, device: [1]}}}}")
+    planner = FleetPlanner(file, ray=str(cluster.path))
+    config = planner.config()
+    places = {("one", 0): Place("b", (0,))}
+
+    def reload() -> ServerConfig:
+        return planner.config(
+            running=Running(config, places, [*(seen := Cluster.read(str(cluster.path))).nodes, *seen.left_out])
+        )
+
+    with cluster.change() as there:
+        there.nodes["b"].used_gib = 30.5  # with the engine that runs there
+    assert reload().models == config.models
+    with cluster.change() as there:
+        there.nodes["b"].problem = "it does not answer"
+    file.write_text(file.read_text().replace("4GiB", "5GiB"))
+    with pytest.raises(ConfigError, match="device: got GPU 1, node b is left out: it does not answer"):
+        reload()
+    file.write_text(file.read_text().replace("[1]", "[0]"))
+    assert [model.replica_nodes for model in reload().models] == [config.models[0].replica_nodes, ("a",)]
+    with cluster.change() as there:
+        there.nodes["b"].problem = ""
+    file.write_text(file.read_text().replace("[0]", "[1]"))
+    assert reload().models[1].replica_nodes == ("b",), "its memory counts as before the engine came"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import msgspec
 
 from meltcore.cluster.command_actor import run_on_nodes
 from meltcore.cluster.engine_actor import EngineActor
-from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, connect, free_resources, living_nodes, read_nodes
+from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, NodeReader, connect, free_resources, living_nodes
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.protocol.cluster import (
     ClusterFailed,
@@ -48,6 +48,7 @@ class Driver:
 
     def __init__(self, answer: Callable[[FromDriver], None]) -> None:
         self._answer = answer
+        self._nodes = NodeReader()
         self._actors: dict[int, Any] = {}
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,7 +106,7 @@ class Driver:
         if after is not None:
             await asyncio.wait({after})
         try:
-            self._answer(Nodes(await asyncio.to_thread(read_nodes, message.paths)))
+            self._answer(Nodes(await asyncio.to_thread(self._nodes.read, message.paths, message.limit_s)))
         except MeltcoreError as error:
             self._answer(ClusterFailed(str(error)))
         except Exception as error:  # of Ray: each question has an answer

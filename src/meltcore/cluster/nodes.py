@@ -15,7 +15,6 @@ from meltcore.protocol.machine import Machine
 
 CONNECT_LIMIT_S = 5.0
 STORE_BYTES = 100 * 2**20  # of a local cluster: nothing large travels through it
-PROBE_LIMIT_S = 90.0  # NVML takes up to 60 s, a worker process several seconds to start
 # Ray would hide the GPUs from tasks and actors without its resource `GPU`. The plan says which one an engine takes.
 KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # Engines outlive an actor whose driver or head node is gone: their server ends them, or they end without it.
@@ -92,21 +91,45 @@ def free_resources() -> dict[str, dict[str, float]]:
     return found
 
 
-def read_nodes(paths: list[str]) -> list[ClusterNode]:
-    """Return all living nodes with their GPUs and memory, and which of these paths they have not, by name.
+class NodeReader:
+    """Reads the nodes again and again. A silent one has a single open question, and only that one is waited for."""
 
-    Raises ConfigError for a node that does not answer, and for one on which Ray counts other GPUs than NVML.
-    """
+    def __init__(self) -> None:
+        self._silent: dict[str, Any] = {}  # questions that have no answer yet, by the node's id
+
+    def read(self, paths: list[str], limit_s: float) -> list[ClusterNode]:
+        """Return all living nodes with their GPUs and memory, and which of these paths they have not, by name.
+
+        A node that does not answer within the limit, or on which Ray counts other GPUs than NVML, has a `problem`.
+        """
+        import ray
+
+        nodes = living_nodes()
+        open_questions = self._unanswered(self._silent)
+        asked = {
+            node["NodeID"]: _ask(node["NodeID"], paths) for _, node in nodes if node["NodeID"] not in open_questions
+        }
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
+        self._silent = open_questions | self._unanswered(asked)
+        return [_node(name, node, asked.get(node["NodeID"])) for name, node in nodes]
+
+    def _unanswered(self, questions: dict[str, Any]) -> dict[str, Any]:
+        import ray
+
+        if not questions:
+            return {}
+        _, open_questions = ray.wait(list(questions.values()), num_returns=len(questions), timeout=0)
+        return {node_id: question for node_id, question in questions.items() if question in open_questions}
+
+
+def _ask(node_id: str, paths: list[str]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = living_nodes()
+    on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
-    on_node = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for _, node in nodes]
-    environment = {"env_vars": KEEP_VISIBLE}
-    asked = [probe.options(scheduling_strategy=node, runtime_env=environment).remote(paths) for node in on_node]
-    ray.wait(asked, num_returns=len(asked), timeout=PROBE_LIMIT_S)
-    return [_node(name, node, answer) for (name, node), answer in zip(nodes, asked, strict=True)]
+    return probe.options(scheduling_strategy=on_node, runtime_env={"env_vars": KEEP_VISIBLE}).remote(paths)
 
 
 def node_names(hosts: list[tuple[str, str]]) -> list[str]:
@@ -115,27 +138,37 @@ def node_names(hosts: list[tuple[str, str]]) -> list[str]:
     return [host if counts[host] == 1 else f"{host}-{node_id[:_ID_DIGITS]}" for host, node_id in hosts]
 
 
-def _node(name: str, node: dict[str, Any], answer: Any) -> ClusterNode:
+def _node(name: str, node: dict[str, Any], question: Any) -> ClusterNode:
+    """Return a node with the answer to a question. None: the one before has no answer yet."""
     import ray
 
-    try:
-        machine, missing = ray.get(answer, timeout=0)
-    except ray.exceptions.RayTaskError as error:
-        raise ConfigError(f"node {name}: {error.cause}") from error
-    except ray.exceptions.GetTimeoutError as error:
-        raise ConfigError(f"node {name}: its probe gave no answer within {PROBE_LIMIT_S:g} s") from error
-    except ray.exceptions.RayError as error:
-        raise ConfigError(f"node {name}: its probe failed: {' '.join(str(error).split())}") from error
-    ray_gpus = int(node["Resources"].get("GPU", 0))
-    if ray_gpus != len(machine.gpus):
-        raise ConfigError(
-            f"node {name}: Ray counts {ray_gpus} GPUs there and NVML shows {len(machine.gpus)}; "
-            "start Ray on it with CUDA_VISIBLE_DEVICES naming those that Ray may use"
-        )
     resources = node["Resources"]
+    machine, missing = Machine((), "", 0), list[str]()
+    problem = "the task that reads its GPUs and memory does not answer"
+    try:
+        if question is not None:
+            machine, missing = ray.get(question, timeout=0)
+            problem = _gpus_problem(int(resources.get("GPU", 0)), machine)
+    except ray.exceptions.RayTaskError as error:
+        problem = str(error.cause)
+    except ray.exceptions.GetTimeoutError:
+        pass
+    except ray.exceptions.RayError as error:
+        problem = f"the task that reads its GPUs and memory failed: {' '.join(str(error).split())}"
+    if problem:
+        return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], Machine((), "", 0), problem=problem)
     numbers = [number for number in range(len(machine.gpus)) if gpu_resource(number) in resources]
     gib = {number: resources[gpu_resource(number)] for number in numbers}
     return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, gib, missing)
+
+
+def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
+    if ray_gpus == len(machine.gpus):
+        return ""
+    return (
+        f"Ray counts {ray_gpus} GPUs there and NVML shows {len(machine.gpus)}; "
+        "start Ray on it with CUDA_VISIBLE_DEVICES naming those that Ray may use"
+    )
 
 
 def _probe(paths: list[str]) -> tuple[Machine, list[str]]:

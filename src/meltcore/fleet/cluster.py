@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -30,20 +30,29 @@ _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
 
 
 class Cluster(NamedTuple):
-    """The nodes of a cluster. Its GPUs are numbered from 0 on through all nodes, by name.
+    """The nodes of a cluster that can be used. Their GPUs are numbered from 0 on through all of them, by name.
 
     known_gpus: GPUs that have a number since an earlier look, each as its node and its number there. They keep it, also
-    where they are gone; others get the next ones.
+    where they are gone; others get the next ones. left_out: nodes with a problem.
     """
 
     nodes: tuple[ClusterNode, ...]
     known_gpus: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[ClusterNode, ...] = ()
+
+    @classmethod
+    def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = ()) -> Self:
+        """Return the cluster of these nodes, those with a problem left out."""
+        usable, left_out = [], []
+        for node in nodes:
+            (left_out if node.problem else usable).append(node)
+        return cls(tuple(usable), known_gpus, tuple(left_out))
 
     @classmethod
     def read(cls, address: str, paths: Sequence[str] = ()) -> Self:
         """Read the cluster at `address`: "auto", "local" or HOST:PORT; and which nodes have these paths.
 
-        Raises ConfigError where there is none, or where a node cannot be read.
+        Raises ConfigError where there is none, or where no node can be used.
         """
         command = [sys.executable, "-m", DRIVER_MODULE, address]
         done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes(list(paths))) + b"\n")
@@ -57,7 +66,10 @@ class Cluster(NamedTuple):
         if isinstance(answer, ClusterFailed):
             raise ConfigError(answer.message)
         assert isinstance(answer, Nodes)
-        return cls(tuple(answer.nodes))
+        cluster = cls.of(answer.nodes)
+        if not cluster.nodes:
+            raise ConfigError(f"--ray {address}: no node can be used: {left_out_text(cluster.left_out)}")
+        return cluster
 
     @property
     def gpus(self) -> tuple[tuple[str, int], ...]:
@@ -91,6 +103,11 @@ class Cluster(NamedTuple):
     def host_bytes(self) -> dict[str, int]:
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
+
+
+def left_out_text(nodes: Iterable[ClusterNode]) -> str:
+    """Return which of these nodes are left out, and why; "" for none."""
+    return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
 def checkpoint_paths(spec: FleetSpec) -> list[str]:

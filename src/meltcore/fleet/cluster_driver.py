@@ -14,6 +14,7 @@ import msgspec
 
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
+from meltcore.fleet.cluster import left_out_text
 from meltcore.fleet.plan import Place
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
@@ -21,6 +22,8 @@ from meltcore.protocol.cluster import (
     ClusterFailed,
     ClusterNode,
     ClusterState,
+    CommandEnded,
+    CommandStarted,
     EngineEnded,
     EngineListening,
     EngineOutput,
@@ -36,6 +39,7 @@ from meltcore.protocol.tcp import EngineAddress, KeyPair
 _CONNECT_LIMIT_S = 180.0
 _EXIT_LIMIT_S = 10.0
 _LINE_BYTES = 2**24
+_PROBE_LIMIT_S = 30.0  # for a node to answer: engines of a lost one wait for it
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
 
 
@@ -71,6 +75,7 @@ class ClusterDriver:
         self._retrying: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[None] | None = None
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
+        self._left_out: set[str] = set()  # nodes with a problem
         self._paths: set[str] = set()  # checkpoints of engines that may be started elsewhere
         self._running: dict[int, StartEngine] = {}
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
@@ -95,7 +100,7 @@ class ClusterDriver:
             self._connected = asyncio.get_running_loop().create_future()
             self._connected.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._reading = asyncio.create_task(self._read(self._process))
-            self._send(ReadNodes())
+            self._send(ReadNodes(limit_s=_PROBE_LIMIT_S))
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     await asyncio.shield(self._connected)
@@ -180,7 +185,11 @@ class ClusterDriver:
         if place is None and start.node not in failed_nodes:  # one that may fail is better than none
             place = self._planner.elsewhere(start, nodes, self.places())
         if place is None:
-            raise EnginePendingError(f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it")
+            left_out = left_out_text(nodes)
+            raise EnginePendingError(
+                f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it"
+                + (left_out and f"; {left_out}")
+            )
         self._report(f"{reason}: its engine of {start.model} is started on {place.node}")
         return msgspec.structs.replace(start, node=place.node, gpus=list(place.gpus))
 
@@ -204,7 +213,7 @@ class ClusterDriver:
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._send(ReadNodes(sorted(self._paths)))
+            self._send(ReadNodes(sorted(self._paths), _PROBE_LIMIT_S))
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 return await asyncio.shield(self._nodes)
@@ -291,7 +300,13 @@ class ClusterDriver:
                 run.set_result(message.reason)
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
                 entry[1].set_exception((EnginePendingError if message.no_room else EngineDeadError)(message.reason))
-        elif self._nodes is not None and not self._nodes.done():
+        else:
+            self._on_nodes(message)
+
+    def _on_nodes(self, message: Nodes | ClusterFailed | CommandStarted | CommandEnded) -> None:
+        if isinstance(message, Nodes):
+            self._note_left_out(message.nodes)
+        if self._nodes is not None and not self._nodes.done():
             if isinstance(message, ClusterFailed):
                 self._nodes.set_exception(ConfigError(message.message))
             elif isinstance(message, Nodes):
@@ -301,6 +316,14 @@ class ClusterDriver:
                 self._connected.set_exception(ConfigError(message.message))
             elif isinstance(message, Nodes):
                 self._connected.set_result(None)
+
+    def _note_left_out(self, nodes: Sequence[ClusterNode]) -> None:
+        """Report nodes that can no longer be used, and those that can be again."""
+        before, self._left_out = self._left_out, {node.name for node in nodes if node.problem}
+        if new := left_out_text(node for node in nodes if node.name not in before):
+            self._report(new)
+        for name in sorted(before.intersection(node.name for node in nodes) - self._left_out):
+            self._report(f"node {name} can be used again")
 
     def _lose(self, reason: str) -> None:
         """Fail what has been asked, and try to have the cluster again. Engines go on while they can be reached."""

@@ -13,7 +13,7 @@ import msgspec
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError
 from meltcore.errors import ConfigError
-from meltcore.fleet.cluster import Cluster, checkpoint_paths, on_nodes
+from meltcore.fleet.cluster import Cluster, checkpoint_paths, left_out_text, on_nodes
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
@@ -45,8 +45,10 @@ class FleetPlanner:
         self._path = path
         self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
         self._cluster = None if ray is None else Cluster.read(ray, checkpoint_paths(load_fleet(path)))
+        self._before: dict[str, ClusterNode] = {}  # each node without what engines of the fleet have of it
         if self._cluster is not None:
             machine = self._cluster.machine
+            self._before = {node.name: node for node in self._cluster.nodes}
         self._machine = machine if machine is not None else read_machine()
 
     def paths(self) -> list[str]:
@@ -76,12 +78,16 @@ class FleetPlanner:
         self._running_spec = self._next_spec
 
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Cluster:
-        """Take the nodes as they are now, without what engines of the fleet at `places` have of them."""
+        """Take the nodes as they are now, without what engines of the fleet at `places` have of them.
+
+        A node with a problem is left out. Engines go on there, so what it was before them stays known.
+        """
         assert self._cluster is not None
-        before = {node.name: node for node in self._cluster.nodes}
         own = list(places.values())
-        seen = tuple(without_engines(node, before.get(node.name), own) for node in nodes)
-        self._cluster = Cluster(seen, self._cluster.gpus)
+        before = {node.name: self._before[node.name] for node in nodes if node.name in self._before}
+        cluster = Cluster.of((without_engines(node, before.get(node.name), own) for node in nodes), self._cluster.gpus)
+        self._before = before | {node.name: node for node in cluster.nodes}
+        self._cluster = cluster
         self._machine = self._cluster.machine
         return self._cluster
 
@@ -108,7 +114,7 @@ class FleetPlanner:
         contexts = _contexts(self._machine)
         lacking = {
             node.name
-            for node in nodes
+            for node in cluster.nodes
             if node.name in failed_nodes
             or start.config.model in node.missing
             or (start.gpus and len(node.gib) < len(node.machine.gpus))
@@ -150,7 +156,8 @@ class FoundPlan(NamedTuple):
 
     spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
     the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
-    that run and stay as they are, by name. in_turns: sleepable models may share memory.
+    that run and stay as they are, by name. in_turns: sleepable models may share memory. left_out: which nodes of the
+    cluster are, and why.
     """
 
     spec: FleetSpec
@@ -162,6 +169,7 @@ class FoundPlan(NamedTuple):
     gpu_bytes: list[int]
     kept: Mapping[str, ModelConfig]
     in_turns: bool = True
+    left_out: str = ""
 
     @property
     def others_bytes(self) -> dict[int, int]:
@@ -178,9 +186,14 @@ def find_plan(
 ) -> FoundPlan:
     """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster, beside what runs.
 
-    `report` gets a line for each model that is not in the plan. Raises ConfigError for GPUs that are not there, and for
-    a plan that the cluster cannot run.
+    `report` gets a line for each model that is not in the plan, and for nodes that are left out. Raises ConfigError for
+    GPUs that are not there, and for a plan that the cluster cannot run.
     """
+    left_out = "" if cluster is None else left_out_text(cluster.left_out)
+    if left_out:
+        if running is None:
+            _check_no_numbers(spec, left_out)
+        report(left_out)
     spec = _on_this_machine(spec, machine)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
@@ -215,7 +228,8 @@ def find_plan(
         config = dataclasses.replace(config, models=stay)
         if cluster is not None:
             config = on_nodes(config, plan, cluster, kept)
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, cluster is None)
+    in_turns = cluster is None
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, in_turns, left_out)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -270,15 +284,29 @@ def check_devices(spec: FleetSpec, count: int) -> None:
                     raise ConfigError(f"models.{name}.device: got GPU {number}; {visible}, numbered from 0")
 
 
+def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
+    """Raise ConfigError for a file that names GPUs by number, where a node is left out: its GPUs have no numbers."""
+    keys = ["gpus"] if spec.gpus else []
+    keys += [
+        f"models.{name}.device"
+        for name, model in spec.models.items()
+        if model.kind != "url" and not isinstance(model.device, str)
+    ]
+    if keys:
+        raise ConfigError(f"{keys[0]}: numbers of GPUs count those of all nodes, and {left_out}")
+
+
 def _check_there(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> None:
     """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
     gpus = cluster.machine.gpus
     for name, model in spec.models.items():
         for number in () if isinstance(model.device, str) or name in kept else model.device:
             if gpus[number].total_bytes == 0:
+                node = cluster.gpu_nodes[number]
+                left_out = left_out_text(each for each in cluster.left_out if each.name == node)
                 raise ConfigError(
-                    f"models.{name}.device: got GPU {number}, which was on the node {cluster.gpu_nodes[number]} and is "
-                    "gone from the cluster"
+                    f"models.{name}.device: got GPU {number}, "
+                    + (left_out or f"which was on the node {node} and is gone from the cluster")
                 )
 
 
@@ -352,4 +380,6 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         parts.append("on Ray, which counts the memory of engines that sleep, models do not take turns")
     if found.kept:
         advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
+    if found.left_out:
+        parts.append(found.left_out)
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

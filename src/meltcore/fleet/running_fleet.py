@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.fleet.cluster import Cluster, absolute_path
 from meltcore.fleet.context_memory import ContextMemory
@@ -117,7 +119,7 @@ def place_engine(
 def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
     """Return a node as it would be without engines of the fleet: where one is, memory counts as before it came."""
     own = [place for place in places if place.node == now.name]
-    if before is None or not own:
+    if before is None or not own or now.problem:
         return now
     used_bytes = {gpu.number: gpu.used_bytes for gpu in before.machine.gpus}
     gpus = tuple(
@@ -127,7 +129,7 @@ def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequen
         for gpu in now.machine.gpus
     )
     machine = now.machine._replace(gpus=gpus, host_bytes=before.machine.host_bytes)
-    return ClusterNode(now.name, now.node_id, now.address, machine, now.gib, now.missing)
+    return msgspec.structs.replace(now, machine=machine)
 
 
 def _without_place(model: ModelConfig) -> ModelConfig:

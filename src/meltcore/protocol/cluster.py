@@ -26,9 +26,13 @@ def gpu_resource(number: int) -> str:
 
 
 class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
-    """Asks for all living nodes, and which of these paths each of them has. Answered by `Nodes`."""
+    """Asks for all living nodes, and which of these paths each of them has. Answered by `Nodes`.
+
+    limit_s: for a node to answer; NVML takes up to 60 s, and a worker process several seconds to start.
+    """
 
     paths: list[str] = []
+    limit_s: float = 90.0
 
 
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
@@ -84,6 +88,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same.
 
     gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; missing: the paths that it has not.
+    problem: why no engine can be started there, and nothing else is known of it; "": it can be used.
     """
 
     name: str
@@ -92,6 +97,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     machine: Machine
     gib: dict[int, float] = {}
     missing: list[str] = []
+    problem: str = ""
 
 
 class Nodes(msgspec.Struct, tag="nodes", frozen=True):
