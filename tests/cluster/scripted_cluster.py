@@ -52,10 +52,11 @@ _POLL_S = 0.02
 
 
 class Node(msgspec.Struct):
-    """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs.
+    """A node of the state: its name, and GiB of each GPU and of its host. is_full: other Ray jobs have its GPUs,
+    since its memory was read.
 
-    is_faulty: its engines die. used_gib: of each GPU, by others and the driver. missing: paths that it has not.
-    problem: why it cannot be used.
+    is_faulty: its engines die. used_gib: of each GPU, by others and the driver; reserved_gib: by other Ray jobs, that
+    NVML does not show. missing: paths that it has not. problem: why it cannot be used.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Node(msgspec.Struct):
     is_full: bool = False
     is_faulty: bool = False
     used_gib: float = 0.5
+    reserved_gib: float = 0.0
     missing: list[str] = []
     problem: str = ""
 
@@ -144,17 +146,19 @@ class Driver:
     def _node(self, key: str, node: Node) -> ClusterNode:
         if node.problem:
             return ClusterNode(node.name, key, HOST, Machine((), "", 0), problem=node.problem)
-        cards = []
+        cards, reserved = [], {}
         for number, size in enumerate(node.gib):
             used = sum(start.gib for start, _ in self._engines.values() if start.node == key and number in start.gpus)
+            reserved[number] = node.reserved_gib + used
             cards.append(VisibleGpu(number, "NVIDIA Scripted", size * GIB, round((node.used_gib + used) * GIB)))
         machine = Machine(tuple(cards), "570.1", round(node.host_gib * GIB))
-        return ClusterNode(node.name, key, HOST, machine, dict(enumerate(map(float, node.gib))), node.missing)
+        gib = dict(enumerate(map(float, node.gib)))
+        return ClusterNode(node.name, key, HOST, machine, gib, node.missing, reserved)
 
     def _problem(self, message: StartEngine) -> str:
         if (node := self.state.nodes.get(message.node)) is None:
             return f"the node {message.node} is gone"
-        free = [0.0 if node.is_full else float(size) for size in node.gib]
+        free = [0.0 if node.is_full else size - node.reserved_gib for size in node.gib]
         for start, _ in self._engines.values():
             for number in start.gpus if start.node == message.node else []:
                 free[number] -= start.gib

@@ -108,13 +108,17 @@ def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
 
 
 def test_model_opens_with_the_replica_that_has_room_and_the_other_follows(tmp_path: Path) -> None:
-    cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40], is_full=True))
+    # NVML shows room on c, which Ray has given to another job.
+    c = Node("c", [40], reserved_gib=30)
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40], is_full=True), c=c)
     with fleet(tmp_path, cluster, f"  {MODEL}: {{LOAD, memory: 30GiB, replicas: 2}}\n") as server:
         wait_until(lambda: states(server) == ["ready", "pending"], "one is ready, one pending")
         assert server.chat().status == 200
         health = server.request("GET", "/health").json
         assert (health["status"], health["models"]) == ("degraded", {MODEL: "1 of 2 replicas serve"})
-        assert "other Ray jobs have the memory of GPU 0 of b" in server.stderr
+        reason = "other Ray jobs have the memory of GPU 0 of b"
+        assert reason in server.stderr
+        assert [row["reason"].partition(",")[0] for row in rows(server).values()] == ["", reason]
         with cluster.change() as there:
             there.nodes["b"].is_full = False
         wait_until(lambda: states(server) == ["ready", "ready"], "both")

@@ -28,6 +28,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("others", [{"used_gib": 20}, {"reserved_gib": 20}], ids=["NVML", "Ray"])
 @pytest.mark.parametrize(
     ("models", "status", "says"),
     [
@@ -44,9 +45,14 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_plan_of_a_cluster_is_that_of_up(
-    models: str, status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: str,
+    status: int,
+    says: str,
+    others: dict[str, float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], used_gib=20), b=Node("b", [40], missing=["/none"]))
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], **others), b=Node("b", [40], missing=["/none"]))
     file = tmp_path / "fleet.yaml"
     file.write_text(f"models: {{{models}}}")
     assert main(["plan", str(file), "--ray", str(cluster.path)]) == status

@@ -20,7 +20,7 @@ def cluster(*gpus: int) -> Cluster:
     nodes = []
     for index, count in enumerate(gpus):
         cards = tuple(VisibleGpu(number, "NVIDIA Scripted", 40 * GIB, GIB // 2) for number in range(count))
-        nodes.append(ClusterNode(f"n{index}", f"{index:06}", "10.0.0.1", Machine(cards, "570.1", 4 * GIB), count))
+        nodes.append(ClusterNode(f"n{index}", f"{index:06}", "10.0.0.1", Machine(cards, "570.1", 4 * GIB)))
     return Cluster(tuple(nodes))
 
 

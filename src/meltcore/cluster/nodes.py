@@ -112,7 +112,8 @@ class NodeReader:
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
         self._silent = open_questions | self._unanswered(asked)
-        return [_node(name, node, asked.get(node["NodeID"])) for name, node in nodes]
+        free = free_resources()
+        return [_node(name, node, asked.get(node["NodeID"]), free.get(node["NodeID"], {})) for name, node in nodes]
 
     def _unanswered(self, questions: dict[str, Any]) -> dict[str, Any]:
         import ray
@@ -138,8 +139,11 @@ def node_names(hosts: list[tuple[str, str]]) -> list[str]:
     return [host if counts[host] == 1 else f"{host}-{node_id[:_ID_DIGITS]}" for host, node_id in hosts]
 
 
-def _node(name: str, node: dict[str, Any], question: Any) -> ClusterNode:
-    """Return a node with the answer to a question. None: the one before has no answer yet."""
+def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
+    """Return a node with the answer to a question. None: the one before has no answer yet.
+
+    free: what Ray can give away of it. A resource of which nothing is left is not among them.
+    """
     import ray
 
     resources = node["Resources"]
@@ -159,7 +163,8 @@ def _node(name: str, node: dict[str, Any], question: Any) -> ClusterNode:
         return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], Machine((), "", 0), problem=problem)
     numbers = [number for number in range(len(machine.gpus)) if gpu_resource(number) in resources]
     gib = {number: resources[gpu_resource(number)] for number in numbers}
-    return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, gib, missing)
+    reserved = {number: size - free.get(gpu_resource(number), 0.0) for number, size in gib.items()}
+    return ClusterNode(name, node["NodeID"], node["NodeManagerAddress"], machine, gib, missing, reserved)
 
 
 def _gpus_problem(ray_gpus: int, machine: Machine) -> str:

@@ -43,7 +43,8 @@ class Cluster(NamedTuple):
     @classmethod
     def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = ()) -> Self:
         """Return the cluster of these nodes, those with a problem left out."""
-        usable, left_out = [], []
+        usable: list[ClusterNode] = []
+        left_out: list[ClusterNode] = []
         for node in nodes:
             (left_out if node.problem else usable).append(node)
         return cls(tuple(usable), known_gpus, tuple(left_out))
@@ -81,9 +82,10 @@ class Cluster(NamedTuple):
     def machine(self) -> Machine:
         """All nodes as one machine: their GPUs, the driver of the first that has one, and their host memory.
 
-        A GPU that is gone is there without memory.
+        A GPU that is gone is there without memory. What Ray has given to other jobs, or may not give away, counts as
+        used: NVML shows only what these jobs have taken so far.
         """
-        there = {(node.name, gpu.number): gpu for node in self.nodes for gpu in node.machine.gpus}
+        there = {(node.name, gpu.number): _as_used(node, gpu) for node in self.nodes for gpu in node.machine.gpus}
         driver = next((node.machine.driver for node in self.nodes if node.machine.gpus), "")
         gpus = [there.get(gpu, VisibleGpu(0, "", 0, 0)) for gpu in self.gpus]
         numbered = tuple(gpu._replace(number=number) for number, gpu in enumerate(gpus))
@@ -103,6 +105,14 @@ class Cluster(NamedTuple):
     def host_bytes(self) -> dict[str, int]:
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
+
+
+def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
+    """Return a GPU of a node, of which everything but what Ray can give to this fleet is used."""
+    if (size := node.gib.get(gpu.number)) is None:
+        return gpu
+    left_bytes = round((size - node.reserved_gib.get(gpu.number, 0.0)) * 2**30)
+    return gpu._replace(used_bytes=max(gpu.used_bytes, gpu.total_bytes - left_bytes))
 
 
 def left_out_text(nodes: Iterable[ClusterNode]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -216,10 +217,26 @@ class ClusterDriver:
             self._send(ReadNodes(sorted(self._paths), _PROBE_LIMIT_S))
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
-                return await asyncio.shield(self._nodes)
+                return self._without_own(await asyncio.shield(self._nodes))
         except (TimeoutError, ConfigError) as error:
             why = str(error) or f"they gave no answer within {_CONNECT_LIMIT_S:g} s"
             raise ConfigError(f"the nodes cannot be read: {why}") from error
+
+    def _without_own(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
+        """Return nodes with what Ray has given to others than this fleet."""
+        own: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for start in self._running.values():
+            for number in start.gpus:
+                own[start.node, number] += start.gib
+        return [
+            msgspec.structs.replace(
+                node,
+                reserved_gib={
+                    number: max(0.0, size - own[node.name, number]) for number, size in node.reserved_gib.items()
+                },
+            )
+            for node in nodes
+        ]
 
     async def _start_on_node(self, start: StartEngine) -> RemoteRun:
         if self.problem:

@@ -37,7 +37,7 @@ class EngineRow(msgspec.Struct, frozen=True):
     task: str
     state: str  # of the replica
     status: str  # of the model, as /health has it
-    reason: str  # why the model cannot serve; "": it can
+    reason: str  # why the model cannot serve, or this replica of a model that can; "": it can
     pid: int | None
     memory_bytes: int  # as the engine planned it; 0 before it is loaded; what it holds while it sleeps
     restarts: int
@@ -263,7 +263,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         task=getattr(limits, "task", None) or model.task or "unknown",
         state="failed" if model.status == "failed" else state,
         status=model.status,
-        reason=model.cluster_problem if model.status == "ready" else model.reason,
+        reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,
         pid=model.engines[replica.index].pid,
         memory_bytes=replica.resident_bytes
         if replica.state == "sleeping"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class FleetPlanner:
             machine = self._cluster.machine
             self._before = {node.name: node for node in self._cluster.nodes}
         self._machine = machine if machine is not None else read_machine()
+        self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
     def paths(self) -> list[str]:
         """Return the checkpoints of the file that are paths. Raises ConfigError for a file that is not valid."""
@@ -64,12 +66,14 @@ class FleetPlanner:
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
         self._next_spec = load_fleet(self._path)
+        cluster, machine = self._cluster, self._machine
         if running is not None and running.nodes is not None:
-            self._look(running.nodes, running.places)
-        found = _fitting(find_plan(self._next_spec, self._machine, report, self._cluster, running), self._machine)
+            cluster = self._look(running.nodes, running.places)
+            machine = cluster.machine
+        found = _fitting(find_plan(self._next_spec, machine, report, cluster, running), machine)
         assert found.plan is not None
         assert found.config is not None
-        names = visible_gpus() if self._cluster is None else self._cluster.gpu_names
+        names = visible_gpus() if cluster is None else cluster.gpu_names
         residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
         return dataclasses.replace(found.config, residency=residency)
 
@@ -82,14 +86,14 @@ class FleetPlanner:
 
         A node with a problem is left out. Engines go on there, so what it was before them stays known.
         """
-        assert self._cluster is not None
         own = list(places.values())
-        before = {node.name: self._before[node.name] for node in nodes if node.name in self._before}
-        cluster = Cluster.of((without_engines(node, before.get(node.name), own) for node in nodes), self._cluster.gpus)
-        self._before = before | {node.name: node for node in cluster.nodes}
-        self._cluster = cluster
-        self._machine = self._cluster.machine
-        return self._cluster
+        with self._looking:
+            assert self._cluster is not None
+            before = {node.name: self._before[node.name] for node in nodes if node.name in self._before}
+            seen = [without_engines(node, before.get(node.name), own) for node in nodes]
+            self._cluster = cluster = Cluster.of(seen, self._cluster.gpus)
+            self._before = before | {node.name: node for node in cluster.nodes}
+        return cluster
 
     def elsewhere(
         self,
@@ -111,7 +115,8 @@ class FleetPlanner:
             for name, model in spec.models.items()
         }
         spec = msgspec.structs.replace(spec, models=models)
-        contexts = _contexts(self._machine)
+        machine = cluster.machine
+        contexts = _contexts(machine)
         lacking = {
             node.name
             for node in cluster.nodes
@@ -119,7 +124,7 @@ class FleetPlanner:
             or start.config.model in node.missing
             or (start.gpus and len(node.gib) < len(node.machine.gpus))
         }
-        gpu_bytes = _free_bytes(_usable(spec, self._machine), contexts)
+        gpu_bytes = _free_bytes(_usable(spec, machine), contexts)
         gpus = empty_gpus(spec, gpu_bytes, contexts, cluster.gpu_nodes)
         kept = {
             other: place

@@ -87,7 +87,8 @@ class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
 class ClusterNode(msgspec.Struct, frozen=True):
     """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same.
 
-    gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; missing: the paths that it has not.
+    gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; reserved_gib: what it has given of it
+    to jobs; missing: the paths that it has not.
     problem: why no engine can be started there, and nothing else is known of it; "": it can be used.
     """
 
@@ -97,6 +98,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     machine: Machine
     gib: dict[int, float] = {}
     missing: list[str] = []
+    reserved_gib: dict[int, float] = {}
     problem: str = ""
 
 
