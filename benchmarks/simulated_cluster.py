@@ -1,8 +1,10 @@
 """A cluster without machines: answers the lines of `protocol/cluster.py` as the driver of a Ray cluster does.
 
 `python -m simulated_cluster RACKSxNODESxGPUS` is the driver: nodes n00, n01 and so on with GPUs of 40 GiB. One process
-per rack holds all engines of its nodes. Each has a socket of its own with CURVE and heartbeats, and gives every request
-one token per step. A rack that is killed takes its nodes out of the cluster.
+per rack holds all engines of its nodes. Each has a socket of its own with CURVE and heartbeats, and steps at times of
+its own: every request is given SIMULATED_STEP_TOKENS tokens. A request with `ignore_eos` gets all that it allows; the
+answers of others end at a length drawn from 32 to 1,024 tokens. A rack that is killed takes its nodes out of the
+cluster. In the folder SIMULATED_STEPS each rack writes a line per step (see `Step`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import argparse
 import asyncio
 import heapq
 import os
+import random
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import zmq
@@ -35,6 +38,7 @@ from meltcore.protocol.cluster import (
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
+    FinishReason,
     GenerationReady,
     RequestTimes,
     SequenceOutput,
@@ -48,9 +52,37 @@ from meltcore.protocol.tcp import KeyPair, Listening, client_identity, decode_me
 GIB = 2**30
 GPU_GIB = 40
 STEP_S = float(os.environ.get("SIMULATED_STEP_S", "2"))
+STEP_TOKENS = int(os.environ.get("SIMULATED_STEP_TOKENS", "1"))
 LOAD_S = float(os.environ.get("SIMULATED_LOAD_S", "1"))
+STEPS_FOLDER = os.environ.get("SIMULATED_STEPS")
+OUTPUT_TOKENS = (32, 1024)  # of an answer that ends by itself
 VOCAB_SIZE, MAX_MODEL_LEN = 512, 4096
 _HOST = "127.0.0.1"
+
+
+class Step(NamedTuple):
+    """What an engine had to do at a step: open requests, the tokens that they still get, and those that they hold."""
+
+    time_s: float  # monotonic
+    model: str
+    engine: int
+    requests: int
+    left_tokens: int
+    held_tokens: int
+
+
+class Running:
+    """A request that an engine works on."""
+
+    __slots__ = ("arrived_s", "client", "first_token_s", "length", "prompt", "reason", "scheduled_s", "tokens")
+
+    def __init__(self, request: AddRequest, client: int, drawn_tokens: int) -> None:
+        self.client, self.arrived_s, self.prompt = client, request.arrived_s, request.prompt
+        most = request.sampling.max_tokens
+        self.length = most if request.sampling.ignore_eos else min(most, drawn_tokens)
+        self.reason: FinishReason = "length" if self.length == most else "stop"
+        self.tokens = 0
+        self.scheduled_s, self.first_token_s = time.monotonic(), 0.0
 
 
 class Engine:
@@ -58,6 +90,8 @@ class Engine:
 
     def __init__(self, start: StartEngine, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.start = start
+        self._random = random.Random(start.engine)
+        self.phase_s = self._random.random() * STEP_S
         self.socket = socket = context.socket(zmq.ROUTER)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
@@ -68,7 +102,7 @@ class Engine:
         set_heartbeats(socket)
         self.listening = Listening(socket.bind_to_random_port(f"tcp://{_HOST}"), keys.public)
         self.identities = [client_identity(index) for index in range(start.client_count)]
-        self.running: dict[str, list[Any]] = {}  # request, client, tokens so far, times of schedule and first token
+        self.running: dict[str, Running] = {}
         self.steps = 0
         self.is_loaded = self.is_asked = False
         self._encoder = msgspec.msgpack.Encoder()
@@ -84,25 +118,40 @@ class Engine:
 
     def handle(self, client: int, message: Any) -> None:
         if isinstance(message, AddRequest):
-            self.running[message.request_id] = [message, client, 0, time.monotonic(), 0.0]
+            self.running[message.request_id] = Running(message, client, self._random.randint(*OUTPUT_TOKENS))
         elif isinstance(message, AbortRequests):
             for request_id in message.request_ids:
                 self.running.pop(request_id, None)
         elif isinstance(message, ForgetClient):
-            self.running = {name: each for name, each in self.running.items() if each[1] != message.client_index}
+            self.running = {name: each for name, each in self.running.items() if each.client != message.client_index}
+
+    def look(self) -> Step:
+        """Return what the next step finds."""
+        left = sum(each.length - each.tokens for each in self.running.values())
+        held = sum(len(each.prompt) + each.tokens for each in self.running.values())
+        name, number = self.start.model, self.start.engine
+        return Step(time.monotonic(), name, number, len(self.running), left, held)
+
+    def until_step_s(self) -> float:
+        """Return the time until the next step: engines step at times of their own, not together."""
+        wait_s = STEP_S - (time.monotonic() - self.phase_s) % STEP_S
+        return wait_s if wait_s > STEP_S / 100 else wait_s + STEP_S  # this one has just been made
 
     def step(self) -> None:
         parts: dict[int, list[SequenceOutput]] = {}
         now_s = time.monotonic()
         for request_id, entry in list(self.running.items()):
-            request, client, tokens, scheduled_s, first_token_s = entry
-            entry[2], entry[4] = tokens + 1, first_token_s or now_s
             reason, times = None, None
-            if entry[2] == request.sampling.max_tokens:
-                reason, times = "length", RequestTimes(request.arrived_s, scheduled_s, entry[4], now_s)
+            new_tokens = min(STEP_TOKENS, entry.length - entry.tokens)
+            entry.tokens += new_tokens
+            entry.first_token_s = entry.first_token_s or now_s
+            if entry.tokens == entry.length:
+                reason = entry.reason
+                times = RequestTimes(entry.arrived_s, entry.scheduled_s, entry.first_token_s, now_s)
                 del self.running[request_id]
-            token = request.prompt[tokens % len(request.prompt)]
-            parts.setdefault(client, []).append(SequenceOutput(request_id, [token], reason, times=times))
+            token = entry.prompt[entry.tokens % len(entry.prompt)]
+            output = SequenceOutput(request_id, [token] * new_tokens, reason, times=times)
+            parts.setdefault(entry.client, []).append(output)
         self.steps += 1
         stats = EngineStats(running=len(self.running), steps_total=self.steps)
         for client, outputs in parts.items():
@@ -112,7 +161,9 @@ class Engine:
 class Rack:
     """All engines of a rack, on one thread: what has arrived, then the steps that are due."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: IO[bytes] | None) -> None:
+        """Create a rack without engines. steps: gets a line per step."""
+        self._steps = steps
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(sys.stdin.fileno(), zmq.POLLIN)
@@ -166,7 +217,7 @@ class Rack:
                     return
                 engine.handle(client, message)
             if was_idle and engine.running:
-                self._schedule(engine, STEP_S)
+                self._schedule(engine, engine.until_step_s())
 
     def _schedule(self, engine: Engine, wait_s: float) -> None:
         heapq.heappush(self._due, (time.monotonic() + wait_s, id(engine), engine))
@@ -177,9 +228,11 @@ class Rack:
         if not engine.is_loaded:
             engine.load()
             return
+        if self._steps is not None and engine.running:
+            self._steps.write(msgspec.json.encode(engine.look()) + b"\n")
         engine.step()
         if engine.running:
-            self._schedule(engine, STEP_S)
+            self._schedule(engine, engine.until_step_s())
 
     def _end(self, engine: Engine, how: str) -> None:
         self._poller.unregister(engine.socket)
@@ -277,7 +330,7 @@ def main() -> int:
     what.add_argument("--rack", type=int, metavar="NUMBER", help="be one rack of it; its driver starts it")
     args = parser.parse_args()
     if args.rack is not None:
-        Rack().run()
+        Rack(None if STEPS_FOLDER is None else (Path(STEPS_FOLDER) / f"rack-{args.rack}.jsonl").open("ab", 0)).run()
         os._exit(0)  # its connections need no farewell
     asyncio.run(Driver(*map(int, args.size.split("x"))).run())
     return 0
