@@ -115,7 +115,11 @@ def test_own_cluster_whose_head_is_gone_is_refused_immediately(tmp_path: Path, m
 
 
 def test_nodes_of_one_host_name_are_told_apart() -> None:
-    assert node_names([("a", "0123456789"), ("b", "1123456789"), ("a", "2123456789")]) == ["a-012345", "b", "a-212345"]
+    two = [("a", "0123456789"), ("a", "2123456789")]
+    assert node_names([*two, ("b", "1123456789")], {}) == ["a-012345", "a-212345", "b"]
+    # A node keeps its name when another one joins. Where it is gone, its host's next node has the same name.
+    assert node_names(two, {"0123456789": "a"}) == ["a", "a-212345"]
+    assert node_names(two[1:], {"0123456789": "a"}) == ["a"]
 
 
 def test_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # Engines outlive an actor whose driver or head node is gone: their server ends them, or they end without it.
 KEEP_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _ID_DIGITS = 6
+_names: dict[str, str] = {}  # of the nodes that this process has seen, by id: each keeps its name
 
 
 def connect(address: str) -> None:
@@ -79,7 +81,8 @@ def living_nodes() -> list[tuple[str, dict[str, Any]]]:
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
-    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive])
+    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive], _names)
+    _names.update(zip([node["NodeID"] for node in alive], names, strict=True))
     return sorted(zip(names, alive, strict=True), key=lambda named: named[0])
 
 
@@ -133,10 +136,17 @@ def _ask(node_id: str, paths: list[str]) -> Any:
     return probe.options(scheduling_strategy=on_node, runtime_env={"env_vars": KEEP_VISIBLE}).remote(paths)
 
 
-def node_names(hosts: list[tuple[str, str]]) -> list[str]:
-    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique."""
-    counts = Counter(host for host, _ in hosts)
-    return [host if counts[host] == 1 else f"{host}-{node_id[:_ID_DIGITS]}" for host, node_id in hosts]
+def node_names(hosts: list[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
+    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique.
+
+    known: names of nodes, by id, that stay: a raylet that joins on the same host renames no other.
+    """
+    new = Counter(host for host, node_id in hosts if node_id not in known)
+    taken = {known[node_id] for _, node_id in hosts if node_id in known}
+    return [
+        known.get(node_id) or (host if new[host] == 1 and host not in taken else f"{host}-{node_id[:_ID_DIGITS]}")
+        for host, node_id in hosts
+    ]
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
