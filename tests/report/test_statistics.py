@@ -88,7 +88,7 @@ def test_noise_that_would_hide_a_change_is_called_underpowered_and_not_no_eviden
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("control", [True, False], ids=["A against A first", "stored sets"])
 def test_error_rates_over_hundreds_of_simulated_comparisons(control: bool) -> None:
-    pairs = 400
+    pairs = 160
     for noise in (0.005, 0.02, 0.05):
         verdicts, held = simulated(pairs, change=0.0, noise=noise, seed=4, control=control)
         assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * pairs
@@ -102,8 +102,8 @@ def test_error_rates_over_hundreds_of_simulated_comparisons(control: bool) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [skewed, with_bad_starts])
 def test_noise_of_another_shape_raises_no_more_false_alarms(shape: Draw) -> None:
-    verdicts, _ = simulated(600, change=0.0, noise=0.005, seed=7, shape=shape)
-    assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * 600
+    verdicts, _ = simulated(240, change=0.0, noise=0.005, seed=7, shape=shape)
+    assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * 240
 
 
 def test_change_by_hand() -> None:
