@@ -54,11 +54,9 @@ def test_named_after_model_and_format(
 @pytest.mark.parametrize(
     ("model", "to", "count"),
     [
-        (BUNDLED_MODEL, "q8_0", 20),
         (BUNDLED_MODEL, "q4_0", 20),
         (BUNDLED_MODEL, "fp8", 20),
         (BUNDLED_HYBRID, "fp8", 20),
-        (BUNDLED_GEMMA, "q8_0", 20),
         (BUNDLED_GEMMA, "q4_0", 20),
         (BUNDLED_GEMMA, "fp8", 20),
     ],

@@ -131,7 +131,7 @@ def test_recorded_launches_are_compiled_and_not_launched(monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "block_type"),
-    [(90, each) for each in TYPES] + [(each, some) for each in (80, 120) for some in (GgmlType.Q6_K, Int4Type(64))],
+    [*((90, each) for each in TYPES), (80, GgmlType.Q6_K), (120, Int4Type(64))],
 )
 def test_compiles(block_type: BlockType, architecture: int) -> None:
     """Every format, by NVRTC, which needs no GPU."""
