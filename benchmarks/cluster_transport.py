@@ -1,10 +1,10 @@
 """Compares how the tokens of an engine reach the server: ZeroMQ on one machine and over TCP, and Ray's streaming calls.
 
-    python benchmarks/cluster_transport.py [--streams 1,100,1000] [--seconds 5] [--out FILE]
+    python benchmarks/cluster_transport.py [--streams 1,100,1000] [--seconds 5] [--repeats 3]
 
 A scripted engine ends a step every 20 ms, in which each stream gets one token. The receiver decodes each message, as an
-API server does. Printed for each transport and number of streams: the receiver's CPU per token with all its threads,
-and the latency from the send to the decoded message.
+API server does. Measured for each transport and number of streams: the receiver's CPU per token with all its threads,
+and the latency from the send to the decoded message. Repeats of all transports alternate; stated is their median.
 
     ipc           the two sockets of an engine on the same machine
     tcp           one CURVE socket on the loopback device, for an engine on another node
@@ -19,17 +19,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import uvloop
+from bench_output import Row, median_rows, write_result
 
 from meltcore.backends.engine_link import EngineLink
 from meltcore.engine.host.client_sockets import open_sockets
@@ -195,7 +199,8 @@ def main() -> int:
     parser.add_argument("--streams", default="1,100,1000")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--check-only", action="store_true", help="Do not write the result file.")
     parser.add_argument("--produce", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -206,32 +211,63 @@ def main() -> int:
     if options.one is not None:
         print(json.dumps(measure(options.one, int(options.streams), steps)), flush=True)
         return 0
-    rows = []
+    load_before = os.getloadavg()[0]
+    levels = [
+        (transport, int(streams))
+        for transport in options.transports.split(",")
+        for streams in options.streams.split(",")
+    ]
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {level: [] for level in levels}
     print(f"{'transport':14} {'streams':>7} {'CPU us/token':>13} {'p50 ms':>8} {'p99 ms':>8}")
-    for transport in options.transports.split(","):
-        for streams in options.streams.split(","):
-            row = _run(transport, streams, options.seconds)
-            rows.append(row)
-            if "error" in row:
-                print(f"{transport:14} {streams:>7} {row['error']}", flush=True)
-            else:
-                numbers = f"{row['cpu_us_per_token']:13.2f} {row['p50_ms']:8.3f} {row['p99_ms']:8.3f}"
-                print(f"{transport:14} {streams:>7} {numbers}", flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    for _ in range(options.repeats):
+        for transport, streams in levels:
+            if any("error" in run for run in found[transport, streams]):
+                continue
+            run = _run(transport, streams, options.seconds)
+            found[transport, streams].append(run)
+            numbers = run.get("error") or f"{run['cpu_us_per_token']:13.2f} {run['p50_ms']:8.3f} {run['p99_ms']:8.3f}"
+            print(f"{transport:14} {streams:>7} {numbers}", flush=True)
+    rows, notes = table_rows(found)
+    notes.append(f"{os.cpu_count()} cores; load average at the start {load_before:.2f}, niceness {os.nice(0)}")
+    if not options.check_only:
+        packages = ("pyzmq", "uvloop", "msgspec", *(("ray",) if find_spec("ray") else ()))
+        write_result(rows, {name: metadata.version(name) for name in packages}, notes)
     return 0
 
 
-def _run(transport: str, streams: str, seconds: float) -> dict[str, Any]:
+def table_rows(found: dict[tuple[str, int], list[dict[str, Any]]]) -> tuple[list[Row], list[str]]:
+    """The rows of all transports, and a note for each that has no result."""
+    rows: list[Row] = []
+    notes = []
+    for (transport, streams), runs in found.items():
+        work = f"{streams:,} {'stream' if streams == 1 else 'streams'}, {transport}"
+        failed = [run["error"] for run in runs if "error" in run]
+        if failed:
+            notes.append(f"{work}: {failed[0]}")
+            continue
+        rows += median_rows(
+            [
+                [
+                    Row(work=f"{work}: CPU of the receiver per token", unit="us", value=run["cpu_us_per_token"]),
+                    Row(work=f"{work}: send to the decoded message, median", unit="ms", value=run["p50_ms"]),
+                    Row(work=f"{work}: send to the decoded message, p99", unit="ms", value=run["p99_ms"]),
+                ]
+                for run in runs
+            ]
+        )
+    return rows, notes
+
+
+def _run(transport: str, streams: int, seconds: float) -> dict[str, Any]:
     """Measure in a process of its own: CPU time is that of one transport alone."""
-    command = [sys.executable, __file__, "--one", transport, "--streams", streams, "--seconds", str(seconds)]
+    command = [sys.executable, __file__, "--one", transport, "--streams", str(streams), "--seconds", str(seconds)]
     limit_s = 2 * START_LIMIT_S + 4 * seconds
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return {"transport": transport, "streams": int(streams), "error": f"no result within {limit_s:g} s"}
+        return {"transport": transport, "streams": streams, "error": f"no result within {limit_s:g} s"}
     if done.returncode or not done.stdout:
-        return {"transport": transport, "streams": int(streams), "error": done.stderr.strip().rpartition("\n")[2]}
+        return {"transport": transport, "streams": streams, "error": done.stderr.strip().rpartition("\n")[2]}
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
 
