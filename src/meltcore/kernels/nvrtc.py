@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,11 +19,15 @@ from meltcore.errors import MeltcoreError
 from meltcore.kernels.capability import capability
 from meltcore.kernels.jit import triton
 
-Argument = torch.Tensor | int | float
+if TYPE_CHECKING:
+    from cuda.bindings.driver import CUtensorMap
+
+Argument: TypeAlias = "torch.Tensor | int | float | CUtensorMap"
+INSTRUCTIONS = Path(__file__).with_name("instructions.cu")  # of Hopper, as functions: the first file of a source
 
 
-def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int) -> bytes:
-    """Compile CUDA C++ for one architecture (90: sm_90) and return the cubin. Needs no GPU.
+def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int | str) -> bytes:
+    """Compile CUDA C++ for one architecture (90: sm_90, "90a": sm_90a) and return the cubin. Needs no GPU.
 
     Raises MeltcoreError with NVRTC's messages if the source has an error.
     """
@@ -48,12 +52,13 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int)
 class CudaKernel:
     """A kernel of CUDA C++ files beside the Python module that launches it, compiled per device and macros.
 
-    The files are one source, in their order.
+    The files are one source, in their order. suffix: "a" for instructions that only one architecture has.
     """
 
-    def __init__(self, paths: Sequence[Path], name: str) -> None:
+    def __init__(self, paths: Sequence[Path], name: str, *, suffix: str = "") -> None:
         self._paths = paths
         self.name = name
+        self._suffix = suffix
 
     def source(self) -> str:
         """Return the text of the files."""
@@ -63,15 +68,15 @@ class CudaKernel:
         """Return the binary for an architecture, compiled or from the cache folder."""
         from cuda.bindings import nvrtc
 
-        source = self.source()
+        source, target = self.source(), f"{arch}{self._suffix}"
         version = nvrtc.nvrtcVersion()[1:]
-        key = hashlib.sha256(repr((source, sorted(macros.items()), arch, version)).encode()).hexdigest()
+        key = hashlib.sha256(repr((source, sorted(macros.items()), target, version)).encode()).hexdigest()
         cached = triton.runtime.cache.get_cache_manager(key)
         name = f"{self.name}.cubin"
         path = cached.get_file(name)
         if path is not None:
             return Path(path).read_bytes()
-        cubin = compile_source(source, self._paths[-1].name, macros, arch)
+        cubin = compile_source(source, self._paths[-1].name, macros, target)
         cached.put(cubin, name, binary=True)
         return cubin
 
@@ -87,7 +92,9 @@ class CudaKernel:
         cooperative: bool = False,
         pdl: bool,
     ) -> None:
-        """Launch on the current stream of `device`. Tensors are passed as pointers, numbers as 32-bit ones.
+        """Launch on the current stream of `device`.
+
+        Tensors are passed as pointers, numbers as 32-bit ones, tensor maps by value.
 
         shared_bytes: dynamic shared memory per block. cooperative: all blocks run concurrently, or the launch fails.
         pdl: the launch may start before the previous kernel has ended (see launch.py).
@@ -132,10 +139,12 @@ def record_launches() -> Iterator[Mapping[Binary, None]]:
         _recorded = None
 
 
-def _ctype(argument: Argument) -> type[ctypes._SimpleCData[Any]]:
+def _ctype(argument: Argument) -> type[ctypes._SimpleCData[Any]] | None:
     if isinstance(argument, torch.Tensor):
         return ctypes.c_void_p
-    return ctypes.c_float if isinstance(argument, float) else ctypes.c_int
+    if isinstance(argument, float):
+        return ctypes.c_float
+    return ctypes.c_int if isinstance(argument, int) else None
 
 
 def _config(grid: Sequence[int], threads: int, shared_bytes: int, cooperative: bool, pdl: bool) -> Any:

@@ -10,6 +10,7 @@ import torch
 from meltcore.kernels.attention.blocks import attend_block, oldest_key, to_dot_type
 from meltcore.kernels.attention.kv_cache import attention_reference, norm_and_rope, rotated_queries
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionParams, require_layout
+from meltcore.kernels.attention.prefill_wgmma import is_faster, prefill_wgmma, supports
 from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import use_triton
@@ -54,6 +55,9 @@ def prefill_attention(
     (_, heads, head_dim), (_, page_size, kv_heads, _) = out.shape, key_cache.shape
     require_layout(qkv, params, page_table, out)
     if len(tiles) == 0:
+        return out
+    if launch is None and supports(qkv, params, heads) and is_faster(len(tiles), heads, qkv.device):
+        prefill_wgmma(qkv, params, page_table, tiles, out)
         return out
     launch = launch or select_launch(qkv, key_cache, heads, len(tiles))
     # Heads vary fastest, so that the tiles start in their order, most keys first.

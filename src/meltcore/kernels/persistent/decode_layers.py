@@ -18,7 +18,8 @@ from meltcore.kernels.attention.decode import decode_attention_reference
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.norm import Norm, rms_norm_reference
-from meltcore.kernels.nvrtc import CudaKernel
+from meltcore.kernels.nvrtc import INSTRUCTIONS, CudaKernel
+from meltcore.kernels.tensor_map import tensor_map
 
 
 class Instance(NamedTuple):
@@ -44,8 +45,8 @@ class Instance(NamedTuple):
 
 
 def _kernel(gemv: str) -> CudaKernel:
-    names = ("sizes", "instructions", "exchange", "exchanger", "warp", gemv, "attention", "consumer", "decode_layers")
-    return CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in names], "decode_layers")
+    names = ("sizes", "exchange", "exchanger", "warp", gemv, "attention", "consumer", "decode_layers")
+    return CudaKernel([INSTRUCTIONS, *(Path(__file__).with_name(f"{name}.cu") for name in names)], "decode_layers")
 
 
 _ONE_TOKEN, _SEVERAL_TOKENS = _kernel("one_token"), _kernel("several_tokens")
@@ -58,7 +59,6 @@ _IN_FLIGHT = 2
 _HEAD_DIM, _TILE_KEYS = 128, 16
 _EXCHANGE_WORDS = 2**19
 _BOX_BYTES = {"output": 16384, "down": 12288}  # of a part of the weight's columns, as in sizes.cu
-_MAX_BOX_COLUMNS = 256
 _ALL_TILES = MAX_CONTEXT // (_TILE_KEYS * _TEAM)
 INSTANCES = (
     Instance(1, 1, 12, _ALL_TILES),
@@ -227,37 +227,14 @@ def _pointers(layer: DecodeLayer) -> list[int]:
 
 def _tensor_maps(layer: DecodeLayer) -> list[int]:
     """Return the tensor maps of what a block copies in parts of rows."""
+
+    def words_of(matrix: torch.Tensor, columns: int, rows: int) -> list[int]:
+        return [int(word) for word in tensor_map(matrix, columns, rows).opaque]
+
     words = []
     for weight, box_bytes in ((layer.output, _BOX_BYTES["output"]), (layer.down, _BOX_BYTES["down"])):
         columns = weight.shape[1] // _TEAMS
-        words += _tensor_map(weight, columns, box_bytes // (2 * columns))
+        words += words_of(weight, columns, box_bytes // (2 * columns))
     for cache_tensor in (layer.keys, layer.values):
-        words += _tensor_map(cache_tensor.flatten(2).flatten(0, 1), _HEAD_DIM, _TILE_KEYS)
+        words += words_of(cache_tensor.flatten(2).flatten(0, 1), _HEAD_DIM, _TILE_KEYS)
     return words
-
-
-def _tensor_map(matrix: torch.Tensor, columns: int, rows: int) -> list[int]:
-    """Return the words of a map of a bfloat16 matrix, which is copied in boxes of `rows` by `columns`.
-
-    A box has at most 256 columns: where there are more, a column of the map is two numbers.
-    """
-    from cuda.bindings import driver
-
-    kinds = driver.CUtensorMapDataType
-    per_column = 2 if columns > _MAX_BOX_COLUMNS else 1
-    error, tensor_map = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if per_column == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
-        matrix.data_ptr(),
-        [driver.cuuint64_t(matrix.shape[1] // per_column), driver.cuuint64_t(matrix.shape[0])],
-        [driver.cuuint64_t(2 * matrix.stride(0))],
-        [driver.cuuint32_t(columns // per_column), driver.cuuint32_t(rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if error.value:
-        raise ValueError(f"no tensor map of {tuple(matrix.shape)} in boxes of {rows} by {columns}: {error.name}")
-    return [int(word) for word in tensor_map.opaque]

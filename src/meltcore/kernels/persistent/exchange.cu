@@ -54,7 +54,7 @@ struct Block {
         return count;
     }
 
-    __device__ __forceinline__ u32 barrier(int index) const { return barrier_at(shared, index); }
+    __device__ __forceinline__ u32 barrier(int index) const { return shared + AT_BARRIERS + 8 * index; }
     __device__ __forceinline__ u32 slot(const Ring& ring) const { return shared + ring.slot * SLOT_BYTES; }
     __device__ __forceinline__ int kv_head() const { return team / (TEAMS / KV_HEADS); }
 };

@@ -16,11 +16,6 @@
 // of the ring, and how many of them are IN_FLIGHT; MAX_TILES of keys per block whose rows in the cache shared memory
 // has; EXCHANGE_WORDS of global memory.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
 constexpr int HEAD_DIM = 128;
 constexpr int CONSUMERS = 8;
 constexpr int PRODUCER = CONSUMERS, FIRST_EXCHANGER = CONSUMERS + 1;

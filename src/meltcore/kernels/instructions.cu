@@ -1,8 +1,11 @@
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
 // --- instructions ----------------------------------------------------------------------------------------------------
 
 #define VOLATILE asm volatile
-
-__device__ __forceinline__ u32 barrier_at(u32 shared, int index) { return shared + AT_BARRIERS + 8 * index; }
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int count) {
     VOLATILE("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");

@@ -1,0 +1,47 @@
+"""Tensor maps: how the tensor memory accelerator (TMA) of Hopper GPUs copies boxes of a matrix."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from cuda.bindings.driver import CUtensorMap
+
+_MAX_BOX_COLUMNS = 256
+
+
+def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool = False) -> CUtensorMap:
+    """Return the map of a bfloat16 matrix, which is copied in boxes of `rows` by `columns`.
+
+    A box has at most 256 columns: where there are more, a column of the map is two numbers. swizzled: of rows of 128
+    bytes, as matrix instructions read them.
+    """
+    return _encode(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, rows, swizzled)
+
+
+# A function of its arguments alone, so that one made for memory that has been freed is right for its next owner.
+@lru_cache(maxsize=4096)
+def _encode(address: int, shape: tuple[int, ...], stride: int, columns: int, rows: int, swizzled: bool) -> CUtensorMap:
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    per_column = 2 if columns > _MAX_BOX_COLUMNS else 1
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if per_column == 2 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        2,
+        address,
+        [driver.cuuint64_t(shape[1] // per_column), driver.cuuint64_t(shape[0])],
+        [driver.cuuint64_t(2 * stride)],
+        [driver.cuuint32_t(columns // per_column), driver.cuuint32_t(rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if error.value:
+        raise ValueError(f"no tensor map of {shape} in boxes of {rows} by {columns}: {error.name}")
+    return encoded
