@@ -239,6 +239,15 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+def error_against(reference: PreTrainedModel, path: Path, *, vocab: int = VOCAB, **settings: object) -> float:
+    """The largest relative error of an engine's logits after a prompt of 200 tokens, and of 4 further ones."""
+    prompt = random_prompt(200, 1, vocab)
+    seen = open_engine(path, **settings)
+    seen.add("one", prompt, max_tokens=5)
+    generated = seen.run()["one"]
+    return relative_error(torch.stack(seen.logits["one"]), reference_logits(reference, prompt, generated))
+
+
 def plan_of_qwen(memory_bytes: int, max_num_seqs: int = 1024, *, scratch_bytes: int = 0) -> MemoryPlan:
     """The plan of Qwen3-0.6B in bfloat16: 1.1 GiB of weights, a vocabulary of 152 thousand tokens."""
     caches = group_layers([FullAttentionSpec(kv_heads=8, head_dim=128)] * 28)

@@ -289,6 +289,19 @@ def scripted_server(
 
 
 @contextmanager
+def speech_server(checkpoint: Path, model: str, memory: str, stderr_path: Path) -> Iterator[RunningServer]:
+    """A server over the real engine of a speech model on the CPU; it leaves no request and no file of an upload."""
+    command = [sys.executable, "-m", "meltcore.cli.main", "serve", str(checkpoint), "--served-model-name", model]
+    command += ["--port", "0", "--device", "cpu", "--memory", memory]
+    with running(command, stderr_path) as server:
+        server.wait_healthy(120)
+        before = set(Path(tempfile.gettempdir()).iterdir())
+        yield server
+        server.check_no_leak()
+        assert not [path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if "audio" in path.name]
+
+
+@contextmanager
 def running(command: list[str], stderr_path: Path) -> Iterator[RunningServer]:
     with stderr_path.open("w") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from server_harness import RunningServer, running, wait_until
+from server_harness import RunningServer, speech_server, wait_until
 
 for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
@@ -67,14 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    command = [sys.executable, "-m", "meltcore.cli.main", "serve", str(folder), "--served-model-name", MODEL]
-    command += ["--port", "0", "--device", "cpu", "--memory", "256MiB"]
-    with running(command, tmp_path_factory.mktemp("serve") / "stderr") as server:
-        server.wait_healthy(120)
-        before = set(Path(tempfile.gettempdir()).iterdir())
+    with speech_server(folder, MODEL, "256MiB", tmp_path_factory.mktemp("serve") / "stderr") as server:
         yield server
-        server.check_no_leak()
-        assert not [path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if "audio" in path.name]
 
 
 @pytest.fixture

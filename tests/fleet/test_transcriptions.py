@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from server_harness import RunningServer, running, wait_until
+from server_harness import RunningServer, speech_server, wait_until
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -43,15 +42,8 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("serve")
-    command = [sys.executable, "-m", "meltcore.cli.main", "serve", str(archive), "--served-model-name", MODEL]
-    command += ["--port", "0", "--device", "cpu", "--memory", "1GiB"]
-    with running(command, folder / "stderr") as server:
-        server.wait_healthy(120)
-        before = set(Path(tempfile.gettempdir()).iterdir())
+    with speech_server(archive, MODEL, "1GiB", tmp_path_factory.mktemp("serve") / "stderr") as server:
         yield server
-        server.check_no_leak()
-        assert not [path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if "audio" in path.name]
 
 
 @pytest.fixture

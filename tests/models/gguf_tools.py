@@ -16,7 +16,10 @@ from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
 from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.loader import build_model
 
 Store = tuple[GGMLQuantizationType, Callable[[torch.Tensor], np.ndarray]]
 TYPES: dict[str, Store] = {
@@ -253,3 +256,8 @@ def export_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", rows: int 
     add_tokenizer(writer, tokens=tokens, types=types, pre=pre, merges=merges)
     writer.add_tensor("token_embd.weight", np.zeros((rows, 1), dtype=np.float32))
     return finish(writer, path)
+
+
+def config_of(path: Path) -> DecoderConfig:
+    """What a GGUF file or a folder says of its model."""
+    return build_model(open_checkpoint(str(path), files="text"), torch.float32, torch.device("meta")).config

@@ -11,7 +11,7 @@ import engine_tools as tools
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint
@@ -115,16 +115,6 @@ def test_override_is_for_full_attention() -> None:
         assert config.max_context == 262_144
 
 
-def error_against(reference: PreTrainedModel, folder: Path) -> float:
-    seen = tools.open_engine(folder, max_model_len=512)
-    prompt = tools.random_prompt(200, 1, vocab=300)
-    seen.add("one", prompt, max_tokens=5)
-    generated = seen.run()["one"]
-    with torch.no_grad():
-        theirs = reference(input_ids=torch.tensor([prompt + generated])).logits[0, len(prompt) - 1 : -1]
-    return tools.relative_error(torch.stack(seen.logits["one"]), theirs)
-
-
 @pytest.mark.parametrize("layout", ["newer", "published"])
 def test_text_half_of_the_whole_model(tmp_path: Path, layout: str) -> None:
     """Names as transformers 5 has them, and as the published files do."""
@@ -150,7 +140,7 @@ def test_text_half_of_the_whole_model(tmp_path: Path, layout: str) -> None:
     if layout == "published":
         renamed = {name.removeprefix("model.") if "vision" in name else name: value for name, value in renamed.items()}
     save_file(renamed, tmp_path / "model.safetensors")
-    assert error_against(reference, tmp_path) <= TOLERANCE
+    assert tools.error_against(reference, tmp_path, max_model_len=512, vocab=300) <= TOLERANCE
     duplicate = tmp_path / "duplicate"
     shutil.copytree(tmp_path, duplicate, ignore=shutil.ignore_patterns("duplicate"))
     twice = f"{prefixes[0]}norm.weight", f"{prefixes[1]}norm.weight"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGUFValueType
-from gguf_tools import add_tensors, add_tokenizer, finish, load_dequantized, new_writer, permute, write_model
+from gguf_tools import add_tensors, add_tokenizer, config_of, finish, load_dequantized, new_writer, permute, write_model
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
@@ -25,7 +25,6 @@ from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
-from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import read_config
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.loader import build_meta_model, build_model, fill_dummy_weights, load_weights
@@ -67,18 +66,6 @@ def reference_of(family: str, **changes: Any) -> PreTrainedModel:
     return reference
 
 
-def config_of(path: Path) -> DecoderConfig:
-    return build_model(open_checkpoint(str(path), files="text"), torch.float32, torch.device("meta")).config
-
-
-def error_against(reference: PreTrainedModel, path: Path) -> float:
-    seen = tools.open_engine(path, max_model_len=512)
-    prompt = tools.random_prompt(200, 1)
-    seen.add("one", prompt, max_tokens=5)
-    generated = seen.run()["one"]
-    return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
-
-
 def loaded(path: Path, quantization: Quantization = "none", group: TensorParallelGroup | None = None) -> Model:
     checkpoint = open_checkpoint(str(path), files="all")
     model = build_model(checkpoint, torch.float32, CPU, quantization, group)
@@ -93,7 +80,7 @@ def test_logits_and_configuration_are_those_of_transformers(tmp_path: Path, fami
     file = write_model(tmp_path / "model.gguf", reference)
     published = config_of(tmp_path)
     assert config_of(file) == published
-    assert error_against(reference, file) <= 1e-4
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
 
 
 @pytest.mark.parametrize("store", ["BF16", "F16"])
@@ -105,7 +92,7 @@ def test_16_bit_files_give_the_logits_of_the_rounded_weights(tmp_path: Path, fam
     for name, weight in reference.named_parameters():
         if weight.dim() > 1 and not name.endswith("mlp.gate.weight"):
             weight.data = weight.data.to(dtype).float()
-    assert error_against(reference, file) <= 1e-4
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
     stated = open_checkpoint(str(file), files="text").config["torch_dtype"]
     assert stated == ("float16" if store == "F16" and family != "gemma3_text" else "bfloat16")
 
@@ -124,7 +111,7 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(
     reference = reference_of(family, **(BLOCKS_OF_256 if store == "Q4_K_M" else BLOCKS_OF_32))
     file = write_model(tmp_path / "model.gguf", reference, store)
     assert load_dequantized(reference, file) >= 15
-    assert error_against(reference, file) <= 1e-4
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
 
 

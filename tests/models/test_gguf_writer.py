@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
-from gguf_tools import load_dequantized, write_model
+from gguf_tools import config_of, load_dequantized, write_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -19,7 +19,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from meltcore.errors import ConfigError
 from meltcore.models import gguf_writer
 from meltcore.models.checkpoint import BUNDLED_HYBRID, open_checkpoint
-from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.gguf_writer import GGUF_FORMATS, write_gguf
 from meltcore.models.loader import build_model, load_weights
@@ -58,18 +57,6 @@ def write(folder: Path, to: str = "q8_0", name: str = "written.gguf", **settings
     return path
 
 
-def config_of(path: Path) -> DecoderConfig:
-    return build_model(open_checkpoint(str(path), files="text"), torch.float32, torch.device("meta")).config
-
-
-def error_against(reference: PreTrainedModel, path: Path) -> float:
-    seen = tools.open_engine(path, max_model_len=512)
-    prompt = tools.random_prompt(200, 1)
-    seen.add("one", prompt, max_tokens=5)
-    generated = seen.run()["one"]
-    return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
-
-
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     model = GGUFModel(path)
     return {
@@ -101,7 +88,7 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
     reference = save(tmp_path / "source", family)
     file = write(tmp_path / "source", store)
     assert load_dequantized(reference, file) > 15
-    assert error_against(reference, file) <= 1e-4
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
     head = "token_embd.weight" if family == "gemma3_text" else "output.weight"
     assert GGUFModel(file).tensors[head].type == GGMLQuantizationType.Q8_0
 
@@ -116,7 +103,7 @@ def test_wrong_layout_is_noticed(
     reference = save(tmp_path / "source", family)
     load_dequantized(reference, write(tmp_path / "source"))
     monkeypatch.setattr(gguf_writer, function, lambda name, model_type: value)
-    assert error_against(reference, write(tmp_path / "source", name="wrong.gguf")) > NOTICED
+    assert tools.error_against(reference, write(tmp_path / "source", name="wrong.gguf"), max_model_len=512) > NOTICED
 
 
 def test_narrow_experts_of_a_layer_stay_as_they_are_together(tmp_path: Path) -> None:
@@ -132,7 +119,7 @@ def test_narrow_experts_of_a_layer_stay_as_they_are_together(tmp_path: Path) -> 
     for weight in reference.parameters():
         weight.data = weight.data.float()
     load_dequantized(reference, file)
-    assert error_against(reference, file) <= 1e-4
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
 
 
 def test_stacked_experts_and_a_nested_text_model_are_read(tmp_path: Path) -> None:

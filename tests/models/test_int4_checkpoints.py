@@ -42,14 +42,6 @@ def write(
     return reference
 
 
-def error_against(reference: Any, folder: Path, **settings: Any) -> float:
-    seen = tools.open_engine(folder, max_model_len=512, **settings)
-    prompt = tools.random_prompt(150, 1)
-    seen.add("one", prompt, max_tokens=4)
-    generated = seen.run()["one"]
-    return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
-
-
 def built(folder: Path, group: TensorParallelGroup | None = None) -> Model:
     return build_meta_model(open_checkpoint(str(folder), files="all"), torch.float32, CPU, group=group)
 
@@ -75,7 +67,7 @@ def test_logits_are_those_of_the_exact_values(
 ) -> None:
     """With prompts in chunks of 64 tokens."""
     reference = write(tmp_path, family, layout, **settings)
-    assert error_against(reference, tmp_path, max_num_batched_tokens=64) <= 1e-4
+    assert tools.error_against(reference, tmp_path, max_num_batched_tokens=64, max_model_len=512) <= 1e-4
     model = built(tmp_path)
     assert set(weight_dtypes(model)) == {f"int4_g{settings.get('group_size', 32)}_f16", "float32"}
     layer = model.blocks[1].attention.qkv_proj
@@ -109,7 +101,7 @@ def test_zero_biases_of_a_model_without_any_are_read_and_others_refused(tmp_path
     tensors = load_file(tmp_path / "model.safetensors")
     bias = "model.layers.1.mlp.down_proj.bias"
     save_file(tensors | {bias: torch.zeros(64)}, tmp_path / "model.safetensors")
-    assert error_against(reference, tmp_path) <= 1e-4
+    assert tools.error_against(reference, tmp_path, max_model_len=512) <= 1e-4
     save_file(tensors | {bias: torch.ones(64)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"model.safetensors: {bias} is not zero, and the model has no bias there"):
         tools.open_engine(tmp_path)

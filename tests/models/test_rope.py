@@ -120,21 +120,13 @@ def test_table_beyond_a_million_positions_is_exact() -> None:
 def test_logits_with_scaling_equal_transformers(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
     reference = tools.make_reference(family=family, rope_parameters={"rope_theta": 1e4} | rope)
     reference.save_pretrained(tmp_path)
-    assert error_against(reference, tmp_path) <= 1e-4
+    assert tools.error_against(reference, tmp_path) <= 1e-4
     config = json.loads((tmp_path / "config.json").read_text())
     own = config["rope_parameters"]
     kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor", "mrope_section") if name in own}
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": kept | {"rope_type": "default"}}))
-    assert error_against(reference, tmp_path) > 1e-2, "the scaling must matter here"
-    assert error_against(reference, tmp_path, hf_overrides={"rope_parameters": rope}) <= 1e-4
-
-
-def error_against(reference: Any, folder: Path, **settings: Any) -> float:
-    prompt = tools.random_prompt(200, 1)
-    seen = tools.open_engine(folder, **settings)
-    seen.add("one", prompt, max_tokens=5)
-    generated = seen.run()["one"]
-    return tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(reference, prompt, generated))
+    assert tools.error_against(reference, tmp_path) > 1e-2, "the scaling must matter here"
+    assert tools.error_against(reference, tmp_path, hf_overrides={"rope_parameters": rope}) <= 1e-4
 
 
 def test_override_extends_the_context(tmp_path: Path) -> None:
@@ -149,7 +141,7 @@ def test_override_extends_the_context(tmp_path: Path) -> None:
     seen.add("long", tools.random_prompt(1500, 3), max_tokens=3)
     assert len(seen.run()["long"]) == 3
     reference = tools.make_reference(max_position_embeddings=2048, rope_parameters=rope | {"rope_theta": 1e4})
-    assert error_against(reference, tmp_path, hf_overrides={"rope_parameters": rope}, max_model_len=2048) <= 1e-4
+    assert tools.error_against(reference, tmp_path, hf_overrides={"rope_parameters": rope}, max_model_len=2048) <= 1e-4
     with pytest.raises(ConfigError, match=r"from 2 to the model's 2048; got 2049\. .*\"factor\": 3\.0"):
         tools.open_engine(tmp_path, max_model_len=2049, hf_overrides={"rope_parameters": rope})
     with pytest.raises(ConfigError, match=r"from 2 to the model's 1024; got 16777217$"):
