@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 KEEP_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 _ID_DIGITS = 6
 _names: dict[str, str] = {}  # of the nodes that this process has seen, by id: each keeps its name
+_naming = threading.Lock()
 
 
 def connect(address: str) -> None:
@@ -81,8 +83,9 @@ def living_nodes() -> list[tuple[str, dict[str, Any]]]:
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
-    names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive], _names)
-    _names.update(zip([node["NodeID"] for node in alive], names, strict=True))
+    with _naming:
+        names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive], _names)
+        _names.update(zip([node["NodeID"] for node in alive], names, strict=True))
     return sorted(zip(names, alive, strict=True), key=lambda named: named[0])
 
 
