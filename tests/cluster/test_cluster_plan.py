@@ -78,6 +78,7 @@ def test_silent_node_and_one_with_other_gpus_have_a_problem(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.ray
 def test_cluster_that_is_not_there_is_refused_immediately() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
