@@ -79,6 +79,17 @@ def test_silent_node_and_one_with_other_gpus_have_a_problem(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.ray
+def test_token_of_a_local_cluster_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    Cluster.read("local")
+    for file in tmp_path.rglob("auth_token"):
+        assert file.stat().st_mode & 0o077 == 0
+    assert (tmp_path / ".ray" / "auth_token").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ray
 def test_cluster_that_is_not_there_is_refused_immediately() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -44,6 +44,8 @@ def connect(address: str) -> None:
         head = _own_head() if address == "auto" else address
         if head != "local":
             _check_reachable(address, head)
+        else:
+            os.umask(0o077)  # Ray makes a token file, with which everyone who reaches the cluster can run code on it
         options = _local_options() if head == "local" else {}
         ray.init(address=head, logging_level="ERROR", namespace="meltcore", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
