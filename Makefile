@@ -14,12 +14,12 @@ help:  ## List the targets.
 demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load it with 10 to 10,000 connections, report.
 	$(BIN)/meltcore demo
 
-test: $(STAMP)  ## Run every test (about 14 minutes on two idle cores).
+test: $(STAMP)  ## Run every test (about 20 minutes on two cores).
 	@# In CI, tests that failed beside others run once more, alone: a fault fails again, an exceeded time limit does not.
 	@# Only for exit status 1: any other one means that tests were not run.
 	$(PYTEST) || { [ $$? = 1 ] && [ -n "$(CI)" ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
-test-fast: $(STAMP)  ## Run the tests that are not marked slow (under 2 minutes).
+test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 4 minutes).
 	$(PYTEST) -m 'not slow'
 
 test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 15 minutes).

@@ -45,12 +45,24 @@ def connect(address: str) -> None:
         if head != "local":
             _check_reachable(address, head)
         else:
-            os.umask(0o077)  # Ray makes a token file, with which everyone who reaches the cluster can run code on it
+            _make_token_file()
         options = _local_options() if head == "local" else {}
         ray.init(address=head, logging_level="ERROR", namespace="meltcore", **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
+
+
+def _make_token_file() -> None:
+    """Make the file to which Ray writes the token of a new cluster readable by its user alone.
+
+    With the token, everyone who reaches the cluster can run code on it. Ray itself would make the file with mode 0644.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return  # Ray writes none
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600)
 
 
 def _own_head() -> str:
@@ -163,7 +175,8 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
 
     resources = node["Resources"]
     machine, missing = Machine((), "", 0), list[str]()
-    problem = "the task that reads its GPUs and memory does not answer"
+    silent = "the task that reads its GPUs and memory does not answer"
+    problem = silent if question is None else ""
     try:
         if question is not None:
             machine, missing = ray.get(question, timeout=0)
@@ -171,7 +184,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
     except ray.exceptions.RayTaskError as error:
         problem = str(error.cause)
     except ray.exceptions.GetTimeoutError:
-        pass
+        problem = silent
     except ray.exceptions.RayError as error:
         problem = f"the task that reads its GPUs and memory failed: {' '.join(str(error).split())}"
     if problem:
@@ -183,6 +196,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
 
 
 def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
+    """Return why a node cannot be used where Ray counts other GPUs than NVML shows; "": it can."""
     if ray_gpus == len(machine.gpus):
         return ""
     return (

@@ -52,7 +52,7 @@ class SupervisedModel(ABC, Generic[_R]):
         self.all_ended = asyncio.Event()  # no replica will serve again
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
-        self.changing = asyncio.Lock()  # of one who puts it to sleep, wakes it or replaces its processes
+        self.changing = asyncio.Lock()  # held to put it to sleep, to wake it, or to replace its processes
         if not config.sleepable or parts.policy is None:
             self.may_run.set()
         self._parts = parts

@@ -1,7 +1,7 @@
 """Attention of chunks of prompts on Hopper GPUs, in CUDA C++ (prefill_loads.cu, prefill_wgmma.cu).
 
 Triton's kernel leaves the tensor cores idle while a program computes its softmax. Here two warp groups take turns: one
-multiplies while the other computes its softmax, and a third loads what both need next.
+multiplies while the other computes its softmax. Two more load what both need next.
 """
 
 from __future__ import annotations
