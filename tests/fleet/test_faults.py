@@ -428,7 +428,8 @@ def test_port_answers_503_while_loading() -> None:
         wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "the stage to be reported")
         assert server.request("GET", "/live").status == 200
         answer = server.chat("early")
-        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.status == 503
+        assert 1 <= int(answer.headers["retry-after"]) <= 5, "no start before tells how long it takes"
         server.wait_healthy()
         assert server.chat("x", max_tokens=1).status == 200
 
