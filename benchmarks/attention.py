@@ -75,9 +75,10 @@ class Cache(NamedTuple):
 def make_cache(lengths: list[int], heads: Heads = HEADS, kind: torch.dtype = TYPE) -> Cache:
     """Row i of the table holds sequence i, on pages drawn without order."""
     counts = [-(-length // PAGE_SIZE) for length in lengths]
+    most = max(MAX_PAGES, *counts)
     shape = (sum(counts) + 1, PAGE_SIZE, heads.key, heads.dim)
     order = np.random.default_rng(0).permutation(sum(counts)) + 1
-    table = np.zeros((len(lengths), MAX_PAGES), dtype=np.int64)
+    table = np.zeros((len(lengths), most), dtype=np.int64)
     for row, (end, count) in enumerate(zip(np.cumsum(counts), counts, strict=True)):
         table[row, :count] = order[end - count : end]
     keys, values = (torch.randn(shape, dtype=TYPE, device="cuda").to(kind) for _ in range(2))

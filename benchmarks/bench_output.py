@@ -7,7 +7,6 @@ subject, work and unit. Earlier values are in git's history.
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+from machine import machine_name
 from rich.console import Console
 from rich.table import Table
 
@@ -115,14 +115,6 @@ def need_gpu(count: int = 1, model: str = "") -> None:
     there = torch.cuda.device_count()
     if there < count:
         raise SystemExit("needs an NVIDIA GPU" if count == 1 else f"needs {count} NVIDIA GPUs, torch sees {there}")
-
-
-def machine_name(gpus: Sequence[str], used: int = 1) -> str:
-    """The name of a result file: "h200", "h200-x8" for eight of them, "cpu" without a GPU."""
-    if not gpus or used == 0:
-        return "cpu"
-    name = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower().removeprefix("nvidia ")).strip("-")
-    return f"{name}-x{used}" if used > 1 else name
 
 
 def write_result(

@@ -4,11 +4,13 @@ A GGUF file is loaded with its weights, unless --load-format dummy only takes th
 
 A level of c is c requests that start together, of uniform random prompt lengths and equal output lengths; EOS ignored,
 greedy, prefix cache off, prefill in the wall time. The median of the repetitions is quoted, with its share of the floor
-(floors.py). With --debug uniform-routing a row says how many experts a decode step used, and is invalid where that
-is not the expected number. All seven levels of the throughput evaluation, 1 to 64, make a weighted throughput.
+(floors.py), beside the fastest peer. Notes say what the GPU spent. With --debug uniform-routing a row says how many
+experts a decode step used, and is invalid where that is not the expected number. All seven levels of the throughput
+evaluation, 1 to 64, make a weighted throughput.
 
-    python benchmarks/peer_vllm.py --model FOLDER                              # the peer, first
-    python benchmarks/offline.py --peer benchmarks/results/peer_vllm/h200.json
+    python benchmarks/peer_vllm.py --model FOLDER                              # the peers, first
+    python benchmarks/peer_sglang.py --model FOLDER
+    python benchmarks/offline.py --peer benchmarks/results/peer_vllm/h200.json benchmarks/results/peer_sglang/h200.json
     python benchmarks/offline.py --model Qwen/Qwen3.5-35B-A3B --debug uniform-routing --seqs 64 \\
         --works "1,8,64@1024:1024/256" --peer benchmarks/results/peer_vllm/h200.json
     python benchmarks/offline.py --model /dev/shm/gemma-3-27b-q4_0.gguf --works "1,16,64,256@1024:1024/256" \\
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from bench_output import Row, need_gpu, write_result
 from floors import Limits, Needs, floor_s
+from machine import Gpu, Metered, Spent
 from offline_reach import RATE, START, SUM, TARGETS, weighted_throughputs
 from offline_work import LONG, SHORT, VOCAB, Measured, Work, measure, parse_works, process_age_s
 from uniform_routing import experts_used_by, record
@@ -44,44 +47,60 @@ def newest_run(path: Path, subject: str) -> dict[str, Any]:
     return merged
 
 
-class Peer:
-    """The rates in a peer's result file, or none. Exits where the peer routed experts in another way."""
+NAMES = {"llama.cpp": "llama.cpp", "sglang": "SGLang", "vllm": "vLLM"}
 
-    def __init__(self, path: Path | None, subject: str, *, uniform: bool) -> None:
-        found = newest_run(path, subject) if path else {"rows": [], "versions": {}}
-        if path and uniform != (found.get("routing") == "uniform_random"):
+
+class Peer:
+    """The rates in a peer's result file. Exits where the peer routed experts in another way."""
+
+    def __init__(self, path: Path, subject: str, *, uniform: bool) -> None:
+        found = newest_run(path, subject)
+        if uniform != (found.get("routing") == "uniform_random"):
             raise SystemExit(f"{path} was measured with routing {found.get('routing')}; see --debug uniform-routing")
         versions = found["versions"]
-        self.name = (
-            f"llama.cpp {versions['llama.cpp']}" if "llama.cpp" in versions else f"vLLM {versions.get('vllm', '')}"
-        )
+        package = next(package for package in NAMES if package in versions)
+        self.name = f"{NAMES[package]} {versions[package]}"
         self.start_s: float | None = found.get("process_start_to_first_token_s")
         self._rates = {row["work"]: statistics.median(row["rates"]) for row in found["rows"]}
 
     def rate(self, work: Work) -> float | None:
         return self._rates.get(str(work))
 
-    def beside(self, row: Row, ours: float, theirs: float | None, *, lower_is_better: bool = False) -> Row:
-        if theirs is not None:
-            row.peer, row.peer_value = self.name, theirs
-            row.ratio = theirs / ours if lower_is_better else ours / theirs
+
+class Peers:
+    """Any number of peers. A row stands beside the best of them that has it."""
+
+    def __init__(self, peers: list[Peer]) -> None:
+        self.peers = peers
+
+    def beside(self, row: Row, ours: float, values: list[float | None], *, lower_is_better: bool = False) -> Row:
+        """values: in the order of the peers."""
+        found = [(value, peer.name) for value, peer in zip(values, self.peers, strict=True) if value is not None]
+        if found:
+            row.peer_value, row.peer = (min if lower_is_better else max)(found)
+            row.ratio = row.peer_value / ours if lower_is_better else ours / row.peer_value
         return row
+
+    def start(self, ours: float) -> Row:
+        row = Row(work=START, unit="s", value=ours)
+        return self.beside(row, ours, [peer.start_s for peer in self.peers], lower_is_better=True)
 
     def rows(self, measured: Measured) -> list[Row]:
         work, ours = str(measured.work), measured.median
-        theirs = self.rate(measured.work)
+        theirs = [peer.rate(measured.work) for peer in self.peers]
         row = Row(work=work, unit=RATE, value=ours)
         rows = [self.beside(row, ours, theirs)]
         if measured.work.requests == 1:
             milliseconds = 1000 / ours
             row = Row(work=work, unit="ms per token", value=milliseconds)
-            rows.append(self.beside(row, milliseconds, 1000 / theirs if theirs else None, lower_is_better=True))
+            times = [1000 / rate if rate else None for rate in theirs]
+            rows.append(self.beside(row, milliseconds, times, lower_is_better=True))
         return rows
 
     def sums(self, rates: dict[Work, float]) -> list[Row]:
-        theirs = weighted_throughputs(list(rates), self.rate)
+        theirs = [weighted_throughputs(list(rates), peer.rate) for peer in self.peers]
         return [
-            self.beside(Row(work=work, unit=SUM, value=value), value, theirs.get(work))
+            self.beside(Row(work=work, unit=SUM, value=value), value, [each.get(work) for each in theirs])
             for work, value in weighted_throughputs(list(rates), rates.get).items()
         ]
 
@@ -96,14 +115,15 @@ def shares_of_floors(llm: LLM, rates: dict[Work, float]) -> dict[str, float]:
     return shares
 
 
-def notes_on(llm: LLM, measured: list[Measured]) -> list[str]:
-    """For each work: the keys and values of its running requests when they end, and the prompts' share of the time."""
+def notes_on(llm: LLM, measured: list[Measured], spent: dict[Work, Spent]) -> list[str]:
+    """For each work: the keys and values of its running requests when they end, the prompts' share, what it took."""
     needs, notes = Needs.of(llm.engine.runner.model), []
     for each in measured:
         context = (each.work.low + each.work.high) / 2 + each.work.out
         cached = min(each.work.requests, llm.engine.max_num_seqs) * needs.context_bytes(context)
         share = "" if each.prompt_share is None else f"; prompts take {each.prompt_share:.0%} of the time"
-        notes.append(f"{each.work}: {cached / 1e9:.2f} GB of keys and values at the end{share}")
+        power = f"; {spent[each.work]}" if each.work in spent else ""
+        notes.append(f"{each.work}: {cached / 1e9:.2f} GB of keys and values at the end{share}{power}")
     return notes
 
 
@@ -121,8 +141,9 @@ def main() -> None:
     parser.add_argument("--load-format", choices=("auto", "dummy"), help="Default: auto for a GGUF file, else dummy.")
     parser.add_argument("--prompt-share", action="store_true", help="Also time the prompts alone, once per work.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
-    parser.add_argument("--peer", type=Path, help="Result file of a peer, measured in the same run.")
-    parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: ours).")
+    parser.add_argument("--peer", type=Path, nargs="+", default=[], help="Peers' result files of the same run.")
+    parser.add_argument("--peer-subject", help="Subject of the peer's run in that file (default: the model).")
+    parser.add_argument("--subject", help="Subject of the run in the result file (default: the model).")
     args = parser.parse_args()
     need_gpu(args.tp, args.model)
 
@@ -135,8 +156,9 @@ def main() -> None:
         "debug": debug,
         "enable_prefix_caching": False,
     }
-    subject = Path(args.model).name if args.model.endswith(".gguf") else args.model
-    peer = Peer(args.peer, args.peer_subject or subject, uniform="uniform-routing" in debug)
+    name = Path(args.model).name if args.model.endswith(".gguf") else args.model
+    subject = args.subject or name
+    peers = Peers([Peer(path, args.peer_subject or name, uniform="uniform-routing" in debug) for path in args.peer])
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
 
     def generate(prompts: list[list[int]], out: int) -> int:
@@ -144,31 +166,35 @@ def main() -> None:
         return sum(len(answer.token_ids) for answer in answers)
 
     generate([[args.vocab - 1] * 8], 1)
-    start_s = process_age_s()
-    start = Row(work=START, unit="s", value=start_s)
-    rows = [peer.beside(start, start_s, peer.start_s, lower_is_better=True)]
+    rows = [peers.start(process_age_s())]
     rates: dict[Work, float] = {}
     all_measured: list[Measured] = []
+    spent: dict[Work, Spent] = {}
+    metered = Metered(generate, Gpu().read) if torch.cuda.is_available() and args.tp == 1 else None
     clear_routing_record()
     works = parse_works(args.works)
-    for measured in measure(works, generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share):
+    for measured in measure(
+        works, metered or generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share
+    ):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
         rates[measured.work] = measured.median
         all_measured.append(measured)
-        found = peer.rows(measured)
+        if metered and (took := metered.spent(measured.work)):
+            spent[measured.work] = took
+        found = peers.rows(measured)
         if "uniform-routing" in debug:
             experts = experts_used_by(llm, measured.work.requests)
             for row in found:
                 record(row, experts)
             clear_routing_record()
         rows += found
-    for row in peer.sums(rates):
+    for row in peers.sums(rates):
         row.invalid = next((level.invalid for level in rows if level.invalid), None)
         rows.append(row)
     shares = shares_of_floors(llm, rates) if torch.cuda.is_available() else {}
-    notes = notes_on(llm, all_measured)
+    notes = notes_on(llm, all_measured, spent)
     llm.close()
     for row in rows:
         row.limit_share = shares.get(row.work)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from floors import Limits, Needs, floor_s
 from gguf.constants import GGMLQuantizationType
-from offline import Peer
+from offline import Peer, Peers
 from offline_reach import TARGETS, weighted_throughputs
-from offline_work import Work, measure, parse_works
+from offline_work import Measured, Work, measure, parse_works
 from random_gguf import layout, new_writer, text_config, write_header
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -153,6 +153,26 @@ def test_peer_that_routed_otherwise_is_no_comparison(tmp_path: Path, routing: st
     with pytest.raises(SystemExit, match="routing"):
         Peer(path, "m", uniform=uniform)
     assert Peer(path, "m", uniform=not uniform).name == "vLLM 0"
+
+
+def test_row_stands_beside_the_fastest_peer_that_has_it(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("vllm", "sglang")]
+    one, two = parse_works("1,2@8:8/4")
+    for path, start_s, rates in zip(
+        paths, (9.0, 6.0), ({one: [30.0, 50.0, 40.0]}, {one: [35.0], two: [7.0]}), strict=True
+    ):
+        rows = [{"work": str(work), "rates": found} for work, found in rates.items()]
+        run = {"subject": "m", "versions": {path.name: "1"}, "process_start_to_first_token_s": start_s, "rows": rows}
+        path.write_text(json.dumps({"runs": [run]}))
+    peers = Peers([Peer(path, "m", uniform=False) for path in paths])
+    rate, time_ms = peers.rows(Measured(one, [80.0]))
+    assert (rate.peer, rate.peer_value, rate.ratio) == ("vLLM 1", 40.0, 2.0)
+    assert (time_ms.peer, time_ms.peer_value, time_ms.ratio) == ("vLLM 1", 25.0, 2.0)
+    [rate] = peers.rows(Measured(two, [14.0]))
+    assert (rate.peer, rate.ratio) == ("SGLang 1", 2.0)
+    assert (peers.start(3.0).peer, peers.start(3.0).ratio) == ("SGLang 1", 2.0)
+    [alone] = Peers([]).rows(Measured(two, [14.0]))
+    assert (alone.peer, alone.ratio) == (None, None)
 
 
 BATCHED_BENCH = """#!/bin/sh
