@@ -1,6 +1,7 @@
 """Child processes: started, watched, ended with their group; time limits and blocked signals."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meltcore import process
-from meltcore.process import ProcessError, block_signals, call_with_timeout
+from meltcore.process import ProcessError, block_signals, call_with_timeout, loading_modules
 
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
 IGNORES_SIGTERM = [
@@ -197,3 +198,18 @@ def test_block_signals_does_nothing_on_other_threads() -> None:
     thread.start()
     thread.join(5.0)
     assert handlers == [signal.default_int_handler]
+
+
+def test_modules_are_loaded_without_collections_and_not_traversed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: enabled.append(gc.isenabled()))
+
+    @loading_modules()
+    def load() -> None:
+        enabled.append(gc.isenabled())
+        raise ImportError
+
+    with pytest.raises(ImportError):
+        load()
+    assert enabled == [False, False]
+    assert gc.isenabled()

@@ -8,6 +8,7 @@ neither torch nor third-party packages.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import re
 import signal
@@ -455,3 +456,17 @@ def block_signals() -> Iterator[None]:
             signal.signal(signum, handler)
         for pending_signum in pending:
             signal.raise_signal(pending_signum)
+
+
+@contextmanager
+def loading_modules() -> Iterator[None]:
+    """Imports modules without garbage collection, then exempts their objects from every later collection.
+
+    The import of torch and the engine takes 1.6 s of CPU time, and 2.1 s with collections (2026-11-27).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -30,7 +30,7 @@ from meltcore.protocol.json_lines import (
     encode,
 )
 
-ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.host.json_lines")
+ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine.host")
 START_LIMIT_S = 600.0  # a model may have to be downloaded first
 STALL_LIMIT_S = 60.0  # no step of any supported GPU takes a tenth of it
 _EXIT_LIMIT_S = 5.0

@@ -23,6 +23,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import is_synthesis_model, is_transcription_model, is_translation_model
+from meltcore.process import loading_modules
 from meltcore.protocol.tcp import is_remote
 
 
@@ -42,11 +43,11 @@ def main() -> int:
     if (batch_task := _batch_task(config)) is not None:
         return _serve_task(config, batch_task)
     ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
-    # These import torch, which takes seconds, while the other ranks do the same.
-    from meltcore.engine.core.engine import GenerationEngine
-    from meltcore.engine.host.budget import build_within_budget
-    from meltcore.engine.host.shell import serve
-    from meltcore.protocol.generation import ToEngine
+    with loading_modules():  # these import torch, which takes seconds, while the other ranks do the same
+        from meltcore.engine.core.engine import GenerationEngine
+        from meltcore.engine.host.budget import build_within_budget
+        from meltcore.engine.host.shell import serve
+        from meltcore.protocol.generation import ToEngine
 
     def build(progress: Callable[[str, float], None]) -> GenerationEngine:
         return GenerationEngine(config, progress=progress, ranks=ranks)
@@ -75,29 +76,30 @@ def _batch_task(config: EngineConfig) -> _Task | None:
 
 
 def _serve_task(config: EngineConfig, task: _Task) -> int:
-    from meltcore.engine.host.budget import build_within_budget
-    from meltcore.engine.host.shell import BuildEngine, serve
-
     build: BuildEngine
     to_engine: object
-    if task == "transcription":
-        from meltcore.engine.batch.transcription import transcription_engine
-        from meltcore.protocol.transcription import ToEngine as ToTranscription
+    with loading_modules():
+        from meltcore.engine.host.budget import build_within_budget
+        from meltcore.engine.host.shell import BuildEngine, serve
 
-        build = build_within_budget(config, partial(transcription_engine, config))
-        to_engine = ToTranscription
-    elif task == "synthesis":
-        from meltcore.engine.batch.synthesis import synthesis_engine
-        from meltcore.protocol.synthesis import ToEngine as ToSynthesis
+        if task == "transcription":
+            from meltcore.engine.batch.transcription import transcription_engine
+            from meltcore.protocol.transcription import ToEngine as ToTranscription
 
-        build = build_within_budget(config, partial(synthesis_engine, config))
-        to_engine = ToSynthesis
-    else:
-        from meltcore.engine.batch.translation import translation_engine
-        from meltcore.protocol.translation import ToEngine as ToTranslation
+            build = build_within_budget(config, partial(transcription_engine, config))
+            to_engine = ToTranscription
+        elif task == "synthesis":
+            from meltcore.engine.batch.synthesis import synthesis_engine
+            from meltcore.protocol.synthesis import ToEngine as ToSynthesis
 
-        build = build_within_budget(config, partial(translation_engine, config))
-        to_engine = ToTranslation
+            build = build_within_budget(config, partial(synthesis_engine, config))
+            to_engine = ToSynthesis
+        else:
+            from meltcore.engine.batch.translation import translation_engine
+            from meltcore.protocol.translation import ToEngine as ToTranslation
+
+            build = build_within_budget(config, partial(translation_engine, config))
+            to_engine = ToTranslation
     return serve(build, to_engine, Path(sys.argv[1]), _client_count(), config.sharing)
 
 
@@ -108,4 +110,7 @@ def _exit_at_end_of_stdin() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    from meltcore.engine.host.device import exit_process  # now that torch is imported
+
+    exit_process(exit_status)

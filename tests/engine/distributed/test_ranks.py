@@ -133,7 +133,7 @@ def test_rank_without_settings_exits_silently(tmp_path: Path) -> None:
     """Rank 0 ended before it could send settings."""
     folder = tmp_path / "shared"
     folder.mkdir()
-    command = [sys.executable, "-m", "meltcore.engine.distributed.rank_process", str(folder), "1"]
+    command = [sys.executable, "-m", "meltcore.engine.distributed", str(folder), "1"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not folder.exists()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.core import engine as engine_file
 from meltcore.engine.core.engine import GenerationEngine
 from meltcore.engine.host import device as device_file
-from meltcore.engine.host.device import byte_budget, default_batched_tokens
+from meltcore.engine.host.device import byte_budget, default_batched_tokens, exit_process
 from meltcore.errors import ConfigError
 
 
@@ -96,3 +99,22 @@ def test_more_memory_than_the_device_has_is_refused(device: str, owner: str, mon
 def test_engine_takes_the_setting_or_the_default(setting: int | None, tokens: int) -> None:
     config = EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**29, max_num_batched_tokens=setting)
     assert GenerationEngine(config).scheduler.max_num_batched_tokens == tokens
+
+
+class Ended(BaseException):
+    """The process has ended without teardown, with this exit status."""
+
+
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_process_that_used_no_gpu_exits_without_teardown(
+    uses_gpu: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end(status: int) -> NoReturn:
+        raise Ended(status)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: print("exit functions"))
+    with pytest.raises(SystemExit if uses_gpu else Ended, match="3"):
+        exit_process(3)
+    assert capfd.readouterr().out == ("" if uses_gpu else "exit functions\n")

@@ -32,7 +32,7 @@ CONFIG = {"model": "meltcore/sums", "device": "cpu", "max_model_len": 1152, "max
 class Pipes:
     def __init__(self, config: dict[str, Any]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "meltcore.engine.host.json_lines"],
+            [sys.executable, "-m", "meltcore.engine.host"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m meltcore.engine.distributed.rank_process FOLDER RANK`.
+"""The process of a rank other than 0: `python -m meltcore.engine.distributed FOLDER RANK`.
 
 Rank 0's process starts it, writes the EngineConfig as one JSON line to its standard input and keeps that open. The end
 of the standard input means that rank 0 has ended, and ends this process immediately.
@@ -150,7 +150,3 @@ def _exit_with_rank_0(folder: Path) -> None:
         pass
     shutil.rmtree(folder, ignore_errors=True)  # rank 0 does so itself, unless it was killed
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

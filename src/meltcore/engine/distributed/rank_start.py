@@ -15,7 +15,7 @@ from meltcore.config import EngineConfig
 from meltcore.process import start
 from meltcore.protocol.sockets import SocketFolder
 
-_RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.distributed.rank_process")
+_RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.distributed")
 _STDERR = 2
 
 

@@ -1,6 +1,11 @@
-"""Selects the device of an engine process, and the number of bytes that the engine may take of its memory."""
+"""Selects the device of an engine process and the bytes of its memory that the engine may take; ends the process."""
 
 from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import NoReturn
 
 import torch
 
@@ -87,3 +92,16 @@ def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int
     return (
         free_bytes // config.tensor_parallel_size if config.tensor_parallel_size > 1 else allocated_bytes + free_bytes
     )
+
+
+def exit_process(status: int) -> NoReturn:
+    """End this process without destroying its modules, which takes torch 0.4 s of CPU time (2026-11-27).
+
+    A process that has used a GPU ends as usual: profilers such as Nsight Systems write their files then.
+    """
+    if torch.cuda.is_initialized():
+        sys.exit(status)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)

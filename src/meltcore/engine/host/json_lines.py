@@ -1,4 +1,4 @@
-"""Runs the engine behind two pipes, for measurements from outside: `python -m meltcore.engine.host.json_lines`.
+"""Runs the engine behind two pipes, for measurements from outside: `python -m meltcore.engine.host`.
 
 The first line of the standard input is an EngineConfig; `protocol/json_lines.py` describes all others. The end of the
 standard input ends the process.
@@ -163,7 +163,3 @@ def main() -> int:
     requests: queue.SimpleQueue[ToEngineLine] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(stdin_lines, requests), daemon=True).start()
     return JsonLines(requests, out).serve(config)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
