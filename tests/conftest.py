@@ -25,6 +25,7 @@ def pytest_configure() -> None:
     other, and some tests send them to themselves or to what they start. And bytecode is kept: without it, hundreds of
     child processes would each compile the package anew.
     """
+    gc.disable()  # until all tests are collected, which takes 7.0 s of CPU time in each process instead of 9.2 s
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
@@ -89,6 +90,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
