@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from simulated_cluster import answer
 
+from meltcore.fleet.machine import unloadable
 from meltcore.host_memory import host_available_bytes
 from meltcore.process import KILL_LIMIT_S, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
@@ -26,6 +27,8 @@ from meltcore.protocol.cluster import (
     EngineListening,
     KillEngine,
     Nodes,
+    Ping,
+    Pong,
     ReadNodes,
     StartEngine,
     ToDriver,
@@ -50,8 +53,10 @@ class Driver:
         decode = msgspec.json.Decoder(ToDriver).decode
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             message = decode(line)
-            if isinstance(message, ReadNodes):
-                missing = [path for path in message.paths if not os.path.exists(path)]  # noqa: ASYNC240, PTH110 - a local look
+            if isinstance(message, Ping):
+                answer(Pong())
+            elif isinstance(message, ReadNodes):
+                missing = await asyncio.to_thread(unloadable, message.checkpoints)
                 answer(Nodes([ClusterNode(NODE, NODE, HOST, Machine((), "", host_available_bytes()), {}, missing)]))
             elif isinstance(message, StartEngine):
                 task = asyncio.create_task(self._keep_engine(message))

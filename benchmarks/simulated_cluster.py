@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import zmq
 
+from meltcore.fleet.machine import unloadable
 from meltcore.process import KILL_LIMIT_S, end_async, start_async
 from meltcore.protocol.cluster import (
     ClusterNode,
@@ -31,6 +32,8 @@ from meltcore.protocol.cluster import (
     FromDriver,
     KillEngine,
     Nodes,
+    Ping,
+    Pong,
     ReadNodes,
     StartEngine,
     ToDriver,
@@ -256,8 +259,10 @@ class Driver:
         """Answer until the end of the input, then end all racks."""
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             message = msgspec.json.decode(line, type=ToDriver)
-            if isinstance(message, ReadNodes):
-                answer(Nodes([self._node(name, message.paths) for name in sorted(self._living)]))
+            if isinstance(message, Ping):
+                answer(Pong())
+            elif isinstance(message, ReadNodes):
+                answer(Nodes([self._node(name, message.checkpoints) for name in sorted(self._living)]))
             elif isinstance(message, KillEngine):
                 if (start := self._engines.get(message.engine)) is not None and start.node in self._living:
                     self._write(self._living[start.node], line)
@@ -271,7 +276,7 @@ class Driver:
                 self._write(rack, line)
         await asyncio.gather(*(self._end_rack(process) for process in self._racks.values()))
 
-    def _node(self, name: str, paths: list[str]) -> ClusterNode:
+    def _node(self, name: str, checkpoints: list[str]) -> ClusterNode:
         given = [0] * self._gpus
         for start in self._engines.values():
             for gpu in start.gpus if start.node == name else []:
@@ -281,8 +286,7 @@ class Driver:
             for number, taken in enumerate(given)
         )
         gib = dict.fromkeys(range(self._gpus), float(GPU_GIB))
-        missing = [path for path in paths if not Path(path).exists()]
-        return ClusterNode(name, name, _HOST, Machine(cards, "570.1", 64 * GIB), gib, missing)
+        return ClusterNode(name, name, _HOST, Machine(cards, "570.1", 64 * GIB), gib, unloadable(checkpoints))
 
     def _write(self, rack: int, line: bytes) -> None:
         stdin = self._racks[rack].stdin

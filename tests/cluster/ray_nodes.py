@@ -79,8 +79,13 @@ def add_node(
     is_head: bool = False,
     ray_gpus: int | None = None,
     nvml_s: float = 0,
+    packages: Path | None = None,
 ) -> None:
-    """Start a raylet with GPUs of these sizes. ray_gpus: that Ray counts; nvml_s: that NVML takes."""
+    """Start a raylet with GPUs of these sizes. ray_gpus: that Ray counts; nvml_s: that NVML takes.
+
+    packages: a folder with a Meltcore that the node has in place of this one.
+    """
+    first = [] if packages is None else [str(packages)]
     cluster.add_node(
         wait=False,
         num_cpus=1,
@@ -88,7 +93,7 @@ def add_node(
         resources={f"gpu{number}_gib": size for number, size in enumerate(sizes)},
         object_store_memory=STORE_BYTES,
         env_vars={
-            "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
+            "PYTHONPATH": os.pathsep.join([*first, str(folder), os.environ["PYTHONPATH"]]),
             "TMPDIR": str(folder),  # of actors and engines
             "SCRIPTED_GIB": ",".join(map(str, sizes)),
             "SCRIPTED_NVML_S": str(nvml_s),

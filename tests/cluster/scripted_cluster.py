@@ -37,6 +37,8 @@ from meltcore.protocol.cluster import (
     FromDriver,
     KillEngine,
     Nodes,
+    Ping,
+    Pong,
     ReadNodes,
     StartEngine,
     ToDriver,
@@ -48,6 +50,7 @@ GIB = 2**30
 HOST = "127.0.0.1"
 LINES = "lines"
 ROOM_POLL_S = RETRY_S = 0.1
+PING_S = 0.4
 _POLL_S = 0.02
 
 
@@ -56,7 +59,7 @@ class Node(msgspec.Struct):
     since its memory was read.
 
     is_faulty: its engines die. used_gib: of each GPU, by others and the driver; reserved_gib: by other Ray jobs, that
-    NVML does not show. missing: paths that it has not. problem: why it cannot be used.
+    NVML does not show. missing: why it cannot load a checkpoint. problem: why it cannot be used.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Node(msgspec.Struct):
     is_faulty: bool = False
     used_gib: float = 0.5
     reserved_gib: float = 0.0
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     problem: str = ""
 
 
@@ -119,7 +122,9 @@ class Driver:
             message = msgspec.json.decode(line, type=ToDriver)
             note(line)
             self.state = self.read()
-            if isinstance(message, ReadNodes):
+            if isinstance(message, Ping):
+                answer(Pong())
+            elif isinstance(message, ReadNodes):
                 answer(Nodes([self._node(key, node) for key, node in self.state.nodes.items()]))
             elif isinstance(message, StartEngine):
                 task = asyncio.create_task(self._keep_engine(message))
@@ -227,6 +232,7 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
     patch(meltcore.fleet.served_model, "ROOM_POLL_S", ROOM_POLL_S)
     patch(meltcore.fleet.cluster_driver, "_MAX_RETRY_S", RETRY_S)
     patch(meltcore.fleet.cluster_driver, "_FIRST_RETRY_S", RETRY_S)
+    patch(meltcore.fleet.cluster_driver, "_PING_S", PING_S)
 
 
 def serve() -> int:

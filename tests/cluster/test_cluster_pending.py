@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster
+from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, starts
 from scripted_fleet import TWO_MODELS, fleet, rows, states
 from server_harness import MODEL, wait_until
+
+from meltcore.cli.main import main
 
 pytestmark = pytest.mark.slow
 POLLS_S = 12 * ROOM_POLL_S  # more tries than deaths are allowed
@@ -83,8 +85,20 @@ def test_node_with_a_problem_does_not_keep_engines_of_a_lost_one_from_others(tmp
         assert "node c can be used again" in server.stderr
         assert server.stderr.count("event=engine_pending") == 1
 
+        # Its node is left out as the nodes are read for another engine: its next start does not ask it.
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        with cluster.change() as there:
+            there.nodes["c"].problem = "it does not answer"
+        assert main(["reload"]) == 0
+        there.nodes["e"] = Node("e", [40])
+        with cluster.change():
+            os.kill(rows(server)["gpu.0"]["pid"], signal.SIGKILL)
+        wait_until(lambda: rows(server)["gpu.0"]["node"] == "e", "ready on another node")
+        assert "the node c is left out: its engine of gpu is started on e" in server.stderr
+        assert starts(tmp_path, "gpu")[-2:] == ["c", "e"]
 
-def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
+
+def test_engine_waits_for_a_driver_that_hangs(tmp_path: Path) -> None:
     cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=8))
     with fleet(tmp_path, cluster, TWO_MODELS) as server:
         wait_until(lambda: states(server) == ["ready"] * 2, "ready")
@@ -92,7 +106,7 @@ def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
         (driver,) = [pid for pid in children if b"scripted_cluster" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         with cluster.change() as there:
             there.refuses = True
-        os.kill(int(driver), signal.SIGKILL)
+        os.kill(int(driver), signal.SIGSTOP)
         wait_until(lambda: "nothing answers there" in rows(server)["gpu.0"]["reason"], "the problem in ps")
         assert server.chat().status == 200
         os.kill(rows(server)["gpu.0"]["pid"], signal.SIGKILL)
@@ -103,6 +117,8 @@ def test_engine_waits_for_the_driver(tmp_path: Path) -> None:
             there.refuses = False
         wait_until(lambda: states(server) == ["ready"] * 2, "ready with another driver")
         assert "the cluster can be changed again" in server.stderr
+        assert "its driver has not answered for 2 s" in server.stderr
+        assert not Path(f"/proc/{driver}").exists()
         # An engine that the first driver has started, and that its end has left alone.
         assert server.chat().status == 200
 

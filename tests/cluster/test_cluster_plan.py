@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +19,31 @@ import msgspec
 import pytest
 from ray_nodes import add_node, start_nodes
 
+import meltcore
+from meltcore import __version__
 from meltcore.cli.main import main
-from meltcore.cluster.nodes import CONNECT_LIMIT_S, connect, node_names
+from meltcore.cluster.nodes import connected, node_names
+from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
 from meltcore.fleet.plan import GIB
 from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes
+
+
+def connect(address: str) -> None:
+    with connected(address):
+        pass
+
+
+def raylet_commands(folder: Path) -> str:
+    """The command lines of Ray's processes whose files are in a folder."""
+    found = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    return b"\n".join(each for each in found if str(folder).encode() in each).decode().replace("\0", " ")
+
+
+def owns(pid: int, folder: Path) -> bool:
+    return any(link.resolve() == folder for link in Path(f"/proc/{pid}/fd").iterdir())
+
 
 QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
 
@@ -52,10 +76,14 @@ def test_plan_reads_gpus_and_memory_of_every_node(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_silent_node_and_one_with_other_gpus_have_a_problem(tmp_path: Path) -> None:
+def test_silent_node_and_those_with_other_gpus_or_code_have_a_problem(tmp_path: Path) -> None:
     with start_nodes(tmp_path, [40]) as cluster:
         add_node(cluster, tmp_path, [40], ray_gpus=2)
         add_node(cluster, tmp_path, [40], nvml_s=300)
+        shutil.copytree(Path(meltcore.__file__).parent, tmp_path / "other" / "meltcore")
+        with (tmp_path / "other" / "meltcore" / "errors.py").open("a") as file:
+            file.write("# other code\n")
+        add_node(cluster, tmp_path, [40], packages=tmp_path / "other")
         cluster.wait_for_nodes(60)
         question = msgspec.json.encode(ReadNodes(limit_s=15)) + b"\n"
         with subprocess.Popen(
@@ -73,19 +101,56 @@ def test_silent_node_and_one_with_other_gpus_have_a_problem(tmp_path: Path) -> N
                 found = sorted((node.problem, len(node.machine.gpus)) for node in answer.nodes)
                 assert found[0] == ("", 1)
                 assert found[1][0].startswith("Ray counts 2 GPUs there and NVML shows 1; start Ray on it with CUDA_VIS")
-                assert found[2] == ("the task that reads its GPUs and memory does not answer", 0)
+                assert found[2][0].startswith(f"it has Meltcore {__version__}+"), "the same version, other code"
+                assert found[2][0].endswith(
+                    f", and the machine of this command {code_version()}: install the same on both"
+                )
+                assert found[3] == ("the task that reads its GPUs and memory does not answer", 0)
                 assert took_s < (40 if number == 0 else 8), "it is not waited for again"
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_token_of_a_local_cluster_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_local_cluster_has_its_own_token_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    Cluster.read("local")
-    for file in tmp_path.rglob("auth_token"):
-        assert file.stat().st_mode & 0o077 == 0
-    assert (tmp_path / ".ray" / "auth_token").exists()
+    before = set(Path("/tmp/ray").glob("*"))
+    driver = [sys.executable, "-m", DRIVER_MODULE, "local"]
+    with subprocess.Popen(driver, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(ReadNodes()) + b"\n")
+        process.stdin.flush()
+        answer = msgspec.json.decode(process.stdout.readline(), type=FromDriver)
+        assert isinstance(answer, Nodes)
+        (planned,) = Cluster.read("local").nodes
+        assert [node.name for node in answer.nodes] == [planned.name], "the plan, which starts no cluster, has its name"
+        (folder,) = (path for path in Path(tempfile.gettempdir()).glob("meltcore-ray-*") if owns(process.pid, path))
+        assert folder.stat().st_mode & 0o077 == 0
+        head = re.findall(r"--gcs-address=(\S+)", raylet_commands(folder))[0]
+        for mode in ("disabled", "token"):
+            monkeypatch.setenv("RAY_AUTH_MODE", mode)
+            with pytest.raises(ConfigError, match="token"):
+                Cluster.read(head)
+        process.stdin.close()
+        assert process.wait(30) == 0
+    assert not folder.exists()
+    assert not (tmp_path / "home").exists()
+    assert set(Path("/tmp/ray").glob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_port_of_something_else_is_refused_within_seconds(is_silent: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        if not is_silent:
+            threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        started_s = time.monotonic()
+        with pytest.raises(ConfigError, match=f"--ray {address}: what listens there has not answered as a head node"):
+            Cluster.read(address)
+        assert time.monotonic() - started_s < 20
 
 
 @pytest.mark.slow
@@ -120,7 +185,7 @@ def test_own_cluster_whose_head_is_gone_is_refused_immediately(tmp_path: Path, m
         ConfigError, match=rf"--ray auto: nothing answers at \S+{head[9:]}, its head node: Connection ref"
     ):
         connect("auto")
-    assert time.monotonic() - started_s < CONNECT_LIMIT_S
+    assert time.monotonic() - started_s < 5
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(ConfigError, match="--ray ray://head:10001: name the head as HOST:PORT"):
         connect("auto")

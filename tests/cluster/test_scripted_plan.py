@@ -11,13 +11,15 @@ from scripted_cluster import Node, ScriptedCluster, use_scripted_cluster
 from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ServerConfig
 from meltcore.errors import ConfigError
-from meltcore.fleet.cluster import Cluster
+from meltcore.fleet.cluster import Cluster, node_checkpoints
 from meltcore.fleet.plan import Place
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.running_fleet import Running
 from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.fleet_file import load_fleet
 
 SUMS = "checkpoint: meltcore/sums"
+MISSING = {"/none": "it is not there", "owner/none": "no such repository"}
 SLEEPS = "memory: 30GiB, residency: sleepable"
 
 
@@ -37,6 +39,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"a: {{{SUMS}}}, b: {{checkpoint: /none}}", 2, "models.b.memory: must be named with --ray"),
         ("a: {checkpoint: /none, memory: 30GiB}", 2, "models.a.checkpoint: /none is not on node b"),
         (
+            "a: {checkpoint: owner/none, memory: 30GiB}",
+            2,
+            "models.a.checkpoint: node b, with the HF_HOME and HF_TOKEN of its Ray: no such repository",
+        ),
+        (
             f"a: {{{SUMS}, {SLEEPS}}}, b: {{{SUMS}, {SLEEPS}}}",
             1,
             "on Ray, which counts the memory of engines that sleep",
@@ -52,7 +59,7 @@ def test_plan_of_a_cluster_is_that_of_up(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], **others), b=Node("b", [40], missing=["/none"]))
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40], **others), b=Node("b", [40], missing=MISSING))
     file = tmp_path / "fleet.yaml"
     file.write_text(f"models: {{{models}}}")
     assert main(["plan", str(file), "--ray", str(cluster.path)]) == status
@@ -64,6 +71,14 @@ def test_plan_of_a_cluster_is_that_of_up(
     else:
         with pytest.raises(ConfigError, match=says if status == 2 else "the fleet does not fit"):
             planner.config()
+
+
+def test_nodes_are_asked_for_paths_and_for_hub_ids_that_must_be_there(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = f"{{a: {{{SUMS}}}, b: {{checkpoint: owner/b:Q8_0}}, c: {{checkpoint: owner/c, load_format: dummy}}, "
+    models += f"d: {{checkpoint: owner/d, shapes: Qwen/Qwen3-0.6B}}, e: {{checkpoint: {tmp_path}}}}}"
+    file.write_text(f"models: {models}")
+    assert node_checkpoints(load_fleet(file)) == sorted([str(tmp_path), "owner/b:Q8_0"])
 
 
 @pytest.mark.slow
@@ -92,6 +107,9 @@ def test_node_with_a_problem_is_left_out_and_named(tmp_path: Path, capsys: pytes
     numbers = f"numbers of GPUs count those of all nodes, and {left_out}"
     assert plan(f"a: {{{SUMS}, memory: 3GiB, device: [0]}}") == (2, f"meltcore plan: models.a.device: {numbers}")
     assert plan(f"a: {{{SUMS}, memory: 3GiB}}", "gpus: [{id: 0}]\n") == (2, f"meltcore plan: gpus: {numbers}")
+    status, printed = plan(f"a: {{{SUMS}, memory: 3GiB, tensor_parallel_size: 2}}")
+    assert status == 2
+    assert f"has 1 GPUs, and tensor parallelism does not go over nodes; {left_out}" in printed
     with cluster.change() as there:
         there.nodes["b"].problem = "Ray counts 2 GPUs there"
     status, printed = plan(f"a: {{{SUMS}}}")

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.hub import download_gguf
+from meltcore.models.hub import download_gguf, hub_problem
 
 SPLIT = [f"BF16/M-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
 SEVERAL = ["README.md", "config.json", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-UD-Q4_K_M.gguf", "mmproj-M-f16.gguf", *SPLIT]
@@ -105,6 +105,21 @@ def test_cached_file_is_found_without_a_connection(asked: Asked, monkeypatch: py
     with pytest.raises(ConfigError, match=r"^owner/one-gguf: its files cannot be listed: no network$"):
         download_gguf("owner/one-gguf:Q4_0")
     assert asked[0] == ("owner/several-GGUF", ("M-Q8_0.gguf",))
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("owner/usual", ""),
+        ("owner/one-gguf", ""),
+        ("owner/several-GGUF:Q9_9", "owner/several-GGUF:Q9_9: 0 of its GGUF files match 'Q9_9'"),
+        ("owner/none", "owner/none: not a local folder, and its download from the hub failed: 'owner/none'"),
+    ],
+)
+def test_problem_of_a_hub_id_is_named_and_no_weights_are_downloaded(asked: Asked, model: str, problem: str) -> None:
+    assert hub_problem(model).startswith(problem)
+    assert bool(hub_problem(model)) == bool(problem)
+    assert all(files == ("config.json",) for _, files in asked)
 
 
 def test_checkpoint_of_the_hub_is_the_file(

@@ -124,7 +124,7 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
 def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
     """Return the plan that `meltcore up` would follow now, on this machine or on a cluster, and what is there."""
     from meltcore.errors import ConfigError
-    from meltcore.fleet.cluster import Cluster, checkpoint_paths
+    from meltcore.fleet.cluster import Cluster, node_checkpoints
     from meltcore.fleet.from_spec import server_config
     from meltcore.fleet.machine import read_machine
     from meltcore.fleet.operations import check_config, check_startable
@@ -135,7 +135,7 @@ def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan"
         if args.host_memory:
             raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
         check_config(server_config(spec))
-        cluster = Cluster.read(args.ray, checkpoint_paths(spec))
+        cluster = Cluster.read(args.ray, node_checkpoints(spec))
         machine = cluster.machine
     else:
         check_startable(server_config(spec))

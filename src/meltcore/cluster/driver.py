@@ -16,7 +16,15 @@ import msgspec
 
 from meltcore.cluster.command_actor import run_on_nodes
 from meltcore.cluster.engine_actor import EngineActor
-from meltcore.cluster.nodes import KEEP_ENGINES, KEEP_VISIBLE, NodeReader, connect, free_resources, living_nodes
+from meltcore.cluster.nodes import (
+    KEEP_ENGINES,
+    KEEP_VISIBLE,
+    NodeReader,
+    connected,
+    free_resources,
+    keep_names,
+    living_nodes,
+)
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.protocol.cluster import (
     ClusterFailed,
@@ -27,6 +35,8 @@ from meltcore.protocol.cluster import (
     FromDriver,
     KillEngine,
     Nodes,
+    Ping,
+    Pong,
     ReadNodes,
     RunOnNodes,
     StartEngine,
@@ -62,7 +72,9 @@ class Driver:
         decode = msgspec.json.Decoder(ToDriver).decode
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             message = decode(line)
-            if isinstance(message, ReadNodes):
+            if isinstance(message, Ping):
+                self._answer(Pong())
+            elif isinstance(message, ReadNodes):
                 reading = self._keep(self._read_nodes(message, after=reading))
             elif isinstance(message, KillEngine):
                 if (task := self._starting.pop(message.engine, None)) is not None:
@@ -105,8 +117,9 @@ class Driver:
         """Answer a question, once the one before it has its answer."""
         if after is not None:
             await asyncio.wait({after})
+        keep_names(message.names)
         try:
-            self._answer(Nodes(await asyncio.to_thread(self._nodes.read, message.paths, message.limit_s)))
+            self._answer(Nodes(await asyncio.to_thread(self._nodes.read, message.checkpoints, message.limit_s)))
         except MeltcoreError as error:
             self._answer(ClusterFailed(str(error)))
         except Exception as error:  # of Ray: each question has an answer
@@ -224,11 +237,11 @@ def main() -> int:
         out.flush()
 
     try:
-        connect(sys.argv[1])
+        with connected(sys.argv[1]):
+            asyncio.run(Driver(answer).run())
     except ConfigError as error:
         answer(ClusterFailed(str(error)))
         return 1
-    asyncio.run(Driver(answer).run())
     return 0
 
 

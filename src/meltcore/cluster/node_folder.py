@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "meltcore-"
-_KINDS = ("engine-", "node-", "marks-")  # what names begin with
+_KINDS = ("engine-", "node-", "marks-", "ray-")  # what names begin with
 
 
 class NodeFolder:
@@ -22,7 +22,7 @@ class NodeFolder:
     def __init__(self, name: str) -> None:
         """Make the folder `meltcore-NAME`, or join those who have it. Only this user may enter.
 
-        name: begins with "engine-", "node-" or "marks-". Raises OSError where another user has it.
+        name: begins with "engine-", "node-", "marks-" or "ray-". Raises OSError where another user has it.
         """
         remove_abandoned()
         self.path = Path(tempfile.gettempdir()) / f"{_PREFIX}{name}"

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from meltcore.cluster.node_folder import NodeFolder
+from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
-from meltcore.fleet.machine import read_machine
+from meltcore.fleet.machine import read_machine, unloadable
+from meltcore.process import call_with_timeout
 from meltcore.protocol.cluster import ClusterNode, gpu_resource
 from meltcore.protocol.machine import Machine
 
-CONNECT_LIMIT_S = 5.0
+_CONNECT_LIMIT_S = 5.0  # for the head's machine to accept a connection
+_ANSWER_LIMIT_S = 10.0  # for the head to answer; Ray itself tries for minutes
 STORE_BYTES = 100 * 2**20  # of a local cluster: nothing large travels through it
 # Ray would hide the GPUs from tasks and actors without its resource `GPU`. The plan says which one an engine takes.
 KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -26,12 +32,16 @@ _names: dict[str, str] = {}  # of the nodes that this process has seen, by id: e
 _naming = threading.Lock()
 
 
-def connect(address: str) -> None:
+@contextmanager
+def connected(address: str) -> Iterator[None]:
     """Connect this process to a cluster: "local" starts one of this machine, "auto" finds the one of this node.
 
-    Raises ConfigError where no cluster is there, ray is not installed or has another version.
+    One that was started here ends at the end, and its files are removed. Raises ConfigError where no cluster is there,
+    where it asks for a token that is not here, and where ray is not installed or has another version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == "local":  # before Ray is imported, which reads them
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         import ray
     except ImportError as error:
@@ -40,29 +50,22 @@ def connect(address: str) -> None:
         address = os.environ.get("RAY_ADDRESS") or address  # as Ray takes it
     if address.startswith("ray://"):
         raise ConfigError(f"--ray {address}: name the head as HOST:PORT, and run this on a node of the cluster")
-    try:
-        head = _own_head() if address == "auto" else address
-        if head != "local":
-            _check_reachable(address, head)
-        else:
-            _make_token_file()
-        options = _local_options() if head == "local" else {}
-        ray.init(address=head, logging_level="ERROR", namespace="meltcore", **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
-
-
-def _make_token_file() -> None:
-    """Make the file to which Ray writes the token of a new cluster readable by its user alone.
-
-    With the token, everyone who reaches the cluster can run code on it. Ray itself would make the file with mode 0644.
-    """
-    if os.environ.get("RAY_AUTH_MODE") == "disabled" or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        return  # Ray writes none
-    path = Path.home() / ".ray" / "auth_token"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
+    with ExitStack() as stack:
+        try:
+            if address == "local":
+                folder = NodeFolder(f"ray-{secrets.token_hex(4)}")
+                stack.callback(folder.close)
+                options = _local_options(folder.path / "ray")
+            else:
+                head = _own_head() if address == "auto" else address
+                _check_answers(address, head)
+                options = {"address": head}
+            stack.callback(ray.shutdown)
+            ray.init(logging_level="ERROR", namespace="meltcore", **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
+        yield
 
 
 def _own_head() -> str:
@@ -73,23 +76,62 @@ def _own_head() -> str:
     return found
 
 
-def _local_options() -> dict[str, Any]:
-    """Return the settings of a cluster of this machine, with the memory of its GPUs as resources."""
+def _local_options(folder: Path) -> dict[str, Any]:
+    """Return the settings of a cluster of this machine, with the memory of its GPUs as resources.
+
+    folder: for its files, which Ray opens to all users. `auto` looks in another one, so it does not find this cluster.
+    """
     gpus = read_machine().gpus
-    gib = {gpu_resource(gpu.number): gpu.total_bytes / 2**30 for gpu in gpus}
-    return {"include_dashboard": False, "num_gpus": len(gpus), "resources": gib, "object_store_memory": STORE_BYTES}
+    return {
+        "address": "local",
+        "include_dashboard": False,
+        "num_gpus": len(gpus),
+        "resources": {gpu_resource(gpu.number): gpu.total_bytes / 2**30 for gpu in gpus},
+        "object_store_memory": STORE_BYTES,
+        "_temp_dir": str(folder),
+    }
 
 
-def _check_reachable(address: str, head: str) -> None:
-    """Raise ConfigError where nothing listens at the head's HOST:PORT: Ray itself would try for minutes."""
+def _check_answers(address: str, head: str) -> None:
+    """Raise ConfigError where no head of a cluster answers at its HOST:PORT, or where it refuses the token.
+
+    Ray itself would try for minutes, and abort this process without a token.
+    """
     host, _, port = head.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"--ray {address}: must be auto, local or HOST:PORT of the head node (6379 by default)")
     where = "there" if head == address else f"at {head}, its head node"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_LIMIT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
     except OSError as error:
         raise ConfigError(f"--ray {address}: nothing answers {where}: {error.strerror or error}") from error
+    import ray
+    from ray._raylet import GcsClient  # what `ray health-check` asks with: there is no public class
+
+    how = "set RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from the head node with its mode"
+    if os.environ.get("RAY_AUTH_MODE") == "token" and not _has_token():
+        raise ConfigError(f"--ray {address}: RAY_AUTH_MODE is token, and there is no token: {how}")
+    try:
+        call_with_timeout(_ANSWER_LIMIT_S, lambda: GcsClient(address=head))
+    except TimeoutError:
+        reason = f"what listens {where} has not answered as a head node of Ray within {_ANSWER_LIMIT_S:g} s"
+        raise ConfigError(f"--ray {address}: {reason}") from None
+    except ray.exceptions.AuthenticationError as error:
+        raise ConfigError(f"--ray {address}: the cluster asks for a token, and this one is not it: {how}") from error
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"--ray {address}: nothing answers {where}: {' '.join(str(error).split())}") from error
+
+
+def _has_token() -> bool:
+    """Return whether Ray finds a token."""
+    names = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    return bool(names) or (Path.home() / ".ray" / "auth_token").exists()
+
+
+def keep_names(names: Mapping[str, str]) -> None:
+    """Give nodes, by id, the names that they had before this process."""
+    with _naming:
+        _names.update(names)
 
 
 def living_nodes() -> list[tuple[str, dict[str, Any]]]:
@@ -117,17 +159,20 @@ class NodeReader:
     def __init__(self) -> None:
         self._silent: dict[str, Any] = {}  # questions that have no answer yet, by the node's id
 
-    def read(self, paths: list[str], limit_s: float) -> list[ClusterNode]:
-        """Return all living nodes with their GPUs and memory, and which of these paths they have not, by name.
+    def read(self, checkpoints: list[str], limit_s: float) -> list[ClusterNode]:
+        """Return all living nodes with their GPUs and memory, and which of these checkpoints they cannot load, by name.
 
-        A node that does not answer within the limit, or on which Ray counts other GPUs than NVML, has a `problem`.
+        A node that does not answer within the limit, that has another Meltcore, or on which Ray counts other GPUs than
+        NVML, has a `problem`.
         """
         import ray
 
         nodes = living_nodes()
         open_questions = self._unanswered(self._silent)
         asked = {
-            node["NodeID"]: _ask(node["NodeID"], paths) for _, node in nodes if node["NodeID"] not in open_questions
+            node["NodeID"]: _ask(node["NodeID"], checkpoints)
+            for _, node in nodes
+            if node["NodeID"] not in open_questions
         }
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
@@ -144,13 +189,13 @@ class NodeReader:
         return {node_id: question for node_id, question in questions.items() if question in open_questions}
 
 
-def _ask(node_id: str, paths: list[str]) -> Any:
+def _ask(node_id: str, checkpoints: list[str]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
-    return probe.options(scheduling_strategy=on_node, runtime_env={"env_vars": KEEP_VISIBLE}).remote(paths)
+    return probe.options(scheduling_strategy=on_node, runtime_env={"env_vars": KEEP_VISIBLE}).remote(checkpoints)
 
 
 def node_names(hosts: list[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
@@ -174,13 +219,16 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
     import ray
 
     resources = node["Resources"]
-    machine, missing = Machine((), "", 0), list[str]()
+    machine, missing = Machine((), "", 0), dict[str, str]()
     silent = "the task that reads its GPUs and memory does not answer"
     problem = silent if question is None else ""
     try:
         if question is not None:
-            machine, missing = ray.get(question, timeout=0)
-            problem = _gpus_problem(int(resources.get("GPU", 0)), machine)
+            version, *found = ray.get(question, timeout=0)
+            if problem := _version_problem(version):
+                found = [machine, missing]  # of another version: not to be read
+            machine, missing = found
+            problem = problem or _gpus_problem(int(resources.get("GPU", 0)), machine)
     except ray.exceptions.RayTaskError as error:
         problem = str(error.cause)
     except ray.exceptions.GetTimeoutError:
@@ -205,6 +253,13 @@ def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
     )
 
 
-def _probe(paths: list[str]) -> tuple[Machine, list[str]]:
-    """Return GPUs and memory of the node that this runs on, and which of the paths are not there."""
-    return read_machine(), [path for path in paths if not Path(path).exists()]
+def _version_problem(version: Any) -> str:
+    """Return why a node cannot be used that has this version of Meltcore; "": it is that of this process."""
+    if version == code_version():
+        return ""
+    return f"it has Meltcore {version}, and the machine of this command {code_version()}: install the same on both"
+
+
+def _probe(checkpoints: list[str]) -> tuple[str, Machine, dict[str, str]]:
+    """Return Meltcore's version on the node that this runs on, its GPUs and memory, and what it cannot load."""
+    return code_version(), read_machine(), unloadable(checkpoints)

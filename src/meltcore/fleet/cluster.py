@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ import msgspec
 
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
+from meltcore.fleet.machine import read_machine, unloadable
 from meltcore.fleet.plan import Plan
+from meltcore.models.checkpoint import is_on_hub
 from meltcore.process import run
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -50,13 +53,15 @@ class Cluster(NamedTuple):
         return cls(tuple(usable), known_gpus, tuple(left_out))
 
     @classmethod
-    def read(cls, address: str, paths: Sequence[str] = ()) -> Self:
-        """Read the cluster at `address`: "auto", "local" or HOST:PORT; and which nodes have these paths.
+    def read(cls, address: str, checkpoints: Sequence[str] = ()) -> Self:
+        """Read the cluster at `address`: "auto", "local" or HOST:PORT; and which nodes can load these checkpoints.
 
-        Raises ConfigError where there is none, or where no node can be used.
+        "local" starts none: this machine is read. Raises ConfigError where there is none, or where no node can be used.
         """
+        if address == "local":
+            return cls((_this_node(checkpoints),))
         command = [sys.executable, "-m", DRIVER_MODULE, address]
-        done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes(list(paths))) + b"\n")
+        done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes(list(checkpoints))) + b"\n")
         if done.returncode is None:
             raise ConfigError(f"--ray {address}: the cluster gave no answer within {_READ_LIMIT_S:g} s")
         lines = done.stdout.splitlines()
@@ -120,10 +125,29 @@ def left_out_text(nodes: Iterable[ClusterNode]) -> str:
     return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
-def checkpoint_paths(spec: FleetSpec) -> list[str]:
-    """Return the checkpoints that are files or folders: every node of the model must have them."""
-    named = [model.checkpoint for model in spec.models.values() if model.kind == "engine" and model.checkpoint]
-    return sorted({path for path in map(absolute_path, named) if path is not None})
+def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
+    """Return this machine as the only node of a cluster that is still to be started, with the name that Ray will give.
+
+    Ray may give away all memory of its GPUs, as the driver starts it.
+    """
+    machine, name = read_machine(), socket.gethostname()
+    gib = {gpu.number: gpu.total_bytes / 2**30 for gpu in machine.gpus}
+    return ClusterNode(name, name, "127.0.0.1", machine, gib, unloadable(checkpoints))
+
+
+def node_checkpoints(spec: FleetSpec) -> list[str]:
+    """Return the paths and hub ids of checkpoints: every node of the model must be able to load them.
+
+    Not the hub ids of models with `shapes` or random weights, which may be planned before their checkpoint is there.
+    """
+    found = set()
+    for model in spec.models.values():
+        if model.kind == "engine" and model.checkpoint:
+            if (path := absolute_path(model.checkpoint)) is not None:
+                found.add(path)
+            elif is_on_hub(model.checkpoint) and model.shapes is None and model.load_format != "dummy":
+                found.add(model.checkpoint)
+    return sorted(found)
 
 
 def absolute_path(checkpoint: str) -> str | None:
@@ -156,15 +180,19 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collectio
         path = absolute_path(model.engine.model)
         for node in cluster.nodes:
             if node.name in nodes:
-                _check_node(name, node, path, gpus)
+                _check_node(name, node, path or model.engine.model, gpus)
         engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
         models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
     return dataclasses.replace(config, models=tuple(models))
 
 
-def _check_node(model: str, node: ClusterNode, path: str | None, gpus: Sequence[Sequence[int]]) -> None:
-    if path in node.missing:
-        raise ConfigError(f"models.{model}.checkpoint: {path} is not on node {node.name}; copy it, or name a hub id")
+def _check_node(model: str, node: ClusterNode, checkpoint: str, gpus: Sequence[Sequence[int]]) -> None:
+    if (problem := node.missing.get(checkpoint)) is not None:
+        if checkpoint.startswith("/"):
+            problem = f"{checkpoint} is not on node {node.name}; copy it, or name a hub id"
+        else:
+            problem = f"node {node.name}, with the HF_HOME and HF_TOKEN of its Ray: {problem}"
+        raise ConfigError(f"models.{model}.checkpoint: {problem}")
     if gpus and len(node.gib) < len(node.machine.gpus):
         needed = {gpu_resource(gpu.number): gpu.total_bytes // 2**30 for gpu in node.machine.gpus}
         raise ConfigError(

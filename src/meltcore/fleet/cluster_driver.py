@@ -31,6 +31,8 @@ from meltcore.protocol.cluster import (
     FromDriver,
     KillEngine,
     Nodes,
+    Ping,
+    Pong,
     ReadNodes,
     StartEngine,
     ToDriver,
@@ -41,6 +43,8 @@ _CONNECT_LIMIT_S = 180.0
 _EXIT_LIMIT_S = 10.0
 _LINE_BYTES = 2**24
 _PROBE_LIMIT_S = 30.0  # for a node to answer: engines of a lost one wait for it
+_PING_S, _MAX_UNANSWERED = 2.0, 5  # pings; after five without an answer the driver is ended, and started again
+_START_LIMIT_S = 180.0  # for the driver to start an engine, with all its own limits
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
 
 
@@ -73,11 +77,14 @@ class ClusterDriver:
         self.problem = ""  # why the cluster cannot be changed; "": it can
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
+        self._has_answered = False  # since the last ping
         self._retrying: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[None] | None = None
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
         self._left_out: set[str] = set()  # nodes with a problem
-        self._paths: set[str] = set()  # checkpoints of engines that may be started elsewhere
+        self._node_names: dict[str, str] = {}  # by node id; another driver calls them the same
+        self._checkpoints: set[str] = set()  # of engines that may be started elsewhere
         self._running: dict[int, StartEngine] = {}
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
         self._ended: dict[int, asyncio.Future[str]] = {}
@@ -101,7 +108,7 @@ class ClusterDriver:
             self._connected = asyncio.get_running_loop().create_future()
             self._connected.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._reading = asyncio.create_task(self._read(self._process))
-            self._send(ReadNodes(limit_s=_PROBE_LIMIT_S))
+            self._send(ReadNodes(limit_s=_PROBE_LIMIT_S, names=self._node_names))
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     await asyncio.shield(self._connected)
@@ -111,7 +118,20 @@ class ClusterDriver:
                 )
                 await self._end_process()
                 raise ConfigError(self.problem) from None
+            self._pinging = asyncio.create_task(self._ping(self._process))
             self._set_problem("")
+
+    async def _ping(self, process: asyncio.subprocess.Process) -> None:
+        """End a driver that hangs, so that it is started again."""
+        unanswered = 0  # counted, and not timed: this process may have been stopped itself
+        while unanswered < _MAX_UNANSWERED:
+            self._has_answered = False
+            self._send(Ping())
+            await asyncio.sleep(_PING_S)
+            unanswered = 0 if self._has_answered else unanswered + 1
+        silent_s = _PING_S * _MAX_UNANSWERED
+        self._set_problem(self.problem or f"--ray {self._address}: its driver has not answered for {silent_s:g} s")
+        await end_async(process, 0.0)  # which `_read` notices
 
     async def _retry(self) -> None:
         """Start the driver again, until it has the cluster."""
@@ -176,7 +196,7 @@ class ClusterDriver:
             raise EnginePendingError(reason)
         model, memory_bytes = start.config.model, start.config.memory_bytes or 0
         if model.startswith("/"):
-            self._paths.add(model)
+            self._checkpoints.add(model)
         try:
             nodes = await self._read_nodes()
         except ConfigError as error:
@@ -199,14 +219,14 @@ class ClusterDriver:
         running = self._running.values()
         return {(start.model, start.replica): Place(start.node, tuple(start.gpus)) for start in running}
 
-    async def read_nodes(self, paths: Iterable[str]) -> list[ClusterNode]:
-        """Return all living nodes, with which of these paths they have not. Raises ConfigError."""
+    async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
+        """Return all living nodes, with which of these checkpoints they cannot load. Raises ConfigError."""
         if self.problem:
             raise ConfigError(self._unchangeable)
-        if not self._paths.issuperset(paths):
+        if not self._checkpoints.issuperset(checkpoints):
             if self._nodes is not None:  # a question that did not name them
                 await asyncio.wait({self._nodes}, timeout=_CONNECT_LIMIT_S)
-            self._paths.update(paths)
+            self._checkpoints.update(checkpoints)
         return await self._read_nodes()
 
     async def _read_nodes(self) -> list[ClusterNode]:
@@ -214,7 +234,7 @@ class ClusterDriver:
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._send(ReadNodes(sorted(self._paths), _PROBE_LIMIT_S))
+            self._send(ReadNodes(sorted(self._checkpoints), _PROBE_LIMIT_S))
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 return self._without_own(await asyncio.shield(self._nodes))
@@ -241,12 +261,19 @@ class ClusterDriver:
     async def _start_on_node(self, start: StartEngine) -> RemoteRun:
         if self.problem:
             raise EnginePendingError(self._unchangeable)
+        if start.node in self._left_out:
+            raise EnginePendingError(f"the node {start.node} is left out")
         future: asyncio.Future[RemoteRun] = asyncio.get_running_loop().create_future()
         self._starts[start.engine] = (start, future)
         self._running[start.engine] = start
         self._send(start)
         try:
-            run = await future
+            async with asyncio.timeout(_START_LIMIT_S):
+                run = await future
+        except TimeoutError:
+            self.kill_engine(start.engine)
+            self._forget(start.engine)
+            raise EnginePendingError(f"{start.node} has not started it within {_START_LIMIT_S:g} s") from None
         except asyncio.CancelledError:
             self.kill_engine(start.engine)
             self._forget(start.engine)
@@ -279,6 +306,8 @@ class ClusterDriver:
         assert self._process.stdin is not None
         assert self._reading is not None
         self._reading.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
         self._process.stdin.close()
         await end_async(self._process, _EXIT_LIMIT_S)
         self._process = None
@@ -299,6 +328,7 @@ class ClusterDriver:
         self._lose(f"its driver has ended ({describe_exit(await process.wait())})")
 
     def _on_line(self, message: FromDriver) -> None:
+        self._has_answered = True
         if isinstance(message, EngineListening):
             if (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
                 ended = self._ended[message.engine] = asyncio.get_running_loop().create_future()
@@ -317,11 +347,12 @@ class ClusterDriver:
                 run.set_result(message.reason)
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
                 entry[1].set_exception((EnginePendingError if message.no_room else EngineDeadError)(message.reason))
-        else:
+        elif not isinstance(message, Pong):
             self._on_nodes(message)
 
     def _on_nodes(self, message: Nodes | ClusterFailed | CommandStarted | CommandEnded) -> None:
         if isinstance(message, Nodes):
+            self._node_names = {node.node_id: node.name for node in message.nodes}
             self._note_left_out(message.nodes)
         if self._nodes is not None and not self._nodes.done():
             if isinstance(message, ClusterFailed):

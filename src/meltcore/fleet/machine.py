@@ -1,10 +1,12 @@
-"""The memory that a fleet may plan with: of the GPUs that are visible, from NVML, and of the host.
+"""What a fleet may plan with on this machine: GPUs and their memory, from NVML, host memory, and checkpoints.
 
 No torch: a plan must not create a CUDA context of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
@@ -34,6 +36,19 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
         return call_with_timeout(_DRIVER_TIMEOUT_S, lambda: _query(names))
     except TimeoutError as error:
         raise ConfigError(f"the memory of the GPUs cannot be read: NVML gave {error}") from error
+
+
+def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
+    """Return which of these absolute paths and ids of the hub this machine cannot load, with the reason."""
+    from meltcore.models.hub import hub_problem
+
+    found = {
+        checkpoint: ("" if Path(checkpoint).exists() else "it is not there")
+        if checkpoint.startswith("/")
+        else hub_problem(checkpoint)
+        for checkpoint in checkpoints
+    }
+    return {checkpoint: problem for checkpoint, problem in found.items() if problem}
 
 
 def process_bytes() -> dict[int, int]:

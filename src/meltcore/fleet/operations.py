@@ -129,7 +129,7 @@ class FleetOperations:
             raise ConfigError("this fleet was started without a file")
         async with self._lock:
             supervisor = self._supervisor
-            running = await supervisor.read_running(await asyncio.to_thread(planner.paths))
+            running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))
             config = check_startable(await asyncio.to_thread(planner.config, running=running))
             for model in config.models:
                 place_replicas(model)

@@ -14,7 +14,7 @@ import msgspec
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.engine.host.memory_needs import UnknownSizesError
 from meltcore.errors import ConfigError
-from meltcore.fleet.cluster import Cluster, checkpoint_paths, left_out_text, on_nodes
+from meltcore.fleet.cluster import Cluster, left_out_text, node_checkpoints, on_nodes
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
@@ -45,7 +45,7 @@ class FleetPlanner:
         """
         self._path = path
         self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
-        self._cluster = None if ray is None else Cluster.read(ray, checkpoint_paths(load_fleet(path)))
+        self._cluster = None if ray is None else Cluster.read(ray, node_checkpoints(load_fleet(path)))
         self._before: dict[str, ClusterNode] = {}  # each node without what engines of the fleet have of it
         if self._cluster is not None:
             machine = self._cluster.machine
@@ -53,9 +53,9 @@ class FleetPlanner:
         self._machine = machine if machine is not None else read_machine()
         self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
-    def paths(self) -> list[str]:
-        """Return the checkpoints of the file that are paths. Raises ConfigError for a file that is not valid."""
-        return checkpoint_paths(load_fleet(self._path))
+    def checkpoints(self) -> list[str]:
+        """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
+        return node_checkpoints(load_fleet(self._path))
 
     def config(
         self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None
@@ -215,14 +215,17 @@ def find_plan(
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
     if cluster is not None:
         _check_there(known, cluster, kept)
-    plan, nearest = plan_fleet(
-        known,
-        gpu_bytes,
-        contexts=contexts,
-        host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
-        gpu_nodes=None if cluster is None else cluster.gpu_nodes,
-        kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
-    )
+    try:
+        plan, nearest = plan_fleet(
+            known,
+            gpu_bytes,
+            contexts=contexts,
+            host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
+            gpu_nodes=None if cluster is None else cluster.gpu_nodes,
+            kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
+        )
+    except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
+        raise ConfigError(f"{error}; {left_out}" if left_out else str(error)) from error
     config = None
     if plan is not None:
         planned = with_plan(known, plan)

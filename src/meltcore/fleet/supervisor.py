@@ -302,13 +302,13 @@ class Supervisor:
         await server.start()
         return server
 
-    async def read_running(self, paths: Sequence[str]) -> Running:
+    async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
 
-        paths: checkpoints that nodes may lack. Raises ConfigError where the cluster cannot be read.
+        checkpoints: paths and hub ids that nodes may lack. Raises ConfigError where the cluster cannot be read.
         """
         cluster = self._parts.cluster
-        nodes = None if cluster is None else await cluster.read_nodes(paths)
+        nodes = None if cluster is None else await cluster.read_nodes(checkpoints)
         return Running(self.config, self._places(), nodes)
 
     def _places(self) -> dict[tuple[str, int], Place]:

@@ -297,14 +297,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_on_hub(model: str) -> bool:
+    """Return whether a checkpoint is downloaded from the hub: it is no local file or folder, and no bundled one."""
+    is_bundled = model in _BUNDLED_FOLDERS
+    return not is_bundled and HubId.parse(model) is not None and not Path(model).expanduser().exists()
+
+
 def _find_gguf(model: str, files: CheckpointFiles) -> Path | None:
     """Return the GGUF file that `model` names, locally or on the hub, or that is the only one of a folder, else None.
 
     Raises ConfigError for a missing file, and for several to choose from.
     """
     path = Path(model).expanduser()
-    is_bundled = model in _BUNDLED_FOLDERS or (files == "config" and model in PUBLISHED_CONFIG_FOLDERS)
-    if not path.exists() and not is_bundled and HubId.parse(model) is not None:
+    is_here = files == "config" and model in PUBLISHED_CONFIG_FOLDERS
+    if is_on_hub(model) and not is_here:
         return download_gguf(model)
     if model.endswith(".gguf") and not path.is_dir():
         if not path.exists():

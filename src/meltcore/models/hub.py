@@ -54,6 +54,25 @@ def download_gguf(model: str) -> Path | None:
     file, or the format at the end of one file's name, such as Q8_0. Returns the file or the first part of a split one,
     None for a repository that is no GGUF one. Raises ConfigError that lists the files for a missing or wrong choice.
     """
+    files = _find_gguf(model)
+    return None if files is None else download_folder(model, files) / files[0]
+
+
+def hub_problem(model: str) -> str:
+    """Return why a hub id cannot be loaded on this machine; "": the hub has it and permits it, or the cache has it.
+
+    Of a repository without GGUF files it downloads config.json, which the hub refuses where it refuses the weights.
+    """
+    try:
+        if _find_gguf(model) is None:
+            download_folder(model, ["config.json"])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _find_gguf(model: str) -> list[str] | None:
+    """Return the files of the GGUF checkpoint that a hub id names, the first part first; None: it is no GGUF one."""
     hub_id = HubId.parse(model)
     if hub_id is None:
         return None
@@ -70,7 +89,7 @@ def download_gguf(model: str) -> Path | None:
     chosen = [name for name in checkpoints if hub_id.choice is None or _matches(name, hub_id.choice)]
     if len(chosen) != 1:
         raise ConfigError(_choice_error(model, hub_id, list(checkpoints), chosen))
-    return download_folder(model, checkpoints[chosen[0]]) / chosen[0]
+    return [chosen[0], *(part for part in checkpoints[chosen[0]] if part != chosen[0])]
 
 
 def _list_files(hub_id: HubId) -> list[str]:

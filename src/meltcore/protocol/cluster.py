@@ -25,14 +25,20 @@ def gpu_resource(number: int) -> str:
 # --- to the driver -------------------------------------------------------------------------------------------------
 
 
-class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
-    """Asks for all living nodes, and which of these paths each of them has. Answered by `Nodes`.
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    """Asks whether the driver still answers. Answered by `Pong`."""
 
-    limit_s: for a node to answer; NVML takes up to 60 s, and a worker process several seconds to start.
+
+class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
+    """Asks for all living nodes, and which of these checkpoints each of them can load. Answered by `Nodes`.
+
+    checkpoints: absolute paths, and ids of the hub; limit_s: for a node to answer; NVML takes up to 60 s, and a worker
+    process several seconds to start. names: of nodes seen before, by id, which keep them.
     """
 
-    paths: list[str] = []
+    checkpoints: list[str] = []
     limit_s: float = 90.0
+    names: dict[str, str] = {}
 
 
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
@@ -88,7 +94,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
     """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same.
 
     gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; reserved_gib: what it has given of it
-    to jobs; missing: the paths that it has not.
+    to jobs; missing: why it cannot load a checkpoint, by checkpoint.
     problem: why no engine can be started there, and nothing else is known of it; "": it can be used.
     """
 
@@ -97,9 +103,13 @@ class ClusterNode(msgspec.Struct, frozen=True):
     address: str
     machine: Machine
     gib: dict[int, float] = {}
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     reserved_gib: dict[int, float] = {}
     problem: str = ""
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """Answers `Ping`."""
 
 
 class Nodes(msgspec.Struct, tag="nodes", frozen=True):
@@ -165,7 +175,15 @@ class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
     duration_s: float = 0.0
 
 
-ToDriver = ReadNodes | StartEngine | KillEngine | RunOnNodes
+ToDriver = Ping | ReadNodes | StartEngine | KillEngine | RunOnNodes
 FromDriver = (
-    Nodes | ClusterFailed | ClusterState | EngineListening | EngineOutput | EngineEnded | CommandStarted | CommandEnded
+    Pong
+    | Nodes
+    | ClusterFailed
+    | ClusterState
+    | EngineListening
+    | EngineOutput
+    | EngineEnded
+    | CommandStarted
+    | CommandEnded
 )

@@ -7,19 +7,17 @@ standard input ends the process.
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import queue
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import torch
 
-import meltcore
+from meltcore.code_version import code_version
 from meltcore.config import EngineConfig
 from meltcore.engine.core.engine import GenerationEngine
 from meltcore.errors import MeltcoreError, RankError, RequestError
@@ -108,20 +106,10 @@ class JsonLines:
         self._out.flush()
 
 
-def engine_version() -> str:
-    """Return meltcore's version and a digest of the code that computes tokens, such as "0.1.0+1f2e3d4c"."""
-    root = Path(meltcore.__file__).parent
-    digest = hashlib.sha256()
-    for folder in _ENGINE_CODE:
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
-    return f"{meltcore.__version__}+{digest.hexdigest()[:8]}"
-
-
 def _ready_line(engine: GenerationEngine) -> ReadyLine:
     ready = engine.ready()
     return ReadyLine(
-        version=engine_version(),
+        version=code_version(*_ENGINE_CODE),
         device=ready.device,
         dtype=ready.dtype,
         weight_source=ready.weights,
