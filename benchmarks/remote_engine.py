@@ -210,7 +210,7 @@ def named_processes(fleet: Fleet) -> dict[int, str]:
         line = " ".join(command)
         if pid == fleet.process.pid:
             found[pid] = "supervisor"
-        elif "meltcore.fleet.api_server" in command:
+        elif "meltcore.fleet.api_server_main" in command:
             found[pid] = "API server"
         elif "--engine" in command:
             found[pid] = "engine"

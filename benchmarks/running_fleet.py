@@ -100,7 +100,7 @@ class Fleet:
         return [pid for pid, command in self.processes().items() if word in command]
 
     def api_cpu_s(self) -> float:
-        return sum(map(cpu_s, self.children("meltcore.fleet.api_server")))
+        return sum(map(cpu_s, self.children("meltcore.fleet.api_server_main")))
 
 
 @contextmanager

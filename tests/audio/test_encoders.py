@@ -16,8 +16,8 @@ import soundfile
 from test_audio_decode import tone
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.audio.encode import encoder, missing_package
-from meltcore.audio.encoders import AudioEncoders
+from meltcore.audio.encode import encoder
+from meltcore.audio.encoders import AudioEncoders, missing_package
 from meltcore.errors import RequestError
 
 RATE = 24_000

@@ -34,8 +34,10 @@ _SERVE = """
 import sys, msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import MeltcoreError
-from meltcore.fleet.replica import RestartPolicy
-from meltcore.fleet.supervisor import FleetOptions, serve
+from meltcore.process import loading_modules
+with loading_modules():
+    from meltcore.fleet.replica import RestartPolicy
+    from meltcore.fleet.supervisor import FleetOptions, serve
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy | None)
 try:
@@ -49,9 +51,11 @@ _SERVE_FLEET = """
 import dataclasses, sys, msgspec
 from pathlib import Path
 from meltcore.errors import MeltcoreError
-from meltcore.fleet.daemon import fleet_options, serve_recorded
-from meltcore.fleet.planned import FleetPlanner
-from meltcore.fleet.replica import RestartPolicy
+from meltcore.process import loading_modules
+with loading_modules():
+    from meltcore.fleet.daemon import fleet_options, serve_recorded
+    from meltcore.fleet.planned import FleetPlanner
+    from meltcore.fleet.replica import RestartPolicy
 path = Path(sys.argv[1])
 policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
 try:

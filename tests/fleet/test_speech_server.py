@@ -27,7 +27,7 @@ import soundfile  # noqa: E402 - after the check above
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above
 
 from meltcore import Synthesizer  # noqa: E402
-from meltcore.audio.encode import missing_package  # noqa: E402
+from meltcore.audio.encoders import missing_package  # noqa: E402
 from meltcore.load.config import LoadConfig  # noqa: E402
 from meltcore.load.runner import run_levels  # noqa: E402
 from meltcore.results.schema import TaskLoad  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,11 +41,6 @@ def encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encoder:
         return _AAC(sample_rate)
     # libsndfile itself, and what is built on it, fails to read FLAC without the number of its samples.
     return _SoundFile(_SOUND_FILES[format_name], sample_rate, is_whole or format_name == "flac")
-
-
-def missing_package(format_name: str) -> str | None:
-    """Return the package that a format needs and this environment lacks; None if it can be written."""
-    return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 
 class _PCM:

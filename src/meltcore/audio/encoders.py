@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from meltcore.audio.messages import DropFile, Encode, Encoded
 from meltcore.audio.pool import end_worker, receive, send, start_worker
@@ -16,6 +17,11 @@ from meltcore.process import ProcessError
 
 # Of CPU time, per piece. Minutes of speech take about a second.
 _CPU_LIMIT_S = 60
+
+
+def missing_package(format_name: str) -> str | None:
+    """Return the package that a format needs and this environment lacks; None if it can be written."""
+    return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 
 @dataclass(eq=False)

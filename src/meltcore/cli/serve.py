@@ -40,11 +40,13 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.start_options import start_daemon
     from meltcore.config import EngineConfig, ModelConfig, ServerConfig
     from meltcore.options import from_options
+    from meltcore.process import loading_modules
 
     model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
     config = from_options(ServerConfig, args, models=(model,))
     if (status := start_daemon(args, config)) is not None:
         return status
-    from meltcore.fleet.supervisor import serve
+    with loading_modules():
+        from meltcore.fleet.supervisor import serve
 
     return serve(config)

@@ -29,10 +29,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from pathlib import Path
 
-    from meltcore.cli.start_options import start_daemon
-    from meltcore.fleet.daemon import fleet_options, serve_recorded
-    from meltcore.fleet.operations import check_startable
-    from meltcore.fleet.planned import FleetPlanner, print_unplanned
+    from meltcore.process import loading_modules
+
+    with loading_modules():
+        from meltcore.cli.start_options import start_daemon
+        from meltcore.fleet.daemon import fleet_options, serve_recorded
+        from meltcore.fleet.operations import check_startable
+        from meltcore.fleet.planned import FleetPlanner, print_unplanned
 
     path = Path(args.file).absolute()
     planner = FleetPlanner(path, ray=args.ray)

@@ -1,4 +1,4 @@
-"""An API server process: `python -m meltcore.fleet.api_server`, with its channel as standard input.
+"""An API server process: `python -m meltcore.fleet.api_server_main`, with its channel as standard input.
 
 It serves the connections that the supervisor passes to it, with its own sockets to the engines and its own row of the
 shared statistics. The end of the channel means that the supervisor is gone, and ends this process.
@@ -292,7 +292,3 @@ def main() -> int:
 
 async def _serve(channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
     await APIServer(channel_socket, setup, stats_fd).run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

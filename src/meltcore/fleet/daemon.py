@@ -26,7 +26,7 @@ import msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.logs import LOG_LIMIT_BYTES
-from meltcore.process import log_tail, start_ticks
+from meltcore.process import loading_modules, log_tail, start_ticks
 from meltcore.process import start as start_process
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ def serve_recorded(
     `fleet`: the path of its fleet.yaml; `options`: of the fleet, if not the usual ones; `settings`: of
     `supervisor.serve`. Raises ConfigError as `supervisor.serve` does.
     """
-    from meltcore.fleet.supervisor import serve
+    with loading_modules():
+        from meltcore.fleet.supervisor import serve
 
     paths: list[Path] = []
 
@@ -266,9 +267,10 @@ def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | No
 
     ray: the address of the cluster that has the engines. planner: that has planned it; None makes one for a reload.
     """
-    from meltcore.fleet.planned import FleetPlanner
-    from meltcore.fleet.supervisor import FleetOptions
-    from meltcore.protocol.fleet_file import load_fleet
+    with loading_modules():
+        from meltcore.fleet.planned import FleetPlanner
+        from meltcore.fleet.supervisor import FleetOptions
+        from meltcore.protocol.fleet_file import load_fleet
 
     server = load_fleet(path).server
     return FleetOptions(

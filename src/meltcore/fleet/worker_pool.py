@@ -45,7 +45,7 @@ from meltcore.fleet.channel import (
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import STDERR, describe_exit, start_async
 
-_COMMAND = (sys.executable, "-m", "meltcore.fleet.api_server")
+_COMMAND = (sys.executable, "-m", "meltcore.fleet.api_server_main")
 # Of several workers: Python's own allocator keeps a megabyte for one object that is left in it, 50 MB for good after
 # 2,500 streams per process. The C library's returns all but the pages in use (see api/http_server.py), for a tenth more
 # CPU per token, which a machine with cores for a single worker cannot spare.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -38,7 +38,6 @@ from meltcore.models.checkpoint import (
     open_checkpoint,
 )
 from meltcore.models.decoder_families import DECODER_CONFIGS
-from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
 from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
@@ -56,6 +55,9 @@ from meltcore.models.weight_sizes import (
 )
 from meltcore.protocol.fleet_spec import FleetTask, ModelSection
 from meltcore.protocol.shell import MemoryRow
+
+if TYPE_CHECKING:
+    from meltcore.models.gguf_file import GGUFModel  # imports gguf and numpy, which the supervisor does not need
 
 _STEP_BYTES = 2**20  # budgets are whole MiB
 _LARGEST_BYTES = 2**44
