@@ -161,20 +161,20 @@ class Decode:
 
 
 class Prefill:
-    """Sequences of one length from their first token on, as the only chunks of a step."""
+    """Chunks of `length` tokens after `context` tokens, one of each sequence, as the only chunks of a step."""
 
-    def __init__(self, sequences: int, length: int) -> None:
-        self.work = f"prefill, {sequences} x {length:,} tokens"
+    def __init__(self, sequences: int, length: int, context: int = 0) -> None:
+        self.work = f"prefill, {sequences} x {length:,} tokens{f' after {context:,}' if context else ''}"
         self.sequences, self.length = sequences, length
-        self.cache = make_cache([length] * sequences)
+        self.cache = make_cache([context + length] * sequences)
         self.qkv = torch.randn(sequences * length, HEADS.width, dtype=TYPE, device="cuda")
         norms = HeadNorms(*torch.randn(2, HEADS.dim, dtype=TYPE, device="cuda"), 1e-6)
-        rotary = rotary_table(HEADS.dim, length, 1e6, self.qkv.device)
+        rotary = rotary_table(HEADS.dim, context + length, 1e6, self.qkv.device)
         self.params = AttentionParams(norms, rotary, self.cache.keys, self.cache.values, HEADS.scale)
-        chunks = [(row, row * length, length, 0) for row in range(sequences)]
+        chunks = [(row, row * length, length, context) for row in range(sequences)]
         self.tiles = torch.from_numpy(make_query_tiles(chunks)).cuda()
         # Two dot products of every visible pair of query and key.
-        self.flops = 4 * HEADS.query * HEADS.dim * sequences * length * (length + 1) // 2
+        self.flops = 4 * HEADS.query * HEADS.dim * sequences * length * (2 * context + length + 1) // 2
 
     def call(self) -> torch.Tensor:
         return prefill_attention(self.qkv, self.params, self.cache.table, self.tiles)

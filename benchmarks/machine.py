@@ -9,11 +9,8 @@ import os
 import re
 import statistics
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-from offline_work import Generate, Work
 
 CLOCK_INTERVAL_S = 0.2
 SHORTEST_S = 1.0  # NVML's energy counter moves about every 0.1 s
@@ -62,50 +59,38 @@ class Spent(NamedTuple):
         return f"{self.power_w:.0f} W, {self.clock_mhz:,.0f} MHz, {self.tokens_per_joule:.1f} tokens per joule"
 
 
-class _Call(NamedTuple):
-    requests: int
-    out: int
-    tokens: int
-    seconds: float
-    joules: float
-    clocks_mhz: list[float]
+class EnergyMeter:
+    """Watches one GPU while a work is measured. A thread reads its clock."""
 
+    def __init__(self, read: Callable[[], Reading]) -> None:
+        self._read = read
+        self._calls: list[tuple[int, float, float]] = []  # tokens, seconds, joules
+        self._clocks_mhz: list[float] = []
 
-class Metered:
-    """A `generate` that also records the energy of its calls."""
+    def begin(self) -> None:
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._before = self._read().joules
+        self._sampler.start()
 
-    def __init__(self, generate: Generate, read: Callable[[], Reading]) -> None:
-        self._generate, self._read = generate, read
-        self._calls: list[_Call] = []
+    def end(self, tokens: int, seconds: float) -> None:
+        joules = self._read().joules - self._before
+        self._ended.set()
+        self._sampler.join(timeout=10)
+        self._calls.append((tokens, seconds, joules))
 
-    def __call__(self, prompts: list[list[int]], out: int) -> int:
-        clocks: list[float] = []
-        ended = threading.Event()
-
-        def sample() -> None:
-            while not ended.wait(CLOCK_INTERVAL_S):
-                clocks.append(self._read().clock_mhz)
-
-        sampler = threading.Thread(target=sample, daemon=True)
-        before, started = self._read().joules, time.perf_counter()
-        sampler.start()
-        try:
-            tokens = self._generate(prompts, out)
-        finally:
-            seconds, joules = time.perf_counter() - started, self._read().joules - before
-            ended.set()
-            sampler.join(timeout=10)
-        self._calls.append(_Call(len(prompts), out, tokens, seconds, joules, clocks))
-        return tokens
-
-    def spent(self, work: Work) -> Spent | None:
-        """Medians over the calls of a work since the last one that was asked for. None where one was too short."""
-        calls = [call for call in self._calls if (call.requests, call.out) == (work.requests, work.out)]
-        self._calls.clear()
-        if not calls or min(call.seconds for call in calls) < SHORTEST_S:
+    def spent(self) -> Spent | None:
+        """Medians over the calls since the last one that was asked for. None where one was too short."""
+        calls, clocks = self._calls, self._clocks_mhz
+        self._calls, self._clocks_mhz = [], []
+        if not calls or min(seconds for _, seconds, _ in calls) < SHORTEST_S:
             return None
         return Spent(
-            statistics.median(call.joules / call.seconds for call in calls),
-            statistics.median(clock for call in calls for clock in call.clocks_mhz),
-            statistics.median(call.tokens / call.joules for call in calls),
+            statistics.median(joules / seconds for _, seconds, joules in calls),
+            statistics.median(clocks),
+            statistics.median(tokens / joules for tokens, _, joules in calls),
         )
+
+    def _sample(self) -> None:
+        while not self._ended.wait(CLOCK_INTERVAL_S):
+            self._clocks_mhz.append(self._read().clock_mhz)

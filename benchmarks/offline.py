@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from bench_output import Row, need_gpu, write_result
 from floors import Limits, Needs, floor_s
-from machine import Gpu, Metered, Spent
+from machine import EnergyMeter, Gpu, Spent
 from offline_reach import RATE, START, SUM, TARGETS, weighted_throughputs
 from offline_work import LONG, SHORT, VOCAB, Measured, Work, measure, parse_works, process_age_s
 from uniform_routing import experts_used_by, record
@@ -170,18 +170,18 @@ def main() -> None:
     rates: dict[Work, float] = {}
     all_measured: list[Measured] = []
     spent: dict[Work, Spent] = {}
-    metered = Metered(generate, Gpu().read) if torch.cuda.is_available() and args.tp == 1 else None
+    meter = EnergyMeter(Gpu().read) if torch.cuda.is_available() and args.tp == 1 else None
     clear_routing_record()
     works = parse_works(args.works)
     for measured in measure(
-        works, metered or generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share
+        works, generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share, meter=meter
     ):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )
         rates[measured.work] = measured.median
         all_measured.append(measured)
-        if metered and (took := metered.spent(measured.work)):
+        if meter and (took := meter.spent()):
             spent[measured.work] = took
         found = peers.rows(measured)
         if "uniform-routing" in debug:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 LOWEST_ID, VOCAB = 1000, 140_000  # of a prompt's tokens: VOCAB - 1 is the highest
 SHORT = "1,10,100,400,1000,2000@128:1024/128"
@@ -34,6 +34,14 @@ class Work(NamedTuple):
     def __str__(self) -> str:
         lengths = f"{self.low} to {self.high}" if self.low < self.high else str(self.low)
         return f"{self.requests:,} request{'s' * (self.requests != 1)}, {lengths} in / {self.out} out"
+
+
+class Meter(Protocol):
+    """Watches the GPU during each repetition of a work, outside of its time."""
+
+    def begin(self) -> None: ...
+
+    def end(self, tokens: int, seconds: float) -> None: ...
 
 
 class Measured(NamedTuple):
@@ -60,7 +68,14 @@ def parse_works(text: str) -> list[Work]:
 
 
 def measure(
-    works: list[Work], generate: Generate, reps: int, seed: int, vocab: int = VOCAB, *, prompt_share: bool = False
+    works: list[Work],
+    generate: Generate,
+    reps: int,
+    seed: int,
+    vocab: int = VOCAB,
+    *,
+    prompt_share: bool = False,
+    meter: Meter | None = None,
 ) -> Iterator[Measured]:
     """Measure each work after its own short warm-up. Equal seeds and vocabularies draw equal prompts anywhere.
 
@@ -78,9 +93,14 @@ def measure(
         generate(prompts[0][:MOST_WARM_UP], 8)
         rates = []
         for batch in prompts:
+            if meter:
+                meter.begin()
             started = time.perf_counter()
             tokens = generate(batch, work.out)
-            rates.append(tokens / (time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            if meter:
+                meter.end(tokens, seconds)
+            rates.append(tokens / seconds)
             if tokens != work.requests * work.out:
                 raise RuntimeError(f"{work}: {tokens} tokens came")
         share = None

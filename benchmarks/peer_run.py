@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from machine import Gpu, Metered, machine_name
+from machine import EnergyMeter, Gpu, machine_name
 from offline_work import LONG, SHORT, VOCAB, Generate, measure, parse_works
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,9 +45,9 @@ def measure_peer(script: str, args: argparse.Namespace, generate: Generate, run:
     earlier = json.loads(out.read_text())["runs"] if out.exists() else []
     runs = [*(each for each in earlier if each["subject"] != result["subject"]), result]
     out.parent.mkdir(parents=True, exist_ok=True)
-    metered = Metered(generate, gpu.read)
-    for measured in measure(parse_works(args.works), metered, args.reps, args.seed, args.vocab):
-        spent = metered.spent(measured.work) if args.tp == 1 else None
+    meter = EnergyMeter(gpu.read)
+    for measured in measure(parse_works(args.works), generate, args.reps, args.seed, args.vocab, meter=meter):
+        spent = meter.spent() if args.tp == 1 else None
         row = {"work": str(measured.work), "rates": measured.rates, **(spent._asdict() if spent else {})}
         each = f"of {[round(rate) for rate in measured.rates]}{f'; {spent}' if spent else ''}"
         print(f"{measured.work}: {measured.median:,.0f} tok/s {each}", flush=True)

@@ -1,9 +1,9 @@
 """Attention of prompts beside FlashAttention 3, in one process on the same queries, keys and values.
 
-Qwen3-0.6B's shapes, bf16, causal, from the first token on. Ours normalizes and rotates its queries and reads keys from
-pages of 64 in random order. FlashAttention 3 gets queries that are prepared, and keys without pages, in pages of 128,
-which its bulk copies can load, and in ours. Numbers are medians of CUDA graph replays. Each output of ours is compared
-with the reference, and FlashAttention 3's with ours.
+Qwen3-0.6B's shapes, bf16, causal; whole prompts, and chunks after a context. Ours normalizes and rotates its queries
+and reads keys from pages of 64 in random order. FlashAttention 3 gets queries that are prepared, and keys without
+pages, in pages of 128, which its bulk copies can load, and in ours. Numbers are medians of CUDA graph replays. Each
+output of ours is compared with the reference, and FlashAttention 3's with ours.
 
     PYTHONPATH=FOLDER_OF_SGLANG python benchmarks/prompt_attention.py
 """
@@ -22,6 +22,7 @@ from bench_output import Row, Target, need_gpu, write_result
 from meltcore.kernels.attention.kv_cache import rotated_queries
 
 LAUNCHES = 5
+REPLAYS, LONG_REPLAYS, LONG_TOKENS = 15, 5, 32_768  # fewer of long prompts
 TARGET = Target(0.9, of="ratio")
 TARGET_TOKENS = 8192  # and longer prompts
 FlashAttention = Callable[..., torch.Tensor]
@@ -64,15 +65,15 @@ def contiguous(cache: Cache, sequences: int, length: int) -> tuple[torch.Tensor,
 
 
 class Beside:
-    """Our prefill attention and FlashAttention 3 on one batch of prompts."""
+    """Our prefill attention and FlashAttention 3 on one batch. length: keys of a sequence."""
 
-    def __init__(self, sequences: int, length: int, library: Library) -> None:
-        self.ours, self.library = Prefill(sequences, length), library
-        self.sequences, self.length = sequences, length
-        positions = torch.arange(length, device="cuda").repeat(sequences)
+    def __init__(self, sequences: int, length: int, context: int, library: Library) -> None:
+        self.ours, self.library = Prefill(sequences, length, context), library
+        self.sequences, self.length = sequences, context + length
+        positions = torch.arange(context, self.length, device="cuda").repeat(sequences)
         queries = rotated_queries(self.ours.qkv, self.ours.params, positions)
         self.queries = queries.view(sequences, length, HEADS.query, HEADS.dim).contiguous()
-        self.lengths = torch.full((sequences,), length, dtype=torch.int32, device="cuda")
+        self.lengths = torch.full((sequences,), self.length, dtype=torch.int32, device="cuda")
 
     def without_pages(self) -> Callable[[], torch.Tensor]:
         keys, values = contiguous(self.ours.cache, self.sequences, self.length)
@@ -106,9 +107,10 @@ class Beside:
             del theirs
         del expected
         # Ours before and after the others, since a GPU at its power limit slows down: the mean of both.
-        before_us = median_us([self.ours.call] * LAUNCHES)
-        times_us = {name: median_us([launch] * LAUNCHES) for name, launch in launches.items()}
-        ours_us = (before_us + median_us([self.ours.call] * LAUNCHES)) / 2
+        replays = REPLAYS if self.length < LONG_TOKENS else LONG_REPLAYS
+        before_us = median_us([self.ours.call] * LAUNCHES, replays)
+        times_us = {name: median_us([launch] * LAUNCHES, replays) for name, launch in launches.items()}
+        ours_us = (before_us + median_us([self.ours.call] * LAUNCHES, replays)) / 2
         rows = []
         for name, time_us in times_us.items():
             row = Row(
@@ -129,7 +131,9 @@ class Beside:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--prompts", default="1x8192,1x32768,1x131072,8x1024,14x576", help="Batches, each COUNTxTOKENS."
+        "--prompts",
+        default="1x8192,1x32768,1x131072,1x16384+114688,1x4096+61440,8x1024,14x576",
+        help="Batches, each COUNTxTOKENS; +CONTEXT: tokens before them.",
     )
     args = parser.parse_args()
     need_gpu()
@@ -138,8 +142,9 @@ def main() -> None:
     rate = matmul_flops_per_us()
     rows = [Row(work="bf16 GEMM of 8192^3", unit="TFLOP/s", value=rate / 1e6)]
     for prompts in args.prompts.split(","):
-        sequences, _, length = prompts.partition("x")
-        rows += Beside(int(sequences), int(length), library).rows(rate)
+        sequences, _, chunk = prompts.partition("x")
+        length, _, context = chunk.partition("+")
+        rows += Beside(int(sequences), int(length), int(context or 0), library).rows(rate)
     versions = {name: metadata.version(name) for name in ("torch", "triton", "sglang-kernel")}
     write_result(rows, versions)
 
