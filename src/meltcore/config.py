@@ -1,12 +1,12 @@
 """Defines the settings of a server, its models and their engines. `option` makes a field a flag of `serve`."""
 
 from argparse import BooleanOptionalAction
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from meltcore.errors import ConfigError
-from meltcore.options import braces_fault, check_origins, json_object, not_empty, option, server_url_fault
+from meltcore.options import check_origins, json_object, not_empty, option, server_url_fault
+from meltcore.routes_config import RoutesConfig
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -320,65 +320,6 @@ _FOREIGN_LEAST: dict[str, float] = {
     **dict.fromkeys(("max_queue_tokens", "max_connections", "breaker_failures"), 1),
 }
 
-PROMPT_FIELDS = {"translate_prompt": ("source", "target"), "chat_prompt": ("language",)}  # in braces
-
-
-@dataclass(frozen=True)
-class TranslationRule:
-    """Names the model for a direction of translation, by language codes or names. "*" is every language."""
-
-    source: str
-    target: str
-    model: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutesConfig:
-    """Holds the choice of models for requests that name a language and no model.
-
-    Languages are FLORES codes, English names or ISO 639 codes. Without an entry, and for "*" without one, the first
-    model of the task that has the language answers.
-    """
-
-    order: tuple[str, ...] = ()  # first names of models, as fleet.yaml has them; others follow in the order of adding
-
-    translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
-    transcription: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
-    synthesis: dict[str, str] = field(default_factory=dict)
-    # Languages that models may not know: what they get instead, the first of these that the model knows.
-    substitute: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # "llm": a language model translates what no rule matches: translate_model, or the first.
-    translate_backend: Literal["indictrans2", "llm"] = "indictrans2"
-    translate_model: str | None = None
-    translate_prompt: str = (  # the system message
-        "You are a translation model. Translate the following text from {source} to {target}. "
-        "Answer with the translation alone."
-    )
-    translate_stop: tuple[str, ...] = ()  # strings that end a language model's translation
-    chat_model: str | None = None  # of chat routes whose requests name none; None: the first language model
-    chat_prompt: str = (  # the system message of /v1/indic_chat and /v1/speech_to_speech; "": none
-        "You are a helpful assistant. Answer in one short sentence, without explanations. "
-        "Write the answer in {language} only."
-    )
-    # The language in which these routes ask a language model: prompts are translated into it, and answers from it.
-    # None: it is asked in the request's languages.
-    chat_language: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, fields_of_prompt in PROMPT_FIELDS.items():
-            if fault := braces_fault(getattr(self, name), fields_of_prompt):
-                raise ConfigError(f"routes.{name}: {fault}")
-
-    def named_models(self) -> Iterator[tuple[str, str]]:
-        """Yield every name of a model with the key that has it."""
-        for index, rule in enumerate(self.translation):
-            yield f"translation[{index}].model", rule.model
-        for task in ("transcription", "synthesis"):
-            yield from ((f"{task}.{language}", name) for language, name in getattr(self, task).items())
-        for key in ("translate_model", "chat_model"):
-            if (name := getattr(self, key)) is not None:
-                yield key, name
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResidencyConfig:
@@ -399,7 +340,7 @@ class ServerConfig:
 
     models: tuple[ModelConfig, ...]
     foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
-    routes: RoutesConfig = RoutesConfig()
+    routes: RoutesConfig = field(default_factory=RoutesConfig)
     residency: ResidencyConfig = ResidencyConfig()
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from meltcore.api.backend import ModelTable
-from meltcore.config import RoutesConfig
 from meltcore.fleet.from_spec import server_config
 from meltcore.protocol.fleet_file import parse_fleet
+from meltcore.routes_config import RoutesConfig
 
 
 def backend(*names: str) -> Any:

@@ -29,12 +29,13 @@ from meltcore.backends.synthesis_engine import SynthesisEngine
 from meltcore.backends.text_model import find_task
 from meltcore.backends.transcription_engine import TranscriptionEngine
 from meltcore.backends.translations import Translations, TranslationText
-from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, TranslationRule
+from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesized
 from meltcore.protocol.translation import TranslationReady
+from meltcore.routes_config import RoutesConfig, TranslationRule
 from meltcore.text.translation.document import prepare
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SyntheticTokenizer

@@ -12,8 +12,9 @@ import pytest
 from server_harness import RunningServer, running, scripted_server, serve_command, server_config, wait_until
 
 from meltcore.api.vision import PATHS as VISION_PATHS
-from meltcore.config import EngineConfig, ForeignConfig, RoutesConfig, ServerConfig, TranslationRule
+from meltcore.config import EngineConfig, ForeignConfig, ServerConfig
 from meltcore.errors import ConfigError
+from meltcore.routes_config import RoutesConfig, TranslationRule
 
 ROUTES = RoutesConfig(
     chat_prompt="In {language}:",

@@ -23,9 +23,10 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above
 
 from meltcore.backends.engine_process import ENGINE_COMMAND  # noqa: E402
-from meltcore.config import EngineConfig, ModelConfig, RoutesConfig, ServerConfig  # noqa: E402
+from meltcore.config import EngineConfig, ModelConfig, ServerConfig  # noqa: E402
 from meltcore.models.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
 from meltcore.problems.tones import ToneClip, render, tone_clip  # noqa: E402
+from meltcore.routes_config import RoutesConfig  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 PATH = "/v1/speech_to_speech"

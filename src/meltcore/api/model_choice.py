@@ -14,8 +14,8 @@ from meltcore.api.forward import ForwardingBackend, routes_of
 from meltcore.api.llm_translation import LLMTranslator
 from meltcore.api.protocol import TranslateRequest
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
-from meltcore.config import RoutesConfig
 from meltcore.errors import RequestError
+from meltcore.routes_config import RoutesConfig
 from meltcore.text.languages import code_among
 
 _Backend = TypeVar("_Backend", SpeechBackend, SynthesisBackend)

@@ -10,7 +10,7 @@ import pynvml
 
 from meltcore.api.backend import Backend, ModelTable
 from meltcore.api.model_choice import ModelChoice
-from meltcore.config import RoutesConfig
+from meltcore.routes_config import RoutesConfig
 from meltcore.text.languages import CODES
 
 # Of a query to NVML. A driver that hangs costs one thread, and its GPUs are left out.

@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.api.backend import ModelStatus
-from meltcore.config import ForeignConfig, ModelConfig, RoutesConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
+from meltcore.routes_config import RoutesConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
 

@@ -11,14 +11,13 @@ from meltcore.config import (
     KeyConfig,
     ModelConfig,
     ResidencyConfig,
-    RoutesConfig,
     ServerConfig,
     SharingConfig,
-    TranslationRule,
 )
 from meltcore.errors import ConfigError
 from meltcore.fleet.placement import replica_gpus
 from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection, SharingSection
+from meltcore.routes_config import RoutesConfig, TranslationRule
 
 _ENGINE_FIELDS = (
     *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),

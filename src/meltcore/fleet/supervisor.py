@@ -29,7 +29,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ForeignConfig, ModelConfig, PriorityClass, RoutesConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, PriorityClass, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
@@ -58,6 +58,7 @@ from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
+from meltcore.routes_config import RoutesConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.config import RoutesConfig, ServerConfig
+from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.channel import (
     AddForeign,
@@ -44,6 +44,7 @@ from meltcore.fleet.channel import (
 )
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import STDERR, describe_exit, start_async
+from meltcore.routes_config import RoutesConfig
 
 _COMMAND = (sys.executable, "-m", "meltcore.fleet.api_server_main")
 # Of several workers: Python's own allocator keeps a megabyte for one object that is left in it, 50 MB for good after

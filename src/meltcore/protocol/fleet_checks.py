@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from meltcore.config import FOREIGN_TEMPLATES, PROMPT_FIELDS
+from meltcore.config import FOREIGN_TEMPLATES
 from meltcore.options import braces_fault, server_url_fault
 from meltcore.protocol.fleet_spec import (
     ENGINE_SETTING_TASKS,
@@ -20,6 +20,7 @@ from meltcore.protocol.fleet_spec import (
     ModelSection,
     SharingSection,
 )
+from meltcore.routes_config import PROMPT_FIELDS
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
