@@ -79,6 +79,8 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     assert "on GPUs it needs a 2" in str(error.value)
     assert "GPU 0 20.62 GiB (others use 3.38 GiB more)" in str(error.value)
     assert "The nearest plan that fits: models.a.max_num_seqs: " in str(error.value)
+    with pytest.raises(ConfigError, match=r"there is GPU 0 8\.00 GiB \(its `memory` under `gpus` is the limit\)"):
+        planned(f"gpus: [{{id: 0, memory: 8GiB}}]\n{text}", machine(24, used_gib=4))
     with pytest.raises(ConfigError, match=r"No plan fits, .*: remove a model or add a GPU"):
         planned("models: {a: {checkpoint: meltcore/sums, memory: 90GiB}}", machine(80))
     turns = f"models: {{a: {{{QWEN}, residency: sleepable}}, b: {{{QWEN}, residency: sleepable}}}}"

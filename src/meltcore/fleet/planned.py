@@ -350,6 +350,15 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
     return found
 
 
+def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
+    """Return what a fleet may use of a GPU, and what keeps it from the rest."""
+    if limit_bytes is not None and limit_bytes < free_bytes:
+        return f"GPU {gpu.number} {limit_bytes / _GIB:.2f} GiB (its `memory` under `gpus` is the limit)"
+    text = f"GPU {gpu.number} {free_bytes / _GIB:.2f} GiB"
+    used_bytes = gpu.total_bytes - free_bytes
+    return text + (f" (others use {used_bytes / _GIB:.2f} GiB more)" if used_bytes > 0 else "")
+
+
 def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
     spec, nearest = found.known, found.nearest
@@ -361,9 +370,9 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         for size in [needs[name].budget_bytes if name in needs else int(model.memory or 0)]
         for _ in replica_gpus(model)
     ]
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     there = ", ".join(
-        f"GPU {gpu.number} {size / _GIB:.2f} GiB"
-        + (f" (others use {(gpu.total_bytes - size) / _GIB:.2f} GiB more)" if size < gpu.total_bytes else "")
+        _memory_text(gpu, size, limits.get(gpu.number))
         for gpu, size in zip(found.gpus, found.gpu_bytes, strict=True)
         if gpu.total_bytes > 0
     )
