@@ -33,6 +33,7 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         for connection in running:
             connection.close()
         assert server.check_no_leak()["requests_aborted_total"] == room + 2
+        wait_until(lambda: server.stderr.count("event=request") == room + 3, "the log lines")
         (line,) = [line for line in server.stderr.splitlines() if "status=504" in line]
         assert "task=generation class=interactive" in line
         assert 0.2 < float(line.split("queue_wait_s=")[1].split()[0]) <= 0.5
