@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from meltcore.errors import ConfigError
+from meltcore.layers.embedding import make_embedding
 from meltcore.models.conformer import ConformerEncoder
 from meltcore.models.log_mel import LogMel
 from meltcore.models.task_configs import IndicConformerConfig
@@ -69,7 +70,7 @@ class PredictionNetwork(nn.Module):
     def __init__(self, config: IndicConformerConfig) -> None:
         super().__init__()
         size = config.prediction_size
-        self.embed = nn.Embedding(config.vocab_size + 1, size)
+        self.embed = make_embedding(config.vocab_size + 1, size)
         self.lstm = nn.LSTM(size, size, config.prediction_layers)
 
     def forward(

@@ -25,6 +25,7 @@ from meltcore.kernels.activation import linear_gelu
 from meltcore.kernels.grouped_convolution import grouped_convolution, taps_first
 from meltcore.kernels.layer_norm import add_modulated_layer_norm, modulated_layer_norm
 from meltcore.kernels.rotary import rotate_pairs
+from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.task_configs import POSITION_GROUPS, IndicF5Config
 from meltcore.models.vocos import MelSpectrogram, Vocos, module_tensors
@@ -70,7 +71,7 @@ class TextEmbedding(nn.Module):
     def __init__(self, config: IndicF5Config) -> None:
         super().__init__()
         size = config.text_size
-        self.text_embed = nn.Embedding(config.vocab_size + 1, size)
+        self.text_embed = make_embedding(config.vocab_size + 1, size)
         self.text_blocks = nn.ModuleList(
             TextLayer(size, config.text_feed_forward_size) for _ in range(config.num_text_layers)
         )

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from meltcore.kernels.attention.beam import beam_cross_attention, beam_self_attention
 from meltcore.kernels.layer_norm import add_layer_norm
+from meltcore.layers.embedding import make_embedding
 from meltcore.layers.weight_loader import WeightLoader
 from meltcore.models.task_configs import IndicTrans2Config
 
@@ -124,7 +125,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: IndicTrans2Config, vocab_size: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocab_size, config.hidden_size)
+        self.tokens = make_embedding(vocab_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size) if config.layernorm_embedding else None
         self._scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
 
