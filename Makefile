@@ -22,7 +22,7 @@ test: $(STAMP)  ## Run every test (about 20 minutes on two cores).
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 4 minutes).
 	$(PYTEST) -m 'not slow'
 
-test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 15 minutes).
+test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
 	$(BIN)/python -m pytest -rs -m ray tests/cluster
 
