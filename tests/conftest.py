@@ -21,13 +21,14 @@ MOST_PROCESSES = 4  # each may hold torch, transformers and an engine
 def pytest_configure() -> None:
     """One thread a process where all cores have theirs; before torch is imported, which asks once.
 
-    And Ctrl-C and hang-up as ever: a shell that starts the tests in the background has the one ignored, nohup the
-    other, and some tests send them to themselves or to what they start. And bytecode is kept: without it, hundreds of
-    child processes would each compile the package anew.
+    The Hub's library, too, reads its variable once. And Ctrl-C and hang-up as ever: a shell that starts the tests in
+    the background has the one ignored, nohup the other, and some tests send them to themselves or to what they start.
+    And bytecode is kept: without it, hundreds of child processes would each compile the package anew.
     """
     gc.disable()  # until all tests are collected, which takes 7.0 s of CPU time in each process instead of 9.2 s
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the Hub, and a lookup without a network takes long
     if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

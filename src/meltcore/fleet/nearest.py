@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from meltcore.fleet.needs import named_needs
+from meltcore.engine.host.memory_needs import EngineNeeds
+from meltcore.fleet.needs import known_needs
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 from meltcore.results.fleet_plan import has_smaller_settings
 
@@ -40,21 +41,22 @@ class Fitting(NamedTuple):
 
 
 def nearest(
-    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None]
+    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], known: dict[str, EngineNeeds]
 ) -> tuple[Fitting, tuple[str, ...]] | tuple[None, tuple[()]]:
     """Return the nearest fleet that fits, and the changes of another one; None and no changes where none fits.
 
-    try_plan: returns the plan of a fleet that fits, else None. The nearest keeps models on GPUs, then contexts, then
+    try_plan: returns the plan of a fleet that fits, else None. known: the needs of engines that were asked for before;
+    new ones are added. The nearest keeps models on GPUs, then contexts, then
     concurrency, then models awake. The other one leaves contexts and concurrency alone; where the nearest does too, it
     has smaller ones for more models that stay awake.
     """
-    found = _nearest(spec, try_plan, _SIZES_FIRST, may_shrink=True)
+    found = _nearest(spec, try_plan, known, _SIZES_FIRST, may_shrink=True)
     if found is None:
         return None, ()
     if has_smaller_settings(found.changes):
-        other = _nearest(spec, try_plan, _SIZES_FIRST, may_shrink=False)
+        other = _nearest(spec, try_plan, known, _SIZES_FIRST, may_shrink=False)
     else:
-        other = _nearest(spec, try_plan, _AWAKE_FIRST, may_shrink=True)
+        other = _nearest(spec, try_plan, known, _AWAKE_FIRST, may_shrink=True)
     return found, other.changes if other is not None and other.changes != found.changes else ()
 
 
@@ -77,13 +79,20 @@ def changed_text(text: str, changes: Sequence[str]) -> str:
 
 
 def _nearest(
-    spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str], *, may_shrink: bool
+    spec: FleetSpec,
+    try_plan: Callable[[FleetSpec], _P | None],
+    known: dict[str, EngineNeeds],
+    order: Sequence[str],
+    *,
+    may_shrink: bool,
 ) -> Fitting | None:
     """Return the fleet that fits and keeps most in this order of fields; None for none.
 
     may_shrink: concurrency and contexts may be changed too.
     """
-    steps = reversed(list(_steps(spec, may_shrink)))  # all changes; where the host has too little for them, fewer
+    steps = reversed(
+        list(_steps(spec, known, may_shrink))
+    )  # all changes; where the host has too little for them, fewer
     found = next(((each, plan) for each in steps if (plan := try_plan(each)) is not None), None)
     if found is None:
         return None
@@ -93,7 +102,7 @@ def _nearest(
     return Fitting(changed, plan, tuple(_differences(spec, changed)))
 
 
-def _steps(spec: FleetSpec, may_shrink: bool) -> Iterator[FleetSpec]:
+def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> Iterator[FleetSpec]:
     """Yield fleets that need less and less memory: concurrency, context, sleep, then the CPU."""
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
@@ -106,12 +115,12 @@ def _steps(spec: FleetSpec, may_shrink: bool) -> Iterator[FleetSpec]:
 
     for _ in range(3 if may_shrink else 0):  # to an eighth of the sequences, in turns
         for name in by_priority:
-            seqs = named_needs(name, models[name]).concurrency
+            seqs = known_needs(known, name, models[name]).concurrency
             if seqs > 1:
                 yield change(name, max_num_seqs=max(1, seqs // 2))
     while may_shrink:  # the longest contexts first
         lengths = {
-            name: models[name].max_model_len or named_needs(name, models[name]).max_model_len or 0
+            name: models[name].max_model_len or known_needs(known, name, models[name]).max_model_len or 0
             for name in generation
         }
         longest = max(lengths, key=lambda name: lengths[name], default=None)

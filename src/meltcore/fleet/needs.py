@@ -20,13 +20,21 @@ def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) ->
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
         if model.kind == "engine":
-            key = f"{name}: {model!r}"
-            if key not in known:
-                known[key] = named_needs(name, model)
-            needs[name] = known[key]
+            needs[name] = known_needs(known, name, model)
         elif model.kind == "command" and model.memory is None and model.device != "cpu":
             raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
     return needs
+
+
+def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -> EngineNeeds:
+    """Return the memory of a model's engine from `known`, where it is added if it is new.
+
+    The checkpoint of a new one is opened, which may ask the Hub for its files.
+    """
+    key = f"{name}: {model!r}"
+    if key not in known:
+        known[key] = named_needs(name, model)
+    return known[key]
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:

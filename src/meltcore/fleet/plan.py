@@ -216,7 +216,7 @@ def plan_fleet(
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
-    found, other_changes = nearest(spec, try_plan)
+    found, other_changes = nearest(spec, try_plan, known)
     if found is None:
         return None, None
     return None, found.plan._replace(changes=found.changes, other_changes=other_changes)
