@@ -288,13 +288,13 @@ def test_can_fuse_norm_checks_what_a_program_can_hold(rows: int, size: int, rank
 @pytest.mark.slow
 def test_rank_processes_wait_for_each_other(tmp_path: Path) -> None:
     """Two processes map the same buffers and interpret the kernels, one-shot and two-shot: both send and receive in one
-    launch."""
+    launch. Five steps of each are one of every count."""
     for rank in range(2):
         (tmp_path / f"buffer-{rank}").write_bytes(bytes([symmetric_memory.EMPTY_BYTE]) * buffer_bytes(2))
     command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), "2", "8"],
+            [*command, str(rank), "2", "5"],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},

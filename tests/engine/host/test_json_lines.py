@@ -1,15 +1,19 @@
 """The engine behind two pipes: the tokens of the offline API, one line per step, and an end with its input."""
 
+import io
 import json
+import os
+import queue
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from meltcore import LLM, SamplingParams
+from meltcore.engine.host import json_lines
 from meltcore.protocol.json_lines import (
     Abort,
     FailedLine,
@@ -18,6 +22,7 @@ from meltcore.protocol.json_lines import (
     ReadyLine,
     RefusedLine,
     StepLine,
+    ToEngineLine,
     decode,
     decode_request,
     encode,
@@ -60,7 +65,9 @@ class Pipes:
             pipe.close()
 
 
-def started() -> Iterator[Pipes]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Pipes]:
+    """A process for all tests; the last of them ends it."""
     found = Pipes(CONFIG)
     try:
         while (line := found.receive())["type"] == "loading":
@@ -69,10 +76,6 @@ def started() -> Iterator[Pipes]:
         yield found
     finally:
         found.stop()
-
-
-pipes = pytest.fixture(started, name="pipes")
-shared = pytest.fixture(started, name="shared", scope="module")
 
 
 @pytest.mark.slow
@@ -122,18 +125,29 @@ def test_invalid_request_is_refused_alone(shared: Pipes) -> None:
 
 
 @pytest.mark.slow
-def test_end_of_input_ends_the_process(pipes: Pipes) -> None:
-    pipes.send({"type": "generate", "id": 1, "prompt": [5], "max_tokens": 1000})
-    pipes.receive()
-    assert pipes.end() == 0
+def test_end_of_input_ends_the_process_in_a_request(shared: Pipes) -> None:
+    shared.send({"type": "generate", "id": 1, "prompt": [5], "max_tokens": 1000})
+    shared.receive()
+    assert shared.end() == 0
 
 
-@pytest.mark.slow
-def test_undecodable_line_ends_the_process_with_a_message(pipes: Pipes) -> None:
-    pipes.send({"type": "generate", "id": "one"})
-    assert pipes.process.wait(LIMIT_S) == 2
-    assert pipes.process.stderr is not None
-    assert b"cannot be decoded" in pipes.process.stderr.read()
+class Ended(BaseException):
+    """The process has ended with this exit status."""
+
+
+def test_undecodable_line_ends_the_process_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(status: int) -> NoReturn:
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    requests: queue.SimpleQueue[ToEngineLine] = queue.SimpleQueue()
+    lines = b'{"type":"abort","ids":[1]}\n{"type":"generate","id":"one"}\n{"type":"abort","ids":[2]}\n'
+    with pytest.raises(Ended, match="2"):
+        json_lines._read_requests(io.BytesIO(lines), requests)
+    assert (requests.get(), requests.empty()) == (Abort([1]), True)
+    assert "cannot be decoded" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -39,6 +39,11 @@ def test_process_serves_aborts_refuses_profiles_and_shuts_down(client: EngineCli
     assert ready.vocab_size == tools.VOCAB
     assert ready.weights == "real"
 
+    if not torch.cuda.is_available():
+        client.send(Profile("start", "", "cuda"), Profile("stop", "", "cuda"))
+        errors = [client.receive().error for _ in range(2)]
+        assert errors == ["RuntimeError: the cuda profiler needs an NVIDIA GPU", "no profile is being taken"]
+
     prompt = tools.random_prompt(20, 0)
     client.send(Profile("start", str(tmp_path / "traces")))
     assert isinstance(client.receive(), ProfileDone)
@@ -65,14 +70,6 @@ def test_process_serves_aborts_refuses_profiles_and_shuts_down(client: EngineCli
     assert sum(event.get("name") == STEP and event.get("cat") == "user_annotation" for event in events) >= 5
     client.send(Shutdown())
     assert client.process.wait(20) == 0
-
-
-@pytest.mark.slow
-def test_cuda_profiler_without_a_gpu_is_refused(client: EngineClient) -> None:
-    client.ready()
-    client.send(Profile("start", "", "cuda"), Profile("stop", "", "cuda"))
-    errors = [done.error for done in (client.receive(), client.receive()) if isinstance(done, ProfileDone)]
-    assert errors == ["RuntimeError: the cuda profiler needs an NVIDIA GPU", "no profile is being taken"]
 
 
 def test_whole_exception_of_a_failed_start_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,11 +136,9 @@ def test_process_exits_at_the_end_of_its_standard_input(client: EngineClient) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_failed_start_is_one_line_and_a_non_zero_exit(tmp_path: Path, temporary_folder: Path, ranks: int) -> None:
-    client = EngineClient(
-        tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu", tensor_parallel_size=ranks)
-    )
+def test_failed_start_with_ranks_is_one_line_and_a_non_zero_exit(tmp_path: Path, temporary_folder: Path) -> None:
+    """That of one rank is tested with its server: test_real_engine.py."""
+    client = EngineClient(tmp_path, EngineConfig(model=str(tmp_path / "nothing"), device="cpu", tensor_parallel_size=2))
     try:
         message = client.receive()
         assert isinstance(message, EngineFailed)
