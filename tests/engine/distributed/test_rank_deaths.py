@@ -126,15 +126,6 @@ def test_dead_or_hanging_rank_ends_the_engine_during_a_step(
 
 
 @pytest.mark.slow
-def test_dead_rank_ends_an_idle_engine(start: StartEngineClient) -> None:
-    client = start()
-    client.ready()
-    os.kill(rank_of(client), signal.SIGKILL)
-    assert "killed by signal 9" in failure(client)
-    assert client.process.wait(WITHIN_S) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["joining the ranks", "making the model"])
 def test_dead_rank_ends_loading(stage: str, start: StartEngineClient) -> None:
     client = start()
