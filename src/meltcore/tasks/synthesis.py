@@ -20,7 +20,7 @@ from torch.nn import functional
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indicf5 import FILLER, IndicF5
-from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.loader import Progress, allocate, check_memory, fill_dummy_weights, load_weights
 from meltcore.models.task_configs import SYNTHESIS_GRAPHS, IndicF5Config
 from meltcore.tasks.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 
@@ -229,7 +229,7 @@ def load_synthesis_model(
         model = IndicF5(config).to(dtype)
         model.vocoder.float()
     check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
-    model = model.to_empty(device=device)
+    model = allocate(model, device)
     if dummy_seed is not None:
         fill_dummy_weights(model, checkpoint, dummy_seed)
     else:

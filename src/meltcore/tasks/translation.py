@@ -9,7 +9,7 @@ import torch
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.indictrans2 import IndicTrans2
-from meltcore.models.loader import Progress, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.loader import Progress, allocate, check_memory, fill_dummy_weights, load_weights
 from meltcore.tasks.beam_search import BeamSearch
 from meltcore.tasks.beam_state import BeamOptions
 
@@ -29,7 +29,7 @@ def load_translation_model(
     with torch.device("meta"):
         model = IndicTrans2(checkpoint.config).to(dtype)
     check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
-    model = model.to_empty(device=device)
+    model = allocate(model, device)
     if dummy_seed is not None:
         fill_dummy_weights(model, checkpoint, dummy_seed)
     else:

@@ -25,7 +25,7 @@ from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import find_transcriber, has_assets
 from meltcore.models.indicconformer import IndicConformer, TranscriberFiles
-from meltcore.models.loader import Progress, check_memory, task_dtype
+from meltcore.models.loader import Progress, allocate, check_memory, task_dtype
 from meltcore.models.nemo_archive import NemoArchive
 from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.models.transcriber_assets import PublishedAssets
@@ -275,7 +275,7 @@ def _build(
     with torch.device("meta"):
         model = IndicConformer(model_config).to(dtype)
     check_memory(config.model, sum(values.nbytes for values in model.parameters()), device, 1)
-    return model.to_empty(device=device)
+    return allocate(model, device)
 
 
 def _load(
