@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
@@ -175,17 +176,35 @@ def test_strategies_without_a_measured_row_are_named_in_the_docs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["transformers", "async", "compile", "int8", "onnxruntime", "meltcore"])
-def test_real_worker_answers_whole_batches(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that can run on a CPU. Compiling would take a minute: the compiled strategy runs with dynamo off."""
+def test_real_worker_answers_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    strategy = Strategy(worker, worker, 2)
-    if reason := strategies.missing(strategy, "cpu"):
-        pytest.skip(reason)
     args = argparse.Namespace(model="meltcore/sums", device="cpu", dtype="float32", seconds=0.01)
-    found = strategies.measure(strategy, args)
+    found = strategies.measure(Strategy("meltcore", "meltcore", 2), args)
     assert (found.requests, found.tokens) == (2, 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", ["transformers", "async", "compile", "int8", "onnxruntime"])
+def test_other_workers_answer_whole_batches(
+    worker: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that can run on a CPU, in this process, which has imported what each of theirs would import first.
+
+    Compiling would take a minute: the compiled strategy runs with dynamo off.
+    """
+    import torch._dynamo
+
+    if reason := strategies.missing(Strategy(worker, worker, 2), "cpu"):
+        pytest.skip(reason)
+    options = ["--model", "meltcore/sums", "--device", "cpu", "--dtype", "float32", "--batch", "2", "--seconds", "0.01"]
+    monkeypatch.setattr(sys, "argv", ["strategy_worker.py", worker, *options])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    with torch._dynamo.config.patch(disable=True):
+        strategy_worker.main()
+    warm, done = capsys.readouterr().out.splitlines()[-2:]
+    assert (warm, done.partition(" ")[0]) == ("warm", "done")
+    found = json.loads(done.removeprefix("done "))
+    assert (found["requests"], found["tokens"]) == (2, 256)
 
 
 @pytest.mark.slow
