@@ -205,6 +205,7 @@ def test_sampling_is_that_of_the_environment_and_of_the_client(monkeypatch: pyte
     assert counted(stats) == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_spans_are_dropped_and_counted_where_the_collector_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collector that refuses, one that is not there, and a queue that is full: requests do not wait for any."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")

@@ -121,6 +121,7 @@ def test_each_fault_is_a_named_failure(
     assert gone(pid)
 
 
+@pytest.mark.slow
 def test_engine_that_dies_keeps_what_was_measured(tmp_path: Path) -> None:
     with device_run(tmp_path, duration_s=6.0, fault="die", after_s=1.5) as run:
         run.start()

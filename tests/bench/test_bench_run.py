@@ -441,6 +441,7 @@ def test_interruption_after_the_measurement_has_no_effect(tmp_path: Path, monkey
     assert folder.report_path.exists()
 
 
+@pytest.mark.slow
 def test_interruption_before_the_first_level_ends_all_processes(tmp_path: Path) -> None:
     running = command(tmp_path, "--duration", "60", fault="never_ready")
     assert running.stdout is not None

@@ -60,6 +60,7 @@ def control(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIDS", str(folder / "pid"))
 
 
+@pytest.mark.slow
 def test_means_that_fail_are_named_and_the_others_measured(
     bench: gpu_sharing.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

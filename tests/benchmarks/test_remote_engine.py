@@ -14,6 +14,7 @@ from remote_engine import Run, Stream, level_rows
 BENCHMARK = Path(remote_engine.__file__)
 
 
+@pytest.mark.slow
 def test_engine_of_both_servers_is_measured() -> None:
     command = [sys.executable, str(BENCHMARK), "--quick", "--check-only"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -307,6 +307,7 @@ def test_load_is_balanced_over_two_servers_by_a_fleet(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_server_that_runs_already_is_measured_and_left_running(tmp_path: Path) -> None:
     command = [*SCRIPTED.replace("{port}", "0").split(), "--itl-ms", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -55,6 +55,7 @@ def test_two_servers_alternate_in_mirrored_order() -> None:
         interleave(commands, 0)
 
 
+@pytest.mark.slow
 def test_every_start_has_its_own_port_and_the_same_load(tmp_path: Path) -> None:
     lines: list[str] = []
     command = parse_command(f"{SCRIPTED} --itl-ms 1")

@@ -455,6 +455,7 @@ def test_baseline_refuses_a_server_that_is_still_loading(
     assert server.asked == []
 
 
+@pytest.mark.slow
 def test_baseline_whose_command_leaves_its_server_in_the_background_is_refused(
     items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_harness_is_ended_at_its_time_limit(python: Callable[[str], str], tmp_path: Path) -> None:
     child = tmp_path / "child"
     harness = python(f"sleep 60 & echo $! > {child}; wait")

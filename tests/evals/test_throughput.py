@@ -211,6 +211,7 @@ def test_honest_server_passes_every_gate(counting: Callable[..., CountingServer]
     assert result.weighted_throughput is None
 
 
+@pytest.mark.slow
 def test_unstreamed_answers_are_checked_alike_and_have_no_ttft(
     counting: Callable[..., CountingServer], tmp_path: Path
 ) -> None:

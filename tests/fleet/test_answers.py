@@ -89,6 +89,7 @@ def test_stop_token_is_counted_but_not_shown(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_default_max_tokens_is_what_the_context_leaves() -> None:
     with scripted_server("--step-s", "0", engine={"max_model_len": 64}) as server:
         usage = server.chat("hello").json["usage"]
@@ -251,6 +252,7 @@ def test_models_route_states_overrides() -> None:
         assert f", overrides {json.dumps(overrides)}]" in server.process.stdout.read()
 
 
+@pytest.mark.slow
 def test_every_served_name_is_accepted() -> None:
     with scripted_server(served_model_name=("one", "org/two")) as server:
         assert [card["id"] for card in server.request("GET", "/v1/models").json["data"]] == ["one", "org/two"]
@@ -272,6 +274,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
     assert chat.json["tokens"] == [97, 98]
 
 
+@pytest.mark.slow
 def test_profile_routes_exist_only_with_a_folder(server: RunningServer, tmp_path: object) -> None:
     assert server.post("/start_profile", {}).status == 404
     with scripted_server(profile_dir=str(tmp_path)) as profiled:
@@ -279,11 +282,13 @@ def test_profile_routes_exist_only_with_a_folder(server: RunningServer, tmp_path
         assert profiled.post("/stop_profile", {}).status == 200
 
 
+@pytest.mark.slow
 def test_cuda_profiler_needs_no_folder() -> None:
     with scripted_server(profiler="cuda") as profiled:
         assert [profiled.post(f"/{each}_profile", {}).json for each in ("start", "stop")] == [{"path": "cuda"}] * 2
 
 
+@pytest.mark.slow
 def test_cors_is_off_by_default(server: RunningServer) -> None:
     origin = {"origin": "https://app.example"}
     assert "access-control-allow-origin" not in server.request("GET", "/v1/models", headers=origin).headers
@@ -299,6 +304,7 @@ def test_cors_is_off_by_default(server: RunningServer) -> None:
         assert open_server.post("/v1/completions", COMPLETION, origin).status == 200
 
 
+@pytest.mark.slow
 def test_pages_of_other_sites_are_refused_on_every_route(server: RunningServer) -> None:
     own = f"127.0.0.1:{server.port}"
     for path, body in (("/v1/completions", COMPLETION), ("/tokenize", {"prompt": "a"}), ("/v1/chat", {"text": "a"})):

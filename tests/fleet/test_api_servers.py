@@ -59,6 +59,7 @@ def test_connections_are_distributed_evenly() -> None:
         )
 
 
+@pytest.mark.slow
 def test_api_server_without_file_descriptors_loses_only_connections() -> None:
     with scripted_server(api_server_count=2) as server:
         for stream in open_streams(server, 2, max_tokens=1):  # so the engine's own connections to each API server exist
@@ -206,6 +207,7 @@ def test_all_processes_exit_when_the_supervisor_is_killed() -> None:
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone", 5)
 
 
+@pytest.mark.slow
 def test_profile_can_be_started_and_stopped_at_different_api_servers(tmp_path: Any) -> None:
     with scripted_server(profile_dir=str(tmp_path), api_server_count=2) as server:
         kept = server.connect()  # is the first connection, so that the next two requests go to both API servers

@@ -61,6 +61,7 @@ def test_client_disconnect_before_the_first_token_frees_its_request(stream: bool
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+@pytest.mark.slow
 def test_request_outlives_its_client_by_less_than_100_ms(tmp_path: Path) -> None:
     """From the client's close to the abort in the engine; the second of three, so that a busy machine is no failure."""
     log = tmp_path / "aborts"
@@ -91,6 +92,7 @@ def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+@pytest.mark.slow
 def test_client_disconnect_after_a_pipelined_request_frees_its_request() -> None:
     with scripted_server("--step-s", "0.05", engine={"max_model_len": 10**8}) as server:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 10_000}
@@ -106,6 +108,7 @@ def test_client_disconnect_after_a_pipelined_request_frees_its_request() -> None
         assert (found["requests_accepted_total"], found["requests_aborted_total"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_client_disconnects_during_tokenization_free_their_requests() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
         for wait_ms in range(20):
@@ -142,6 +145,7 @@ def test_client_disconnects_around_the_last_step_leak_nothing() -> None:
         assert found["requests_failed_total"] == 0
 
 
+@pytest.mark.slow
 def test_half_sent_request_is_dropped_without_a_log_line() -> None:
     with scripted_server() as server:
         connection = socket.create_connection(("127.0.0.1", server.port))
@@ -185,6 +189,7 @@ def test_full_queue_is_429_immediately_and_running_requests_continue() -> None:
         assert (found["requests_accepted_total"], found["requests_rejected_total"]) == (2, 1)
 
 
+@pytest.mark.slow
 def test_queue_full_by_tokens_is_429_but_one_long_prompt_enters() -> None:
     with scripted_server("--silent-steps", "100000", max_queue_tokens=50) as server:
         first = server.open(CHAT, chat_body("x" * 80))
@@ -204,6 +209,7 @@ def test_request_past_its_time_limit_is_ended_with_504(stream: bool) -> None:
         assert server.check_no_leak()["requests_aborted_total"] == 1
 
 
+@pytest.mark.slow
 def test_stream_past_its_time_limit_gets_an_error_event() -> None:
     with scripted_server("--step-s", "0.02", request_timeout_s=0.4) as server:
         data = read_until(server.open(CHAT, chat_body(stream=True)), b"0\r\n\r\n")
@@ -213,6 +219,7 @@ def test_stream_past_its_time_limit_gets_an_error_event() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_request_refused_by_the_engine_is_500_and_others_continue() -> None:
     with scripted_server("--step-s", "0.005") as server:
         staying = server.open(CHAT, chat_body("stay", stream=True, max_tokens=60))
@@ -497,6 +504,7 @@ def test_engine_exits_when_the_supervisor_is_killed() -> None:
         wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone", 5)
 
 
+@pytest.mark.slow
 def test_two_clients_with_the_same_request_id_both_get_their_answers() -> None:
     with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(4) as pool:
         headers = {"x-request-id": "same"}

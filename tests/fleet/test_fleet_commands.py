@@ -325,6 +325,7 @@ def test_reload_with_keys_adds_a_model_and_refuses_a_changed_key(
         assert [status("first", f"{which}-secret") for which in ("first", "second")] == [200, 401]
 
 
+@pytest.mark.slow
 def test_logs_are_followed_as_they_grow_and_begin_anew_past_a_limit(tmp_path: Path) -> None:
     """A process goes on to write the emptied file, from its beginning, and the old one is kept."""
     path = tmp_path / "first.log"

@@ -92,6 +92,7 @@ def gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 def test_engine_that_loads_for_too_long_is_ended() -> None:
     policy = RestartPolicy(first_pause_s=0.05, max_deaths=2)
     with fleet({"slow": {"load_s": 60.0, "start_limit_s": 0.3}, "first": {}}, policy=policy) as (server, _):

@@ -183,6 +183,7 @@ def test_url_is_served_beside_a_model_of_our_own(tmp_path: Path) -> None:
             server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
     model = ModelConfig(engine=EngineConfig(model="m"))
     theirs = ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",))

@@ -72,6 +72,7 @@ def test_daemon_serves_clients_until_it_is_stopped(
     assert "-f \n" in (log / "calls").read_text(), "the daemon sees all GPUs, as its clients number them"
 
 
+@pytest.mark.slow
 def test_daemon_that_does_not_start_is_an_error(control: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(ConfigError, match="nvidia-cuda-mps-control ended with code 3: a line of its log"):

@@ -73,6 +73,7 @@ def test_plan_of_a_cluster_names_the_nodes() -> None:
     assert plan_fleet(more, [], gpu_nodes=[], host_bytes=there.host_bytes)[0] is None
 
 
+@pytest.mark.slow
 def test_512_engines_on_64_nodes_are_planned_in_seconds() -> None:
     there = cluster(*[8] * 64)
     spec = parse_fleet("models: {" + ", ".join(f"m{at}: {{{QWEN}, replicas: 64}}" for at in range(8)) + "}")

@@ -113,6 +113,7 @@ def test_errors_come_as_the_clients_own_types(server: RunningServer, client: ope
         ask(client.with_options(api_key="wrong"))
 
 
+@pytest.mark.slow
 def test_full_queue_raises_the_clients_rate_limit_error() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_num_seqs": 1}, max_queue=0) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0)

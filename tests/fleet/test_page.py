@@ -29,6 +29,7 @@ READY = "document.querySelector('#state').classList.contains('ready')"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
+@pytest.mark.slow
 def test_page_runs_its_own_script_alone_and_status_needs_the_key() -> None:
     with scripted_server(api_key="secret") as server:
         answer = server.request("GET", "/")

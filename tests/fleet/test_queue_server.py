@@ -13,6 +13,7 @@ from meltcore.config import KeyConfig
 CHAT = "/v1/chat/completions"
 
 
+@pytest.mark.slow
 def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
     """The engine has all that it is sent; what waits ends with 504, or when its client leaves, and frees its place."""
     room = room_of(1)
@@ -56,6 +57,7 @@ def test_batch_waits_for_interactive_requests() -> None:
         server.check_no_leak()
 
 
+@pytest.mark.slow
 def test_keys_have_names_classes_and_rates() -> None:
     key = KeyConfig(
         name="team",

@@ -151,6 +151,7 @@ def test_wrong_value_is_named(settings: dict[str, str], given: dict[str, str], s
     assert said in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> None:
     done = start(settings | {"START_TIMEOUT": "0.5"}, "--device", "cpu")
     assert done.returncode == 2
@@ -183,6 +184,7 @@ def of_log(settings: dict[str, str]) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_missing_model_is_reported(settings: dict[str, str]) -> None:
     done = start(settings | {"MODEL": "./no-such-folder", "START_TIMEOUT": "60"})
     assert done.returncode == 2

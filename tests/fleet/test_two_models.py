@@ -48,6 +48,7 @@ def by_model(server: RunningServer, name: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_metrics_logs_and_errors_are_keyed_by_model() -> None:
     with two_scripted_models() as server:
         assert [card["id"] for card in server.request("GET", "/v1/models").json["data"]] == ["first", "second"]

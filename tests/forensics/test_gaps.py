@@ -267,6 +267,7 @@ def test_invalid_numbers_are_refused(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_live_trace_is_checked_by_the_gpus_counters(tmp_path: Path) -> None:
     """The trace says 59 % busy, the counters 95 % active: the trace is incomplete."""
     path = one_of_each().write(tmp_path / "trace.json")

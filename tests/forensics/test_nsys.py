@@ -238,6 +238,7 @@ def test_server_without_the_profiler_is_refused_and_ended(
     assert ended(folder / "pid")
 
 
+@pytest.mark.slow
 def test_server_that_never_answers_is_ended(folder: Path, capsys: pytest.CaptureFixture[str], port: int) -> None:
     fake_nsys(folder, "time.sleep(600)")
     url = f"http://127.0.0.1:{port}"

@@ -278,6 +278,7 @@ def test_straggler_above_its_floor_is_a_warning(tmp_path: Path) -> None:
     assert certificate.exit_code == 1
 
 
+@pytest.mark.slow
 def test_healthy_spread_at_power_limit_gives_no_finding(tmp_path: Path) -> None:
     """682 of 795 TFLOP/s, as measured on two healthy H200s; the other GPUs of this node are fast."""
 

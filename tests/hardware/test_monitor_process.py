@@ -55,6 +55,7 @@ def command(
     )
 
 
+@pytest.mark.slow
 def test_samples_keep_their_interval_on_the_monotonic_clock(tmp_path: Path) -> None:
     before_s = time.monotonic()
     with start_monitor(tmp_path / "s.jsonl", interval_s=0.02) as monitor:
@@ -87,6 +88,7 @@ def test_samples_are_returned_once_and_recording_holds_all(tmp_path: Path) -> No
     assert recording.of(0, to_s=middle_s) + recording.of(0, from_s=middle_s + 1e-9) == recording.of(0)
 
 
+@pytest.mark.slow
 def test_lost_gpu_stops_and_others_continue(tmp_path: Path) -> None:
     gpus = [FakeGpu(uuid="GPU-a", lost_after_s=0.4), FakeGpu(uuid="GPU-b")]
     with start_monitor(tmp_path / "s.jsonl", *gpus) as monitor:
@@ -107,6 +109,7 @@ def test_sampler_ends_when_every_gpu_is_lost(tmp_path: Path) -> None:
     assert monitor.end.reason == "all GPUs lost"
 
 
+@pytest.mark.slow
 def test_slow_readings_count_missed_intervals(tmp_path: Path) -> None:
     gpus = [FakeGpu(uuid=f"GPU-{n}") for n in range(40)]
     with start_monitor(tmp_path / "s.jsonl", *gpus, interval_s=0.001) as monitor:
@@ -166,6 +169,7 @@ def test_other_file_is_no_recording(tmp_path: Path) -> None:
             read_recording(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_command_prints_lines_and_summary_and_writes_json_lines(tmp_path: Path) -> None:
     gaming = FakeGpu(name="NVIDIA GeForce RTX 4090", uuid="GPU-b", architecture=8, refused={"power_w": 4})
     done = command("--duration", "1.2", gpus=[FakeGpu(), gaming], cwd=tmp_path)

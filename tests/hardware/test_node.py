@@ -26,6 +26,7 @@ def test_program_gets_stdin_and_environment_and_output_returns() -> None:
     assert (ran.returncode, ran.stdout, last_line(ran), ran.is_alive) == (3, b"sky is blue\n", "woe", False)
 
 
+@pytest.mark.slow
 def test_hung_program_is_killed_with_children_and_output_is_kept() -> None:
     code = (
         "import subprocess, sys, time\n"
@@ -148,12 +149,14 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_program_past_its_limit_can_end_other_sessions() -> None:
     ran = node().run([sys.executable, "-c", _PARENT], b"", {}, 1.5)
     assert ran.returncode is None
     assert not _runs(int(ran.stdout))
 
 
+@pytest.mark.slow
 def test_programs_of_other_threads_can_be_ended() -> None:
     machine = node()
     with ThreadPoolExecutor() as pool:

@@ -163,6 +163,7 @@ def test_host_copies_give_samples(on_the_cpu: None, direction: str) -> None:
     assert min(result.samples) > 0
 
 
+@pytest.mark.slow
 def test_host_copies_run_on_gpu_socket(on_the_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[set[int]] = []
     monkeypatch.setattr(host, "_ALLOWED_CPUS", set(range(64)))

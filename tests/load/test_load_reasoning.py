@@ -60,6 +60,7 @@ def thinker() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream", "processes"), [(True, 1), (False, 1), (True, 2)])
 def test_number_in_the_reasoning_is_not_an_answer(thinker: str, tmp_path: Path, stream: bool, processes: int) -> None:
     asked = tmp_path / "asked.jsonl"

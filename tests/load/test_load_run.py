@@ -33,6 +33,7 @@ def save_tokenizer(folder: Path, pieces: PreTokenizer) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_command_writes_a_run_folder_and_prints_json(scripted: Start, tmp_path: Path) -> None:
     server = scripted("--ttft-ms", "5", "--itl-ms", "1", "--tokens", "4")
     options = [server.url, "--concurrency", "2,4", "--num-prompts", "12,16", "--workload", "random:in=4,out=4"]  # type: ignore[attr-defined]

@@ -82,6 +82,7 @@ def test_answers_to_a_file_are_graded(scripted: Start, tmp_path: Path) -> None:
     assert result.accuracy == 0.5
 
 
+@pytest.mark.slow
 def test_events_of_several_tokens_count_their_tokens(scripted: Start) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "20", "--tokens", "16", "--merge", "4")
     result = load(server, concurrency=(12,), num_prompts=(24,))
@@ -201,6 +202,7 @@ def test_connection_closed_between_requests_is_opened_again(
     assert num_reconnected == 0 or any(reason.startswith(said) for reason in result.reasons)
 
 
+@pytest.mark.slow
 def test_request_that_the_server_drops_after_reading_it_is_a_failure(scripted: Start) -> None:
     server = scripted("--ttft-ms", "300", "--tokens", "2", "--fault", "drop", "--fault-every", "2")
     result = load(server, concurrency=(1,), num_prompts=(4,))
@@ -407,6 +409,7 @@ def test_each_timeout_fails_a_request_with_its_own_reason(
     assert next(iter(result.failures)).startswith(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_dead_server_is_the_verdict_and_every_planned_request_is_counted(scripted: Start, processes: int) -> None:
     server = scripted("--ttft-ms", "50", "--tokens", "8", "--die-after", "12")

@@ -112,6 +112,7 @@ def test_empty_translations_are_no_clean_result() -> None:
     assert "4 of 4 answers have an empty translation" in level.reasons[0]
 
 
+@pytest.mark.slow
 def test_worker_processes_send_the_clips_of_the_run(tmp_path: Path) -> None:
     records = tmp_path / "requests.jsonl"
     with serve_tasks(delay_s=0.01) as server:

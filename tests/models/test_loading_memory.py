@@ -88,6 +88,7 @@ def test_random_weights_are_drawn_in_small_parts(
     assert embedding.std() == pytest.approx(loader.DUMMY_WEIGHT_STD, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_blocks_of_a_file_are_drawn_and_read_in_small_parts(

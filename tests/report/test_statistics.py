@@ -72,6 +72,7 @@ def simulated(
     return verdicts, held / pairs
 
 
+@pytest.mark.slow
 def test_equal_servers_raise_few_false_alarms_and_mostly_rule_a_change_out() -> None:
     verdicts, held = simulated(200, change=0.0, noise=0.02, seed=1)
     assert verdicts["REGRESSION"] + verdicts["IMPROVEMENT"] <= 0.05 * 200

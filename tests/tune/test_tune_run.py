@@ -104,6 +104,7 @@ def test_invalid_arguments_start_no_server(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_precision_without_questions_compares_speed_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "server.cmd").write_text(f"{TUNED} --max-num-seqs 2\n")
     options = [

@@ -41,6 +41,7 @@ class _OneStep:
         raise _Enough
 
 
+@pytest.mark.slow
 def test_idle_process_holds_no_outputs_of_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = _OneStep()
     monkeypatch.setattr(shell, "_IDLE_POLL_MS", 10)

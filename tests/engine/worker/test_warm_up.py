@@ -69,6 +69,7 @@ def test_warm_up_covers_every_tile_of_gate_and_up(rows: int, limit: int) -> None
     assert set(map(launches, range(1, limit + 1))) == set(map(launches, warmed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2048, 8192, 16384])
 @pytest.mark.parametrize(("hidden_size", "width"), [(1024, 3072), (2048, 6144), (2560, 9728), (4096, 12288)])
 def test_warm_up_covers_every_tile_of_fp8(
