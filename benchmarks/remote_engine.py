@@ -245,7 +245,8 @@ async def run_level(fleet: Fleet, times: Path, streams: int, step_ms: int, steps
         for connection, answer in zip(connections, answers, strict=True):
             connection.send(request, answer)
             await asyncio.sleep(0)
-        await asyncio.wait_for(answers[0].begun, OPEN_LIMIT_S)
+        async with asyncio.timeout(OPEN_LIMIT_S):
+            await answers[0].begun
         # Looks at the processes are in the middle between two steps, when all is idle.
         await asyncio.sleep(round(WARM_UP * steps) * step_s + LEAD_S + step_s / 2)
         first_s, first = time.monotonic(), used_s(names)

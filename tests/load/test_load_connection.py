@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from meltcore.load import connection
 from meltcore.load.connection import parse_target, request, run_coroutine
 
 
@@ -32,3 +33,23 @@ def test_coroutine_returns_its_result_and_its_error() -> None:
     assert run_coroutine(divide(3)) == 2
     with pytest.raises(ZeroDivisionError):
         run_coroutine(divide(0))
+
+
+def test_request_ends_when_it_is_cancelled_as_its_answer_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read()
+        writer.close()
+
+    async def cancelled_with_the_answer() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            task = asyncio.create_task(request(parse_target(url), "GET", "/health", timeout_s=5.0))
+            with monkeypatch.context() as patch:
+                on_end = connection._BufferedResponse.on_end
+                patch.setattr(connection._BufferedResponse, "on_end", lambda self: (on_end(self), task.cancel()))
+                await asyncio.wait([task], timeout=5.0)
+            assert task.cancelled()
+
+    asyncio.run(cancelled_with_the_answer())

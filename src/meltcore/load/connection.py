@@ -213,7 +213,8 @@ async def connect(target: Target, timeout_s: float) -> HttpConnection:
         server_hostname=target.host if ssl_context else None,
     )
     try:
-        _transport, connection = await asyncio.wait_for(new_connection, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            _transport, connection = await new_connection
     except TimeoutError as error:
         raise HttpRequestError("connect timeout", f"no connection within {timeout_s:g} s") from error
     except ConnectionRefusedError as error:
@@ -270,7 +271,8 @@ async def request(target: Target, method: str, path: str, body: bytes | None = N
     try:
         head = target.encode_head(method, path, None if body is None else len(body))
         connection.send(head + (body or b""), response)
-        return await asyncio.wait_for(response.future, max(0.0, deadline_s - time.monotonic()))
+        async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+            return await response.future
     except TimeoutError as error:
         state_text = "no answer" if response.status_and_headers is None else "the answer was not complete"
         raise HttpRequestError("timeout", f"{state_text} within {timeout_s:g} s") from error

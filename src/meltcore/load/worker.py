@@ -135,7 +135,8 @@ class LocalWorker:
     async def _poll(self) -> None:
         """Wait a fraction of a second, then enforce time limits and deliver records."""
         try:
-            await asyncio.wait_for(self._request_loop.finished.wait(), TIMEOUT_CHECK_S)
+            async with asyncio.timeout(TIMEOUT_CHECK_S):
+                await self._request_loop.finished.wait()
         except TimeoutError:
             self._dispatcher.fail_overdue()
         await self._dispatcher.check_server()
