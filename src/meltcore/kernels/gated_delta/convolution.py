@@ -147,6 +147,8 @@ def _convolve_kernel(
     num_earlier = chunk_number * CHUNK + row_start
     first_token = tl.load(query_start_loc + sequence) + num_earlier
     num_remaining = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
+    if num_remaining + row_start <= 0:
+        return  # the chunk is padding, which no kernel reads
     context_len = tl.load(context_lens + sequence).to(tl.int32)
     inputs = projected + first_token * projected_stride
     ring_ptr = conv_states + tl.load(slots + sequence) * conv_stride

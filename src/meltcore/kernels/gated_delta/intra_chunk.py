@@ -143,6 +143,8 @@ def _chunk_kernel(
     chunk_number = tl.load(chunks + tl.program_id(1) * 2 + 1)
     first_token = tl.load(query_start_loc + sequence) + chunk_number * CHUNK
     num_remaining = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
+    if num_remaining <= 0:
+        return
     chunk_idx = chunk_row(query_start_loc, sequence, chunk_number, num_decodes, CHUNK)
     row = tl.arange(0, CHUNK)
     is_valid = row < num_remaining

@@ -35,7 +35,8 @@ def gated_delta_prefill(
 
     projected: [tokens, width]; out: [tokens, heads * value_dim], unchanged for tokens that decode.
 
-    Sequences without tokens, on slot 0, pad a CUDA graph, and so do their chunks.
+    Sequences without tokens, on slot 0, pad a CUDA graph, and so do their chunks. Their programs return at their start:
+    a graph has up to twice as many chunks as its tokens fill.
     """
     if not use_triton(projected):
         _prefill_reference(projected, params, metadata, shape, out)

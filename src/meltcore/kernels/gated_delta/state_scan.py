@@ -167,6 +167,8 @@ def _scan_kernel(
     sequence = (num_decodes + tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     first_token = tl.load(query_start_loc + sequence)
     num_remaining = (tl.load(query_start_loc + sequence + 1) - first_token).to(tl.int32)
+    if num_remaining <= 0:
+        return
     context_len = tl.load(context_lens + sequence).to(tl.int32)
     slot = tl.load(slots + sequence)
 
@@ -245,6 +247,8 @@ def _norm_kernel(
     chunk_number = tl.load(chunks + chunk * 2 + 1)
     first_token = tl.load(query_start_loc + sequence) + chunk_number * CHUNK
     num_remaining = tl.load(query_start_loc + sequence + 1) - first_token
+    if num_remaining <= 0:
+        return
     chunk_idx = chunk_row(query_start_loc, sequence, chunk_number, num_decodes, CHUNK)
     row, column = tl.arange(0, CHUNK), tl.arange(0, VALUE_DIM)
     row_mask = (row < num_remaining)[:, None]
