@@ -194,7 +194,7 @@ def test_computes_the_reference(contexts: list[int]) -> None:
     for layer, (keys, values) in zip(layers, before, strict=True):
         layer.keys.copy_(keys)
         layer.values.copy_(values)
-    wide = [DecodeLayer(*map(_as_float, layer)) for layer in layers]
+    wide = [DecodeLayer(*map(as_float, layer)) for layer in layers]
     expected = decode_layers_reference(wide, hidden.float(), rotary, 128**-0.5, positions, table, rows)
 
     assert all(torch.equal(output, outputs[0]) for output in outputs)
@@ -204,10 +204,10 @@ def test_computes_the_reference(contexts: list[int]) -> None:
         assert (values.float() - layer.values).norm() / layer.values.norm() < 1e-3
 
 
-def _as_float(part: Any) -> Any:
+def as_float(part: Any) -> Any:
     if isinstance(part, torch.Tensor):
         return part.float()
-    return type(part)(*map(_as_float, part)) if isinstance(part, tuple) else part
+    return type(part)(*map(as_float, part)) if isinstance(part, tuple) else part
 
 
 @pytest.mark.gpu
