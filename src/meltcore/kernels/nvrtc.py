@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Argument: TypeAlias = "torch.Tensor | int | float | CUtensorMap"
 INSTRUCTIONS = Path(__file__).with_name("instructions.cu")  # of Hopper, as functions: the first file of a source
+WGMMA = Path(__file__).with_name("wgmma.cu")  # those of its warp groups, the second file
 
 
 def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int | str) -> bytes:

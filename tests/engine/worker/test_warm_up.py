@@ -22,7 +22,7 @@ from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
 from meltcore.kernels.gemm import tma
-from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma
+from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma, grouped_gemm_wgmma
 from meltcore.kernels.moe.align import scan_size
 from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
 from meltcore.kernels.quant import fp8_split_k
@@ -110,6 +110,8 @@ def test_warm_up_covers_every_launch_of_routed_experts(width: int, monkeypatch: 
 
     def launches(tokens: int) -> object:
         topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device="meta")
+        if width % 128 == 0 and grouped_gemm_wgmma.is_faster(topk_ids.numel(), experts, width):
+            return "wgmma"
         if grouped_gemm_tma.supports(gate_up[0], topk_ids, gate_up, down):
             return "tma"
         mode, pairs = select_mode(tokens, down), topk_ids.numel()

@@ -39,8 +39,9 @@ _MAX_THREADS = 8
 # One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
 # kernels/quant/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129, 257, 1024, 2048)
-# Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, grouped_gemm_tma.py and
-# kernels/quant/ggml_experts.py. Experts are dequantized in the largest step, `_max_tile_prompts`, or in none.
+# Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, grouped_gemm_tma.py,
+# grouped_gemm_wgmma.py and kernels/quant/ggml_experts.py. Experts are dequantized in the largest step,
+# `_max_tile_prompts`, or in none.
 EXPERT_TOKENS = (3, 5, 9, 114, 228, 456, 513, 912, 3656)
 # Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
 PROMPTS_PER_STEP = (2, 4, 8, 16)

@@ -1,4 +1,4 @@
-// Attention of chunks of prompts on Hopper GPUs (prefill_wgmma.py), after instructions.cu: what loads.
+// Attention of chunks of prompts on Hopper GPUs (prefill_wgmma.py), after instructions.cu and wgmma.cu: what loads.
 //
 // One block per SM loops over work items: a tile of up to 64 queries and two heads of a group. Its warp groups:
 //   0, 1  one warp copies keys and values by TMA to two rings in shared memory; the others normalize and rotate the
@@ -43,18 +43,6 @@ enum Barrier {
 constexpr int ALIGNMENT = 1024;  // of the swizzle's pattern
 static_assert(ALIGNMENT + AT_BARRIERS + 8 * NUM_BARRIERS <= SHARED_BYTES, "");
 
-template <int STAGES>
-struct Ring {
-    u32 slot = 0, phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
-
 struct Params {
     const TensorMap *keys, *values;
     const u16 *qkv, *weight;
@@ -92,8 +80,6 @@ struct Items {
     __device__ __forceinline__ int blocks() const { return (end() + BLOCK_KEYS - 1) / BLOCK_KEYS; }
     __device__ __forceinline__ int kv_head() const { return head / (HEADS / KV_HEADS); }
 };
-
-__device__ __forceinline__ void fence_async() { VOLATILE("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
     VOLATILE("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -175,11 +161,6 @@ __device__ __forceinline__ void rotate(u32& first, u32& second, float2 cos, floa
     float a = low(first), b = high(first), c = low(second), d = high(second);
     first = pack(a * cos.x - c * sin.x, b * cos.y - d * sin.y);
     second = pack(c * cos.x + a * sin.x, d * cos.y + b * sin.y);
-}
-
-__device__ __forceinline__ void store4(u32 at, uint4 words) {
-    VOLATILE("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(words.x), "r"(words.y), "r"(words.z),
-             "r"(words.w) : "memory");
 }
 
 // A token's two heads before they are rotated: a lane has 8 dims of each half, and their angles.

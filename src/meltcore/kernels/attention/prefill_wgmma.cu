@@ -1,42 +1,9 @@
-// --- matrix instructions of a warp group -----------------------------------------------------------------------------
-
-// Of a swizzled layout with rows of 128 bytes: groups of 8 rows are 1,024 bytes apart; where rows are the inner
-// dimension of the product, groups of 64 columns are `column_bytes` apart.
-__device__ __forceinline__ u64 descriptor(u32 at, int column_bytes) {
-    return (u64)(at >> 4 & 0x3fff) | (u64)(column_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
-__device__ __forceinline__ void begin_products() { VOLATILE("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { VOLATILE("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void wait_products() {
-    VOLATILE("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// The compiler moves no access to the registers across this.
-template <int COUNT>
-__device__ __forceinline__ void pin(float* values) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) VOLATILE("" : "+f"(values[i])::"memory");
-}
-
-template <int COUNT>
-__device__ __forceinline__ void pin(u32* values) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) VOLATILE("" : "+r"(values[i])::"memory");
-}
+// --- matrix products -------------------------------------------------------------------------------------------------
 
 #define REGISTERS_64                                                                                                 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
     "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
     "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define OUTPUTS_8(d, i)                                                                                       \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-        "+f"(d[i + 7])
-#define OUTPUTS_64(d)                                                                                           \
-    OUTPUTS_8(d, 0), OUTPUTS_8(d, 8), OUTPUTS_8(d, 16), OUTPUTS_8(d, 24), OUTPUTS_8(d, 32), OUTPUTS_8(d, 40),   \
-        OUTPUTS_8(d, 48), OUTPUTS_8(d, 56)
 
 // Scores of 64 queries and 128 keys from 16 dims; ADD: to those of the dims before.
 template <int ADD>

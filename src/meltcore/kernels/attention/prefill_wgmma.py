@@ -14,11 +14,11 @@ import torch
 
 from meltcore.kernels.attention.metadata import AttentionParams
 from meltcore.kernels.capability import capability, sm_count
-from meltcore.kernels.nvrtc import INSTRUCTIONS, CudaKernel
+from meltcore.kernels.nvrtc import INSTRUCTIONS, WGMMA, CudaKernel
 from meltcore.kernels.tensor_map import tensor_map
 
 KERNEL = CudaKernel(
-    [INSTRUCTIONS, *(Path(__file__).with_name(f"{name}.cu") for name in ("prefill_loads", "prefill_wgmma"))],
+    [INSTRUCTIONS, WGMMA, *(Path(__file__).with_name(f"{name}.cu") for name in ("prefill_loads", "prefill_wgmma"))],
     "prefill_attention_wgmma",
     suffix="a",
 )

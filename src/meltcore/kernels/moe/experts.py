@@ -1,8 +1,8 @@
 """The expert feed-forward computes the outputs of each token's top_k experts.
 
 In Triton it is three launches: a grouped GEMM with gate and up, one with down (moe/grouped_gemm.py), and the weighted
-sum of a token's outputs (moe/combine.py). A single token takes two (moe/expert_gemv.py). Many pairs are aligned and
-their tokens permuted first (moe/grouped_gemm_tma.py).
+sum of a token's outputs (moe/combine.py). A single token takes two (moe/expert_gemv.py). Many pairs are aligned first;
+their tokens are permuted (moe/grouped_gemm_tma.py), or read where they are (moe/grouped_gemm_wgmma.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.gemm.split_k import GemmConfig
 from meltcore.kernels.launch import use_triton
-from meltcore.kernels.moe import expert_gemv, grouped_gemm_tma
+from meltcore.kernels.moe import expert_gemv, grouped_gemm_tma, grouped_gemm_wgmma
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode, grouped_gemm, select_configs
 from meltcore.kernels.moe.routing import Routing, sort_by_expert
@@ -57,8 +57,12 @@ def expert_outputs(
     if not use_triton(hidden):
         return expert_outputs_reference(hidden, routing, gate_up, down)
     (tokens, size), width, (topk_ids, _) = hidden.shape, down.shape[2], routing
-    if config is None and mode is None and grouped_gemm_tma.supports(hidden, topk_ids, gate_up, down):
-        return grouped_gemm_tma.expert_outputs_tma(hidden, topk_ids, gate_up, down)
+    if config is None and mode is None:
+        is_faster = grouped_gemm_wgmma.is_faster(topk_ids.numel(), len(down), width)
+        if is_faster and grouped_gemm_wgmma.supports(hidden, gate_up, down):
+            return grouped_gemm_wgmma.expert_outputs_wgmma(hidden, topk_ids, gate_up, down)
+        if grouped_gemm_tma.supports(hidden, topk_ids, gate_up, down):
+            return grouped_gemm_tma.expert_outputs_tma(hidden, topk_ids, gate_up, down)
     outputs = hidden.new_empty(topk_ids.numel(), size)
     if tokens:
         up_config, down_config = (config, config) if config else select_configs(topk_ids.numel(), gate_up, down)
