@@ -19,9 +19,11 @@ from typing import Self
 import pytest
 from ray_nodes import start_nodes
 
+from meltcore.cli import all_nodes
 from meltcore.cli.main import main
 from meltcore.cluster.client import run_on_nodes
 from meltcore.protocol.cluster import RunOnNodes
+from meltcore.results.nodes import NodesReport, make_report
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,23 @@ def test_options_of_one_node_are_refused(
 ) -> None:
     assert main([command, "--ray", "auto", option, "x.svg"]) == status
     assert f"{option} is for one node; it excludes --ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "passed"), [("./m", "{}/m"), ("m", "{}/m"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")])
+def test_nodes_get_the_absolute_path_of_a_checkpoint(
+    model: str, passed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(args: object, command: list[str], **_: object) -> NodesReport:
+        commands.append(command)
+        return make_report("bench", [], dict, float, started="", duration_s=1.0)
+
+    monkeypatch.setattr(all_nodes, "run_on_all_nodes", run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    assert main(["bench", "--ray", "auto", "--model", model]) == 0
+    assert commands[0][commands[0].index("--model") + 1] == passed.format(tmp_path)
 
 
 class SilentServer:

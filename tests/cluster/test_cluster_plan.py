@@ -22,12 +22,13 @@ from ray_nodes import add_node, start_nodes
 import meltcore
 from meltcore import __version__
 from meltcore.cli.main import main
+from meltcore.cluster.client import run_on_nodes
 from meltcore.cluster.nodes import connected, node_names
 from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
 from meltcore.fleet.plan import GIB
-from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes
+from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes, RunOnNodes
 
 
 def connect(address: str) -> None:
@@ -107,6 +108,9 @@ def test_silent_node_and_those_with_other_gpus_or_code_have_a_problem(tmp_path: 
                 )
                 assert found[3] == ("the task that reads its GPUs and memory does not answer", 0)
                 assert took_s < (40 if number == 0 else 8), "it is not waited for again"
+        ended = run_on_nodes(cluster.address, RunOnNodes(["--version"], 30.0), lambda ended: None)
+        assert sorted(each.status for each in ended) == ["ended", "ended", "ended", "failed"]
+        assert [each.reason for each in ended if each.status == "failed"] == [found[2][0]]
 
 
 @pytest.mark.slow

@@ -155,6 +155,15 @@ def test_slowest_part_of_the_slowest_node_is_beside_the_median() -> None:
     assert "memory/copy b GPU 1 3,700 4,000 0.925 0.93 GB/s bus SLOW" in printed(report)
 
 
+def test_nodes_of_certificates_are_compared_by_their_facts_too() -> None:
+    other = certificate(4000, 700)
+    other.snapshot.driver = "570.9"
+    documents = {"a": certificate(4000, 700), "b": other, "c": certificate(4000, 700)}
+    report = report_on(*(ended(name, each) for name, each in documents.items()), command="certify")
+    assert [(each.node, each.name, each.value) for each in report.differences] == [("b", "driver", "570.9")]
+    assert (report.verdict, certificate_status(report)) == ("DEVIATES", 1)
+
+
 def test_rates_of_other_gpus_and_of_busy_ones_do_not_count() -> None:
     slower, busy = certificate(2000, 300), certificate(1000, 700)
     for gpu in slower.snapshot.gpus:

@@ -92,13 +92,16 @@ def _run_on_all_nodes(args: argparse.Namespace) -> int:
     """Run the command on all nodes of a cluster; returns the exit code."""
     from meltcore.bench.config import BenchConfig
     from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.fleet.cluster import absolute_path
     from meltcore.options import check_unused, from_options
 
     refuse_with_ray(args, "export")
     check_unused(args, BenchConfig, "is for one node; it excludes --ray", *_RAY_OPTIONS)
     config = from_options(BenchConfig, args)
     command = ["bench", "--json", "--duration", f"{config.duration_s!r}", "--precision", config.precision]
-    command += ["--cpu"] * config.cpu + (["--model", config.model] if config.model else [])
+    command += ["--cpu"] * config.cpu
+    if config.model:  # a node runs the command in a folder of its own
+        command += ["--model", absolute_path(config.model) or config.model]
     report = run_on_all_nodes(
         args,
         command,

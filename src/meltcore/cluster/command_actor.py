@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from meltcore.cluster.node_folder import NodeFolder
-from meltcore.cluster.nodes import KEEP_VISIBLE, living_nodes
+from meltcore.cluster.nodes import KEEP_VISIBLE, living_nodes, version_problem
+from meltcore.code_version import code_version
 from meltcore.process import end_group, run
 from meltcore.protocol.cluster import CommandEnded, CommandStarted, FromDriver, RunOnNodes, gpu_resource
 
@@ -63,8 +64,10 @@ async def _run_on_node(message: RunOnNodes, name: str, node: dict[str, Any]) -> 
     start_limit_s = max(_LEAST_START_S, min(_START_LIMIT_S, message.limit_s))
     try:
         async with asyncio.timeout(start_limit_s):
-            has_gpu = await actor.has_gpu.remote(gpus)
+            version, has_gpu = await actor.find_version_and_gpu.remote(gpus)
         is_started = True
+        if problem := version_problem(version):
+            return CommandEnded(name, "failed", problem)
         if message.needs_gpu and not has_gpu:
             return CommandEnded(name, "no GPU", "no NVIDIA GPU")
         async with asyncio.timeout(message.limit_s + _TERMINATE_LIMIT_S + _ANSWER_LIMIT_S):
@@ -95,9 +98,9 @@ class CommandActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_done = threading.Event()
 
-    def has_gpu(self, ray_gpus: int) -> bool:
-        """Return whether Ray counts GPUs here, or the machine has an NVIDIA one on its PCI bus without them."""
-        return ray_gpus > 0 or any(map(_is_nvidia_gpu, _PCI_DEVICES.glob("*")))
+    def find_version_and_gpu(self, ray_gpus: int) -> tuple[str, bool]:
+        """Return Meltcore's version here, and whether Ray counts GPUs or an NVIDIA one is on the PCI bus."""
+        return code_version(), ray_gpus > 0 or any(map(_is_nvidia_gpu, _PCI_DEVICES.glob("*")))
 
     def run(self, encoded: bytes) -> bytes:
         """Run the command of a `RunOnNodes`, and return `CommandEnded`, both encoded as JSON. Ends it at its limit."""

@@ -225,7 +225,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
     try:
         if question is not None:
             version, *found = ray.get(question, timeout=0)
-            if problem := _version_problem(version):
+            if problem := version_problem(version):
                 found = [machine, missing]  # of another version: not to be read
             machine, missing = found
             problem = problem or _gpus_problem(int(resources.get("GPU", 0)), machine)
@@ -253,7 +253,7 @@ def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
     )
 
 
-def _version_problem(version: Any) -> str:
+def version_problem(version: Any) -> str:
     """Return why a node cannot be used that has this version of Meltcore; "": it is that of this process."""
     if version == code_version():
         return ""

@@ -116,10 +116,10 @@ def make_report(
     """
     nodes = [_node_result(each) for each in ended]
     metrics = _metrics(nodes, slow_below)
-    snapshots = [(node, node.document) for node in nodes if isinstance(node.document, Snapshot)]
+    snapshots = [(node, _snapshot(node.document)) for node in nodes]
     differences = [
         *_gpu_differences(nodes),
-        *_differences([(node, facts(snapshot)) for node, snapshot in snapshots]),
+        *_differences([(node, facts(snapshot)) for node, snapshot in snapshots if snapshot is not None]),
     ]
     report = NodesReport(
         command=command,
@@ -186,8 +186,16 @@ def _hardware(document: NodeDocument) -> str:
     """Return the GPUs of a document, or its CPU where it has none."""
     if isinstance(document, ScoredRun):
         return format_counts([device.name for device in document.score.devices])
-    snapshot = document.snapshot if isinstance(document, Certificate) else document
+    snapshot = _snapshot(document)
+    assert snapshot is not None  # the others have one
     return format_counts([gpu.name for gpu in snapshot.gpus]) or _cpu(snapshot.fingerprint)
+
+
+def _snapshot(document: NodeDocument | None) -> Snapshot | None:
+    """Return the snapshot of its node that a document has; None: a score has none."""
+    if isinstance(document, Certificate):
+        return document.snapshot
+    return document if isinstance(document, Snapshot) else None
 
 
 def _cpu(fingerprint: Fingerprint) -> str:
@@ -248,7 +256,7 @@ def _gpu_differences(nodes: Sequence[NodeResult]) -> list[NodeDifference]:
 def _has_gpus(document: NodeDocument | None) -> bool:
     if isinstance(document, ScoredRun):
         return any(device.uuid for device in document.score.devices)
-    snapshot = document.snapshot if isinstance(document, Certificate) else document
+    snapshot = _snapshot(document)
     return snapshot is not None and bool(snapshot.gpus)
 
 
