@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Certifies, scores and tests this checkout on one GPU; a line per step says how it ended.
-#   scripts/check_gpu.sh OUT [GPU]      OUT: a new folder for results and logs; GPU: index or UUID (default: 0)
+# Certifies, scores and tests this checkout on one GPU or several; a line per step says how it ended.
+#   scripts/check_gpu.sh OUT [GPU]      OUT: a new folder for results and logs; GPU: index or UUID (default: 0), or several: 0,1
 # Exit status: 0 when every step ended with 0, else 1. Environment variables:
 MELTCORE="${MELTCORE:-}" # the program; unset: this checkout's .venv, else the one on PATH
 PYTHON="${PYTHON:-}"     # its Python with pytest; unset likewise

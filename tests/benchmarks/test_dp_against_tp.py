@@ -90,4 +90,35 @@ def test_comparison_that_could_not_be_made_writes_nothing(
 
 def test_real_weights_need_no_uniform_routing() -> None:
     args = argparse.Namespace(model="m", weights="auto", device="auto")
-    assert "--debug" not in dp_against_tp.server_command(args, "-tp")
+    assert "--debug" not in dp_against_tp.server_command(args, dp_against_tp.Side(2, 1))
+
+
+def test_eight_gpus_are_measured_in_three_ways(
+    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TP=8 against DP=8 and against four replicas of TP=2; no row is arithmetic."""
+    compare = dp_against_tp.meltcore_command
+    commands = []
+
+    def next_comparison(words: list[str]) -> int:
+        first = words.index("--run") + 1
+        commands.append([" ".join(read_command(name).argv(8000)) for name in words[first : first + 2]])
+        for folder in (tmp_path / "runs").glob("*-compare"):
+            folder.rename(folder.with_name(f"{folder.name}-earlier"))
+        return compare(words)
+
+    monkeypatch.setattr(dp_against_tp, "meltcore_command", next_comparison)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--gpus", "8"])
+    dp_against_tp.main()
+    [(tensor, data), (tensor_again, both)] = commands
+    assert asked
+    assert "serve Qwen/Qwen3.5-35B-A3B -tp 8 --load-format" in tensor
+    assert data == tensor.replace("-tp 8", "-dp 8")
+    assert tensor_again == tensor
+    assert both == tensor.replace("-tp 8", "-tp 2 -dp 4")
+    [run] = bench_output.read_runs("dp_against_tp", "cpu")
+    rows: dict[str, dict[str, Any]] = {row["work"]: row for row in run["rows"]}
+    assert {row["peer"] for row in rows.values()} == {"TP=8"}
+    assert {row["unit"] for row in rows.values()} == {"output tokens/s"}
+    assert rows["DP=4, TP=2, 64 concurrent, random:in=1024,out=277"]["value"] == 9_000.0
+    assert len(rows) == 14
