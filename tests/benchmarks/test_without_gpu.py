@@ -68,7 +68,9 @@ def test_without_a_gpu_a_script_says_so(script: str, monkeypatch: pytest.MonkeyP
 
 def test_without_enough_gpus_a_script_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, "all_reduce", "--ranks", "4") == "needs 4 NVIDIA GPUs, torch sees 0"
+    assert run(monkeypatch, "prompt_all_reduce", "--ranks", "8") == "needs 8 NVIDIA GPUs, torch sees 0"
     assert run(monkeypatch, "dp_against_tp") == "needs 2 NVIDIA GPUs, torch sees 0"
+    assert run(monkeypatch, "dp_against_tp", "--gpus", "8") == "needs 8 NVIDIA GPUs, torch sees 0"
     assert run(monkeypatch, "step_profile", "--tp", "8") == "needs 8 NVIDIA GPUs, torch sees 0"
 
 

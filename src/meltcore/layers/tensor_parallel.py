@@ -229,15 +229,23 @@ def has_peer_access(devices: range) -> bool:
 def allocate_symmetric_memory(
     rank: int, world_size: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]
 ) -> SymmetricMemory:
-    """Allocate this rank's buffer and map the buffers of all other ranks by CUDA's inter-process handles.
+    """Allocate this rank's buffer and map the buffers of all other ranks; see `share_allocation`."""
+    return SymmetricMemory.of(share_allocation(rank, buffer_bytes(world_size), device, exchange), rank, device)
+
+
+def share_allocation(
+    rank: int, num_bytes: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]
+) -> list[int]:
+    """Allocate memory filled with EMPTY_BYTE and map that of all other ranks by CUDA's inter-process handles.
 
     It uses peer access without NVLink multicast, and calls the driver directly, since torch's symmetric memory sets up
-    more. `exchange` takes this rank's bytes and returns the bytes of all ranks in rank order. The allocation lives as
-    long as the process. Raises RuntimeError with the driver's reason if it fails.
+    more. `exchange` takes this rank's bytes and returns the bytes of all ranks in rank order. Returns the address of
+    each rank's memory on this device. The allocation lives as long as the process. Raises RuntimeError with the
+    driver's reason if it fails.
     """
     torch.cuda.synchronize(device)  # makes the device's context the current one
     driver = ctypes.CDLL(_DRIVER)
-    size = ctypes.c_size_t(buffer_bytes(world_size))
+    size = ctypes.c_size_t(num_bytes)
     local_pointer = ctypes.c_uint64()
     handle = _IpcHandle()
     _call_driver(driver, "cuMemAlloc_v2", ctypes.byref(local_pointer), size)
@@ -254,7 +262,7 @@ def allocate_symmetric_memory(
                 driver, "cuIpcOpenMemHandle_v2", ctypes.byref(pointer), peer_handle, ctypes.c_uint(_LAZY_PEER_ACCESS)
             )
         pointers.append(pointer.value)
-    return SymmetricMemory.of(pointers, rank, device)
+    return pointers
 
 
 def verify_symmetric_memory(memory: SymmetricMemory, device: torch.device) -> None:

@@ -1,0 +1,382 @@
+"""A candidate for large messages: an all-reduce in stages over shared memory, one launch each. Not in the engine.
+
+Written without a measurement; `prompt_all_reduce.py` measures it (docs/decisions/all-reduce.md, row 11).
+
+Tiles of rows belong to the ranks in turn. A rank sends its tiles to their owners; an owner sums a tile over all ranks,
+adds the residual and sends the rounded sum to all; every rank stores all sums and their norms. Between two stages, a
+launch of one program tells the other ranks that this rank's data has arrived, and waits for theirs. No other program
+waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1 (row 8).
+
+Each rank's buffer has room for one message of rows and one of sums. Both are free when they
+are written: a rank that sends rows has received all sums of the previous message, so all rows of it have been read; a
+rank that sends sums has received rows from all ranks, which had read all sums of the previous message. Longer messages
+are cut into several.
+
+The operation before is fused as in kernels/comm/all_reduce.py: a row may be the weighted sum over a token's experts.
+The specification is `all_reduce_rms_norm_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.comm.all_reduce import _as_words, _norm_weights, _pack, _partial_sum, _row_words, _unpack
+from meltcore.kernels.comm.symmetric_memory import POLLS
+from meltcore.kernels.jit import tl, triton
+from meltcore.kernels.launch import pdl_options, pdl_sync
+from meltcore.kernels.norm import Norm, round_before_weight
+
+MESSAGE_WORDS = 2**23  # 32 MiB; a buffer holds one message of rows and one of sums
+COUNTERS: tl.constexpr = tl.constexpr(8)  # words before them: a counter for each, with 16 bytes
+_TILE_WORDS, _WORDS_PER_THREAD = 2048, 8  # 16 bytes twice per thread
+_MAX_WARPS = 16
+
+
+class StagedMemory(NamedTuple):
+    """The buffers of a group as one rank sees them.
+
+    pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag. Every byte of a
+    buffer is EMPTY_BYTE at start. messages: [2] int64, zeros at start. abort_flag: [1] int32, host memory that the
+    device reads; once it is not zero, waits end and results are undefined.
+    """
+
+    pointers: torch.Tensor
+    messages: torch.Tensor
+    rank: int
+    abort_flag: torch.Tensor
+
+    @classmethod
+    def of(cls, buffers: list[int], rank: int, device: torch.device) -> StagedMemory:
+        """Create this rank's view. buffers: the address of each rank's buffer on this device."""
+        flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pointers = torch.tensor([*buffers, flag.data_ptr()], dtype=torch.int64, device=device)
+        return cls(pointers, torch.zeros(2, dtype=torch.int64, device=device), rank, flag)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks in the group."""
+        return self.pointers.shape[0] - 1
+
+
+def buffer_bytes() -> int:
+    """Return the size of one rank's buffer in bytes."""
+    return (COUNTERS.value + 2 * MESSAGE_WORDS) * 4
+
+
+def staged_all_reduce_rms_norm(
+    partial_sum: torch.Tensor,
+    memory: StagedMemory,
+    norm: Norm,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of all ranks' partial sums, plus `residual` if it is given, and the norm of the result.
+
+    All ranks must call it together. partial_sum, residual: [rows, size], contiguous, of one type. The result replaces
+    `residual` if it is given, else `partial_sum`. A row must be a multiple of 16 bytes.
+    """
+    output = partial_sum if residual is None else residual
+    normalized = _reduce(partial_sum, None, memory, output, norm, has_residual=residual is not None)
+    return output, normalized
+
+
+def staged_combine_all_reduce_rms_norm(
+    outputs: torch.Tensor,
+    memory: StagedMemory,
+    topk_weights: torch.Tensor,
+    norm: Norm,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `staged_all_reduce_rms_norm` of the rounded weighted sum of each token's expert outputs.
+
+    outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
+    type of `outputs`.
+    """
+    return residual, _reduce(outputs, topk_weights, memory, residual, norm, has_residual=True)
+
+
+@triton.jit
+def _rows(
+    pointers_ptr,
+    owner,
+    sender,
+    index,
+    rows,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Return a pointer to the slot for the tile number `index` of those that `sender` sends to `owner`.
+
+    rows: of the whole message. TILE: words per tile. ROWS: rows per tile.
+    """
+    buffer = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(tl.int32)), 16)
+    tiles = tl.cdiv(tl.cdiv(rows, ROWS), RANKS)  # per rank
+    return buffer + COUNTERS + (sender * tiles + index) * TILE
+
+
+@triton.jit
+def _sums(pointers_ptr, owner, tile, FIRST_SUM: tl.constexpr, TILE: tl.constexpr):
+    """Return a pointer to the slot for the sum of a tile in a rank's buffer. FIRST_SUM: the first word of sums."""
+    buffer = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(tl.int32)), 16)
+    return buffer + FIRST_SUM + tile * TILE
+
+
+@triton.jit
+def _tile(tile, ROW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Return the rows of a tile [ROWS, 1], its columns, its words within a slot, and which are words of a row."""
+    row = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
+    return row, column, tl.arange(0, ROWS)[:, None] * ROW + column, column < ROW
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _send_rows_kernel(
+    values_ptr,
+    topk_weights_ptr,
+    pointers_ptr,
+    rows,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program sends one tile of ROWS rows, each of ROW words, to the rank that owns it.
+
+    TOP_K: experts whose weighted sum is a row, or 0.
+    """
+    pdl_sync(PDL)
+    program = tl.program_id(0)
+    owner = (RANK + 1 + program % (RANKS - 1)) % RANKS  # no two ranks begin with the same
+    tile = program // (RANKS - 1) * RANKS + owner
+    if tile * ROWS < rows:
+        row, column, word, in_row = _tile(tile, ROW, BLOCK, ROWS)
+        row = tl.minimum(row, rows - 1)
+        words = _partial_sum(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
+        slot = _rows(pointers_ptr, owner, RANK, tile // RANKS, rows, ROW * ROWS, ROWS, RANKS)
+        tl.store(slot + word, words, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _reduce_rows_kernel(
+    values_ptr,
+    topk_weights_ptr,
+    residual_ptr,
+    pointers_ptr,
+    rows,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST_SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program sums one of this rank's tiles over all ranks, adds the residual and sends the sum to all ranks."""
+    pdl_sync(PDL)
+    tile = tl.program_id(0) * RANKS + RANK
+    row, column, word, in_row = _tile(tile, ROW, BLOCK, ROWS)
+    row = tl.minimum(row, rows - 1)
+    low, high = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            words = _partial_sum(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
+        else:
+            slot = _rows(pointers_ptr, RANK, rank, tl.program_id(0), rows, ROW * ROWS, ROWS, RANKS)
+            words = tl.load(slot + word, mask=in_row, other=0, cache_modifier=".cg")
+        low_values, high_values = _unpack(words, DTYPE)
+        low += low_values
+        high += high_values
+    if HAS_RESIDUAL:
+        low_values, high_values = _unpack(tl.load(residual_ptr + row * ROW + column, mask=in_row, other=0), DTYPE)
+        low += low_values
+        high += high_values
+    total = _pack(low, high, DTYPE)
+    for step in tl.static_range(RANKS):
+        slot = _sums(pointers_ptr, (RANK + step) % RANKS, tile, FIRST_SUM, ROW * ROWS)
+        tl.store(slot + word, total, mask=in_row)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _receive_sums_kernel(
+    output_ptr,
+    normalized_ptr,
+    weight_ptr,
+    pointers_ptr,
+    rows,
+    eps,
+    DTYPE: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    RANK: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIRST_SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program stores the sums of a tile and their norms, this rank's own tiles too: all ranks have the same bits.
+
+    PER_WORD: floats per word.
+    """
+    pdl_sync(PDL)
+    tile = tl.program_id(0)
+    row, column, word, in_row = _tile(tile, ROW, BLOCK, ROWS)
+    low_weight, high_weight = _norm_weights(weight_ptr, column, PER_WORD, ROW)
+    total = tl.load(
+        _sums(pointers_ptr, RANK, tile, FIRST_SUM, ROW * ROWS) + word,
+        mask=in_row,
+        other=0,
+        cache_modifier=".cg",
+    )
+    offset, mask = row * ROW + column, in_row & (row < rows)
+    tl.store(output_ptr + offset, total, mask=mask)
+    low, high = _unpack(total, DTYPE)
+    squares = low * low
+    if PER_WORD == 2:
+        squares += high * high
+    scale = tl.rsqrt(tl.sum(squares, axis=1) / (ROW * PER_WORD) + eps)[:, None]
+    low = round_before_weight(low * scale, weight_ptr, DTYPE) * low_weight
+    high = round_before_weight(high * scale, weight_ptr, DTYPE) * high_weight
+    tl.store(normalized_ptr + offset, _pack(low, high, DTYPE), mask=mask)
+
+
+@triton.jit
+def _exchange_kernel(
+    pointers_ptr,
+    messages_ptr,
+    STAGE: tl.constexpr,
+    SIGNAL: tl.constexpr,
+    WAIT: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    POLLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add 1 to a counter of every other rank, after what earlier kernels stored, and wait for theirs. For one program.
+
+    messages: [2] int64, how many waits for each counter have ended, which this one adds to.
+    """
+    pdl_sync(PDL)
+    counter: tl.constexpr = 2 * STAGE  # in int64
+    if SIGNAL:
+        rank = tl.arange(0, RANKS)
+        buffers = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int64))
+        tl.atomic_add(buffers + counter, tl.full((RANKS,), 1, tl.int64), mask=rank != RANK, sem="release", scope="sys")
+    if WAIT:
+        abort_flag = tl.load(pointers_ptr + RANKS).to(tl.pointer_type(tl.int32))
+        buffer = tl.load(pointers_ptr + RANK).to(tl.pointer_type(tl.int64))
+        message = tl.load(messages_ptr + STAGE) + 1
+        expected = (RANKS - 1) * message - 1  # every byte of a buffer is EMPTY_BYTE at start: -1
+        count = tl.atomic_add(buffer + counter, 0, sem="acquire", scope="sys")
+        aborted = tl.full((), 0, tl.int32)
+        polls = 0
+        while (count < expected) & (aborted == 0):
+            count = tl.atomic_add(buffer + counter, 0, sem="acquire", scope="sys")
+            polls += 1
+            if polls % POLLS == 0:
+                aborted = tl.load(abort_flag, volatile=True)
+        tl.store(messages_ptr + STAGE, message)
+
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def _reduce(
+    values: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    memory: StagedMemory,
+    output: torch.Tensor,
+    norm: Norm,
+    *,
+    has_residual: bool,
+) -> torch.Tensor:
+    """Reduce messages that fit into the buffers one after another. Returns the norm of `output`."""
+    normalized = torch.empty_like(output)
+    top_k = 0 if topk_weights is None else topk_weights.shape[1]
+    rows_per_message = max_rows(_row_words(output), memory.ranks)
+    for first in range(0, len(output), rows_per_message):
+        part = slice(first, min(first + rows_per_message, len(output)))
+        part_values = values[part] if topk_weights is None else values[part.start * top_k : part.stop * top_k]
+        part_weights = None if topk_weights is None else topk_weights[part]
+        _launch(part_values, part_weights, memory, output[part], normalized[part], norm, has_residual=has_residual)
+    return normalized
+
+
+def max_rows(row: int, ranks: int) -> int:
+    """Return the number of rows of `row` words that one message may have."""
+    _, tile_rows = _tile_size(row)
+    tiles = MESSAGE_WORDS // (row * tile_rows) // ranks * ranks
+    return tiles * tile_rows
+
+
+def _tile_size(row: int) -> tuple[int, int]:
+    """Return the columns and rows of a tile. row: words per row."""
+    block = int(triton.next_power_of_2(row))
+    return block, max(1, _TILE_WORDS // block)
+
+
+def _launch(
+    values: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    memory: StagedMemory,
+    output: torch.Tensor,
+    normalized: torch.Tensor,
+    norm: Norm,
+    *,
+    has_residual: bool,
+) -> None:
+    rows, row, ranks = len(output), _row_words(output), memory.ranks
+    block, tile_rows = _tile_size(row)
+    tiles = triton.cdiv(rows, tile_rows)
+    words = _as_words(output)
+    dtype, per_word = getattr(tl, _DTYPES[output.dtype]), 4 // output.element_size()
+    sent = (_as_words(values), words if topk_weights is None else topk_weights)
+    top_k = 0 if topk_weights is None else topk_weights.shape[1]
+    tile = {"ROW": row, "BLOCK": block, "ROWS": tile_rows, "DTYPE": dtype, "RANK": memory.rank}
+    tile["num_warps"] = min(_MAX_WARPS, max(1, tile_rows * block // (32 * _WORDS_PER_THREAD)))
+    tile |= pdl_options(output.device)
+    first_sum = COUNTERS.value + MESSAGE_WORDS
+    owned_tiles = triton.cdiv(tiles - memory.rank, ranks)
+    programs = triton.cdiv(tiles, ranks) * (ranks - 1)
+    _send_rows_kernel[(programs,)](*sent, memory.pointers, rows, TOP_K=top_k, RANKS=ranks, **tile)
+    exchange_stage(0, memory)
+    if owned_tiles:
+        _reduce_rows_kernel[(owned_tiles,)](
+            *sent,
+            words,
+            memory.pointers,
+            rows,
+            TOP_K=top_k,
+            HAS_RESIDUAL=has_residual,
+            FIRST_SUM=first_sum,
+            RANKS=ranks,
+            **tile,
+        )
+    exchange_stage(1, memory)
+    _receive_sums_kernel[(tiles,)](
+        words,
+        _as_words(normalized),
+        norm.weight,
+        memory.pointers,
+        rows,
+        norm.eps,
+        PER_WORD=per_word,
+        FIRST_SUM=first_sum,
+        **tile,
+    )
+
+
+def exchange_stage(stage: int, memory: StagedMemory, *, signal: bool = True, wait: bool = True) -> None:
+    """Tell the other ranks that all rows (0) or sums (1) of this rank have arrived, and wait for theirs."""
+    group = {"RANK": memory.rank, "RANKS": memory.ranks, **pdl_options(memory.pointers.device)}
+    _exchange_kernel[(1,)](
+        memory.pointers, memory.messages, STAGE=stage, SIGNAL=signal, WAIT=wait, POLLS=POLLS, num_warps=1, **group
+    )
