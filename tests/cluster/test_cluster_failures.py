@@ -44,7 +44,9 @@ def end(server: RunningServer) -> None:
     wait_until(lambda: not engine_pids(), "no engine left", 15)
 
 
-def test_answers_of_a_lost_node_end_and_health_names_its_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["node", "raylet"])
+def test_answers_of_a_lost_node_end_and_health_names_its_model(lost: str, tmp_path: Path) -> None:
+    """With the raylet its actors die, and leave their engines without a parent."""
     path = write_fleet(tmp_path, step_s=STEP_S)
     with (
         start_nodes(tmp_path, [], [40, 40]) as cluster,
@@ -55,9 +57,9 @@ def test_answers_of_a_lost_node_end_and_health_names_its_model(tmp_path: Path) -
         assert len(on_node) == 2
         streams = [Stream(server, model, TOKENS) for model in (MODEL, MODEL, "gpu")]
         cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-        for pid in on_node:
-            os.kill(pid, signal.SIGKILL)
         lost_s = time.monotonic()
+        for pid in on_node if lost == "node" else ():
+            os.kill(pid, signal.SIGKILL)
         ends = [stream.end(STEP_S * TOKENS + 10) for stream in streams]
         assert sorted(each == "done" for each in ends) == [False, False, True]
         for stream, how in zip(streams, ends, strict=True):
