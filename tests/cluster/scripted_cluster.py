@@ -2,7 +2,8 @@
 
 `python -m scripted_cluster STATE.json` is the driver. Engines are processes of this machine that listen on TCP. Those
 of a node end when it is taken out of the file. Lines to and from the driver are kept in the file `lines` beside it.
-`python scripted_cluster.py FLEET.yaml STATE.json POLICY ENGINE...` is the server.
+`python scripted_cluster.py FLEET.yaml STATE.json POLICY ENGINE...` is the server, and
+`python scripted_cluster.py LOG up` that of `up --daemon`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import meltcore.fleet.cluster
 import meltcore.fleet.cluster_driver
 import meltcore.fleet.served_model
 from meltcore.fleet.daemon import fleet_options, serve_recorded
+from meltcore.fleet.daemon import main as serve_in_background
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import describe_exit, end_async, start_async
@@ -217,11 +219,15 @@ def drive(path: Path) -> None:
     asyncio.run(Driver(path, Path(tempfile.mkdtemp(dir=path.parent))).run())
 
 
+def noted(folder: Path) -> list[ToDriver | FromDriver]:
+    """The lines to and from all drivers, in order; folder: of the cluster's state."""
+    decoder = msgspec.json.Decoder(ToDriver | FromDriver)
+    return [decoder.decode(line) for line in (folder / LINES).read_bytes().splitlines()]
+
+
 def starts(folder: Path, model: str) -> list[str]:
     """The nodes that were asked to start an engine of a model, in order; folder: of the cluster's state."""
-    lines = (folder / LINES).read_bytes().splitlines()
-    decoder = msgspec.json.Decoder(ToDriver | FromDriver)
-    found = [message for message in map(decoder.decode, lines) if isinstance(message, StartEngine)]
+    found = [message for message in noted(folder) if isinstance(message, StartEngine)]
     return [start.node for start in found if start.model == model]
 
 
@@ -238,8 +244,6 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
 def serve() -> int:
     """Be the server, as `meltcore up FLEET.yaml --ray STATE.json`."""
     fleet, address, policy, *engine = sys.argv[1:]
-    use_scripted_cluster()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     planner = FleetPlanner(Path(fleet), ray=address)
     options = fleet_options(Path(fleet), address, planner)
     options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartPolicy))
@@ -248,6 +252,8 @@ def serve() -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        sys.exit(serve())
+        use_scripted_cluster()
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        sys.exit(serve() if len(sys.argv) > 3 else serve_in_background())
     drive(Path(sys.argv[1]))
     os._exit(0)  # a thread may still read the input

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, starts
+import scripted_cluster
+from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts, use_scripted_cluster
 from scripted_fleet import TWO_MODELS, fleet, rows, states
 from server_harness import MODEL, wait_until
 
 from meltcore.cli.main import main
+from meltcore.fleet import daemon
+from meltcore.fleet.admin import call_admin
+from meltcore.process import start
+from meltcore.protocol.cluster import ReadNodes
 
 pytestmark = pytest.mark.slow
 POLLS_S = 12 * ROOM_POLL_S  # more tries than deaths are allowed
@@ -139,6 +147,52 @@ def test_model_opens_with_the_replica_that_has_room_and_the_other_follows(tmp_pa
             there.nodes["b"].is_full = False
         wait_until(lambda: states(server) == ["ready", "ready"], "both")
         assert rows(server)[f"{MODEL}.1"]["restarts"] == 0
+
+
+def test_fleet_in_the_background_is_up_with_a_model_that_is_pending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    use_scripted_cluster(monkeypatch.setattr)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+    def start_scripted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command[:3] == [sys.executable, "-m", "meltcore.fleet.daemon"]
+        return start([sys.executable, scripted_cluster.__file__, *command[3:]], **options)
+
+    monkeypatch.setattr(daemon, "start_process", start_scripted)
+    # The plan sees room on b, and as the engine starts, another job has it.
+    cluster = ScriptedCluster(tmp_path, a=Node("a", host_gib=8), b=Node("b", [40], is_full=True))
+    file = tmp_path / "fleet.yaml"
+    models = "sums: {checkpoint: meltcore/sums, device: cpu}, gpu: {checkpoint: meltcore/sums, memory: 30GiB}"
+    file.write_text(f"server: {{port: 0}}\nmodels: {{{models}}}\n")
+    try:
+        assert main(["up", str(file), "--daemon", "--start-timeout", "120", "--ray", str(cluster.path)]) == 1
+        printed = capfd.readouterr()
+        assert "listening on http" in printed.out
+        pending, goes_on = printed.err.splitlines()
+        assert pending == "meltcore: gpu is pending: other Ray jobs have the memory of GPU 0 of b"
+        assert goes_on.startswith("meltcore: the fleet goes on in the background, and tries to start gpu again")
+        found = {row["model"]: row for row in call_admin(daemon.find_fleet(None).admin, "GET", "/ps")}
+        assert (found["sums"]["state"], found["gpu"]["state"]) == ("ready", "pending")
+        # The background plans from what `up` has read: the GPUs keep the numbers that the plan has.
+        reads = [message for message in noted(tmp_path) if isinstance(message, ReadNodes)]
+        assert sum(message.limit_s == ReadNodes().limit_s for message in reads) == 1
+    finally:
+        assert main(["down"]) == 0
+
+
+def test_model_is_pending_for_up_while_none_of_its_engines_loads() -> None:
+    def answered(*states: str, status: str = "loading") -> bool:
+        rows = [{"model": "a", "state": state, "status": status, "reason": "a is pending: x"} for state in states]
+        return daemon._has_answered([{"model": "b", "state": "ready", "status": "ready", "reason": ""}, *rows])
+
+    assert answered("pending", "failed")
+    assert answered("pending", status="restarting")
+    assert not answered("pending", "loading")
+    assert not answered("pending", "waiting")
+    assert not answered("pausing", status="restarting")
+    assert answered("ready", "pending", status="ready")
+    assert answered("failed", status="failed")
 
 
 def test_engine_that_dies_at_each_start_still_fails(tmp_path: Path) -> None:

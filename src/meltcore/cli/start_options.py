@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from meltcore.compare.starts import OnStart, PlannedStart, StartOptions
     from meltcore.config import ServerConfig
+    from meltcore.fleet.planned import FleetPlanner
     from meltcore.results.schema import RunResult
 
 
@@ -29,13 +28,11 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_daemon(
-    args: argparse.Namespace, config: "ServerConfig", fleet: "Path | None" = None, ray: str | None = None
-) -> int | None:
+def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "FleetPlanner | None" = None) -> int | None:
     """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
 
-    fleet: the path of its fleet.yaml, None for a server of one model; ray: the address of its cluster. Raises
-    ConfigError for options that need --daemon.
+    planner: that has planned the fleet, None for a server of one model. Raises ConfigError for options that need
+    --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
@@ -43,7 +40,7 @@ def start_daemon(
 
     if args.daemon:
         with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
-            return start(config, log=args.log, limit_s=args.start_timeout, fleet=fleet, ray=ray)
+            return start(config, log=args.log, limit_s=args.start_timeout, planner=planner)
     if args.log is not None or args.start_timeout is not None:
         raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
     return None

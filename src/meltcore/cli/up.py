@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, or start a fleet in the background: then 1 where a model has failed.
+    """Serve until a signal, or start a fleet in the background: then 1 where a model has failed or is pending.
 
     Raises ConfigError, before anything starts, for a fleet that does not fit.
     """
@@ -41,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
     planner = FleetPlanner(path, ray=args.ray)
     config = planner.config(print_unplanned)
     check_startable(config)  # also where a process in the background makes them again: its errors are in a log
-    if (status := start_daemon(args, config, path, args.ray)) is not None:
+    if (status := start_daemon(args, config, planner)) is not None:
         return status
     return serve_recorded(config, "", path, fleet_options(path, args.ray, planner))

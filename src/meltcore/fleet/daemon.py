@@ -1,7 +1,7 @@
 """Servers that other commands find by port: those started with `serve --daemon` and all fleets.
 
 Each has a record (`PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or `~/.local/state/meltcore`.
-`python -m meltcore.fleet.daemon` is the server itself. Its ServerConfig comes as JSON on standard input, so that an API
+`python -m meltcore.fleet.daemon` is the server itself. What it serves comes as JSON on standard input, so that an API
 key never shows in the list of processes.
 """
 
@@ -56,6 +56,13 @@ class DaemonRecord(msgspec.Struct, frozen=True):
         return start_ticks(self.pid) == self.start_ticks
 
 
+class _Served(msgspec.Struct, frozen=True):
+    """What a server in the background is given on standard input. planned: of a fleet, which has a plan."""
+
+    config: ServerConfig
+    planned: msgspec.Raw = msgspec.Raw(b"null")
+
+
 def state_dir() -> Path:
     """Return the folder of records and logs, made where it is missing. Raises ConfigError where it cannot be used."""
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -78,35 +85,27 @@ def start(
     *,
     log: Path | str | None = None,
     limit_s: float | None = None,
-    fleet: Path | None = None,
-    ray: str | None = None,
+    planner: FleetPlanner | None = None,
 ) -> int:
     """Start a server, wait until it is ready, print its address. It outlives this process.
 
-    `log`: file for the server's output; None creates one in the state folder. `fleet`: the path of its fleet.yaml; it
-    is ready when each model is ready or has failed, and the result is 1 where one has failed. `ray`: the address of the
-    cluster that has its engines. Raises ConfigError where
-    the port is in use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause.
-    Ctrl-C stops a server that is still starting.
+    `log`: file for the server's output; None creates one in the state folder. `planner`: that has planned it, for a
+    fleet. That is ready when each model is ready, has failed, or is pending, and the result is 1 where one has failed
+    or is pending. Raises ConfigError where the port is in use, or where the server is not ready within `limit_s` (None:
+    no limit); the message gives the cause. Ctrl-C stops a server that is still starting.
     """
     for record in running():
         if record.port == config.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
-    kind = "serve" if fleet is None else "up"
+    kind = "serve" if planner is None else "up"
     log = Path(log or state_dir() / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     with _open_log(log) as output:
-        command = [
-            sys.executable,
-            "-m",
-            "meltcore.fleet.daemon",
-            str(log),
-            *([str(fleet)] if fleet else []),
-            *([ray] if ray else []),
-        ]
+        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log), *([] if planner is None else ["up"])]
         process = start_process(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config))
+        planned = msgspec.Raw(msgspec.json.encode(None if planner is None else planner.planned_from))
+        process.stdin.write(msgspec.json.encode(_Served(config, planned)))
         process.stdin.close()
         record = _wait_ready(process, log, limit_s)
     except BaseException:
@@ -114,12 +113,22 @@ def start(
         process.wait()
         raise
     print(f"meltcore: listening on {record.url} (pid {record.pid}, log {record.log})")
-    failed = [row for row in _rows(record) if row["status"] == "failed"] if record.fleet else []
+    rows = _rows(record) if record.fleet else []
+    failed = [row for row in rows if row["status"] == "failed"]
     for row in failed:
         # An engine that never started, as of a checkpoint that is not there, has no log.
         log_note = f"; its log: {row['log']}" if row["log"] and Path(row["log"]).exists() else ""
         print(f"meltcore: {row['reason']}{log_note}", file=sys.stderr)
-    return 1 if failed else 0
+    pending = _pending(rows)
+    for reason in pending.values():
+        print(f"meltcore: {reason}", file=sys.stderr)
+    if pending:
+        print(
+            f"meltcore: the fleet goes on in the background, and tries to start {' and '.join(pending)} again and "
+            "again; `meltcore ps` shows them, `meltcore down` ends the fleet",
+            file=sys.stderr,
+        )
+    return 1 if failed or pending else 0
 
 
 def running() -> list[DaemonRecord]:
@@ -182,13 +191,29 @@ def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
     return rows
 
 
+def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the models of which no engine serves or loads, as one waits for room on a node, each with its reason."""
+    states: dict[str, set[str]] = {}
+    for row in rows:
+        states.setdefault(row["model"], set()).add(row["state"])
+    pending = {name for name, found in states.items() if "pending" in found and found <= {"pending", "failed"}}
+    return {row["model"]: row["reason"] for row in rows if row["model"] in pending}
+
+
+def _has_answered(rows: list[dict[str, Any]]) -> bool:
+    """Return whether each model of a fleet serves, has failed, or is pending, which may take any time."""
+    pending = _pending(rows)
+    return bool(rows) and all(
+        row["status"] in ("ready", "sleeping", "failed") or row["model"] in pending for row in rows
+    )
+
+
 def _is_ready(record: DaemonRecord) -> bool:
     if record.fleet:
         try:
-            rows = _rows(record)
+            return _has_answered(_rows(record))
         except ConfigError:  # not up yet
             return False
-        return bool(rows) and all(row["status"] in ("ready", "sleeping", "failed") for row in rows)
     parts = urlsplit(record.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
@@ -294,17 +319,19 @@ def find_fleet(port: int | None) -> DaemonRecord:
 
 
 def main() -> int:
-    """Serve the ServerConfig read as JSON from stdin.
-
-    Arguments: the path of the log, of a fleet its fleet.yaml, and of one on a Ray cluster the address.
-    """
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig)
-    fleet = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+    """Serve what is read as JSON from stdin. Arguments: the path of the log, and "up" for a fleet."""
+    served = msgspec.json.decode(sys.stdin.buffer.read(), type=_Served)
+    is_fleet = len(sys.argv) > 2
     try:
-        options = fleet_options(fleet, sys.argv[3]) if fleet is not None and len(sys.argv) > 3 else None
-        return serve_recorded(config, sys.argv[1], fleet, options)
+        if not is_fleet:
+            return serve_recorded(served.config, sys.argv[1], None)
+        with loading_modules():
+            from meltcore.fleet.planned import FleetPlanner, PlannedFrom
+        planner = FleetPlanner.of(msgspec.json.decode(served.planned, type=PlannedFrom))
+        options = fleet_options(planner.path, planner.ray, planner)
+        return serve_recorded(served.config, sys.argv[1], planner.path, options)
     except MeltcoreError as error:
-        print(f"meltcore {'serve' if fleet is None else 'up'}: {error}", file=sys.stderr)
+        print(f"meltcore {'up' if is_fleet else 'serve'}: {error}", file=sys.stderr)
         return 2
 
 

@@ -31,6 +31,15 @@ from meltcore.results.fleet_plan import other_changes_text
 _GIB = 2**30
 
 
+class PlannedFrom(NamedTuple):
+    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster at an address, as read."""
+
+    path: str
+    ray: str | None
+    machine: Machine | None
+    cluster: Cluster | None
+
+
 class FleetPlanner:
     """Plans a fleet.yaml again and again.
 
@@ -38,14 +47,18 @@ class FleetPlanner:
     a cluster when it got its first one.
     """
 
-    def __init__(self, path: Path, machine: Machine | None = None, ray: str | None = None) -> None:
+    def __init__(
+        self, path: Path, machine: Machine | None = None, ray: str | None = None, cluster: Cluster | None = None
+    ) -> None:
         """`machine`: what the fleet may use; None reads it. ray: the address of a Ray cluster to plan for instead.
 
-        Raises ConfigError where NVML or the cluster does not answer.
+        `cluster`: what is there; None reads it. Raises ConfigError where NVML or the cluster does not answer.
         """
-        self._path = path
+        self.path, self.ray = path, ray
         self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
-        self._cluster = None if ray is None else Cluster.read(ray, node_checkpoints(load_fleet(path)))
+        if cluster is None and ray is not None:
+            cluster = Cluster.read(ray, node_checkpoints(load_fleet(path)))
+        self._cluster = cluster
         self._before: dict[str, ClusterNode] = {}  # each node without what engines of the fleet have of it
         if self._cluster is not None:
             machine = self._cluster.machine
@@ -53,9 +66,19 @@ class FleetPlanner:
         self._machine = machine if machine is not None else read_machine()
         self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
+    @classmethod
+    def of(cls, planned: PlannedFrom) -> FleetPlanner:
+        """Return a planner that plans from the same as another one, of another process."""
+        return cls(Path(planned.path), planned.machine, planned.ray, planned.cluster)
+
+    @property
+    def planned_from(self) -> PlannedFrom:
+        """What it plans from. GPUs of a cluster keep their numbers with it."""
+        return PlannedFrom(str(self.path), self.ray, self._machine, self._cluster)
+
     def checkpoints(self) -> list[str]:
         """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
-        return node_checkpoints(load_fleet(self._path))
+        return node_checkpoints(load_fleet(self.path))
 
     def config(
         self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None
@@ -65,7 +88,7 @@ class FleetPlanner:
         running: the fleet that runs: models that did not change stay as they are, and others are planned beside them.
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
-        self._next_spec = load_fleet(self._path)
+        self._next_spec = load_fleet(self.path)
         cluster, machine = self._cluster, self._machine
         if running is not None and running.nodes is not None:
             cluster = self._look(running.nodes, running.places)
