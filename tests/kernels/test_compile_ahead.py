@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from compile_tools import AbsentGPU
 from kernel_tools import ModelShape
 from triton.runtime.jit import JITFunction
 
+from meltcore.engine.worker.compile_workers import CompileWorkers, worker_count
 from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead
 from meltcore.kernels.launch import force_implementation
 
@@ -62,6 +67,38 @@ def failing() -> int:
     return -1
 
 
+class NumberedGPU(AbsentGPU):
+    """Another GPU of the same architecture: functions keep what they compiled for a GPU."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(90)
+        self.number = number
+
+    def get_current_device(self) -> int:
+        return self.number
+
+
+def with_workers(folder: Path, *, dead: bool) -> tuple[int, int, int]:
+    """(missing kernels, kernels that this process compiled, found in the cache) with an empty cache folder."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    triton.runtime.driver._active = NumberedGPU(91 + dead)
+    compiled = Counter[bool]()
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: compiled.update([cache_hit])
+    workers = CompileWorkers(2)
+    pid = workers._pid
+    if dead:
+        os.kill(workers._pid, signal.SIGKILL)
+        os.waitpid(workers._pid, 0)
+    try:
+        missing = compile_ahead(partial(warm_up_kernels, torch.float32), lambda: None, workers=workers)
+    finally:
+        workers.close()
+        triton.knobs.compilation.listener = None
+        assert not Path(f"/proc/{pid}").exists(), "closed, the workers' parent has ended"
+        del os.environ["TRITON_CACHE_DIR"]
+    return missing, compiled[False], compiled[True]
+
+
 @pytest.fixture(scope="module")
 def elsewhere() -> Iterator[ProcessPoolExecutor]:
     """A process of its own: Triton's interpreter leaves the language of this one patched."""
@@ -82,6 +119,25 @@ def test_compile_ahead_compiles_exactly_the_missing_kernels(elsewhere: ProcessPo
 @pytest.mark.slow
 def test_failed_warm_up_restores_the_compiler(elsewhere: ProcessPoolExecutor) -> None:
     assert elsewhere.submit(failing).result(timeout=240) >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [False, True])
+def test_workers_compile_all_kernels_while_they_live(
+    elsewhere: ProcessPoolExecutor, dead: bool, tmp_path: Path
+) -> None:
+    missing, compiled, found = elsewhere.submit(with_workers, tmp_path, dead=dead).result(timeout=240)
+    assert missing > 3
+    assert compiled == (missing if dead else 0)
+    assert found == missing - compiled
+
+
+def test_cores_decide_on_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for cores in (1, 2, 4, 16, 64):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        counts.append((worker_count(1), worker_count(8)))
+    assert counts == [(0, 0), (0, 0), (3, 0), (15, 0), (16, 7)]
 
 
 @pytest.mark.slow

@@ -67,19 +67,23 @@ class CudaKernel:
 
     def cubin(self, macros: Mapping[str, int], arch: int) -> bytes:
         """Return the binary for an architecture, compiled or from the cache folder."""
+        if (path := self.cached_path(macros, arch)) is not None:
+            return path.read_bytes()
+        cubin = compile_source(self.source(), self._paths[-1].name, macros, f"{arch}{self._suffix}")
+        self._cache(macros, arch).put(cubin, f"{self.name}.cubin", binary=True)
+        return cubin
+
+    def cached_path(self, macros: Mapping[str, int], arch: int) -> Path | None:
+        """Return the binary's file in the cache folder; None if it is not there."""
+        path = self._cache(macros, arch).get_file(f"{self.name}.cubin")
+        return None if path is None else Path(path)
+
+    def _cache(self, macros: Mapping[str, int], arch: int) -> Any:
         from cuda.bindings import nvrtc
 
-        source, target = self.source(), f"{arch}{self._suffix}"
         version = nvrtc.nvrtcVersion()[1:]
-        key = hashlib.sha256(repr((source, sorted(macros.items()), target, version)).encode()).hexdigest()
-        cached = triton.runtime.cache.get_cache_manager(key)
-        name = f"{self.name}.cubin"
-        path = cached.get_file(name)
-        if path is not None:
-            return Path(path).read_bytes()
-        cubin = compile_source(source, self._paths[-1].name, macros, target)
-        cached.put(cubin, name, binary=True)
-        return cubin
+        parts = self.source(), sorted(macros.items()), f"{arch}{self._suffix}", version
+        return triton.runtime.cache.get_cache_manager(hashlib.sha256(repr(parts).encode()).hexdigest())
 
     def launch(
         self,
@@ -120,6 +124,10 @@ class Binary(NamedTuple):
     kernel: CudaKernel
     macros: tuple[tuple[str, int], ...]
     arch: int
+
+    def is_compiled(self) -> bool:
+        """Return whether the cache folder has it."""
+        return self.kernel.cached_path(dict(self.macros), self.arch) is not None
 
     def compile(self) -> None:
         """Compile it unless the cache folder has it."""

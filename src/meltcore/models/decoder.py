@@ -6,7 +6,9 @@ dense feed-forwards) and by `recurrent` layers (Gated DeltaNet instead of attent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -91,6 +93,42 @@ class Block(nn.Module):
         return fused_expert_tensors(self.mlp) if isinstance(self.mlp, SparseMoeBlock) else {}
 
 
+def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:
+    """Return indices of layers in which each kind follows each that it follows somewhere, and the last one's.
+
+    kinds: one per layer. A layer performs what the one before it left to add (ResidualStream), as the final norm does:
+    both decide on its kernels.
+    """
+    pairs = set[tuple[Hashable, ...]]()
+    chosen = {len(kinds) - 1}
+    for index in range(len(kinds)):
+        pair = tuple(kinds[max(0, index - 1) : index + 1])
+        if pair not in pairs:
+            pairs.add(pair)
+            chosen |= {max(0, index - 1), index}
+    return sorted(chosen)
+
+
+def _kind(block: Block) -> Hashable:
+    """Return a value that is equal for blocks that launch the same kernels: their modules' settings and shapes."""
+    settings: list[Hashable] = [block.kv_cache_spec()]
+    for name, module in block.named_modules():
+        settings.append((name, type(module)))
+        settings += [(key, _setting(value)) for key, value in vars(module).items() if key != "_modules"]
+    return tuple(settings)
+
+
+def _setting(value: object) -> Hashable:
+    """Return a value that is equal for equal settings, and for tensors of one shape."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_setting, value))
+    if isinstance(value, dict):
+        return tuple((key, _setting(item)) for key, item in value.items())
+    return repr(value)
+
+
 def _attention(config: DecoderConfig, layer_idx: int) -> Attention | GatedDeltaNet:
     recurrent = config.recurrent
     if recurrent is not None and layer_idx in recurrent.layers:
@@ -156,6 +194,7 @@ class Decoder(Model):
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
         self.rotary = self.local_rotary = torch.empty(0)
         self._decode_layers: PersistentLayers | None = None
+        self._chosen_layers: frozenset[int] | None = None  # None: all
 
     @property
     def local_vocab_size(self) -> int:
@@ -196,6 +235,19 @@ class Decoder(Model):
         layers = [(block.attention, block.mlp) for block in self._blocks()]
         self._decode_layers = persistent_layers(layers, caches, self.rotary)
 
+    @contextmanager
+    def one_layer_per_kind(self) -> Iterator[None]:
+        """Return a context in which `forward` launches the kernels of all layers, but few of the layers."""
+        before, self._chosen_layers = self._chosen_layers, self._layers_of_all_kinds
+        try:
+            yield
+        finally:
+            self._chosen_layers = before
+
+    @cached_property
+    def _layers_of_all_kinds(self) -> frozenset[int]:
+        return frozenset(layers_of_all_kinds([_kind(block) for block in self._blocks()]))
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return what each layer caches per sequence."""
         return [block.kv_cache_spec() for block in self._blocks()]
@@ -216,8 +268,10 @@ class Decoder(Model):
         if few is not None and len(positions) == num_decodes <= few.max_tokens and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
             return ResidualStream(few.run(residual.values, positions, table, rows)).normalized(self.norm)
-        sliding_layers = self.config.sliding_layers
+        sliding_layers, chosen_layers = self.config.sliding_layers, self._chosen_layers
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
+            if chosen_layers is not None and layer_idx not in chosen_layers:
+                continue
             rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary
             block(residual, positions, rotary, cache, layer_metadata)
         return residual.normalized(self.norm)

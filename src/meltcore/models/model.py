@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -69,6 +70,13 @@ class Model(nn.Module, ABC):
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Build what speeds up decode steps with these caches of all layers, which are at their final addresses."""
+
+    def one_layer_per_kind(self) -> AbstractContextManager[None]:
+        """Return a context in which `forward` launches the kernels of all layers, but few of the layers.
+
+        Its results are invalid.
+        """
+        return nullcontext()
 
     @abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -9,6 +9,7 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.engine.worker import sampler as sampler_file
 from meltcore.engine.worker.warm_up import (
     EXPERT_TOKENS,
     PROMPT_TOKENS,
@@ -45,6 +46,18 @@ def test_warm_up_does_not_change_answers(checkpoint: Path, max_model_len: int) -
         seen.engine.check_idle()
         logits.append(torch.stack(seen.logits["one"]))
     assert torch.equal(*logits)
+
+
+def test_rehearsal_launches_penalties_and_counts_no_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tools.open_engine(checkpoint, max_model_len=300)
+    sampler, launches = seen.engine.runner.sampler, []
+    monkeypatch.setattr(sampler_file, "apply_penalties", lambda *arguments: launches.append(arguments))
+    warm_up_steps(seen.engine.runner, StepLimits(0, 300, 140))
+    counts = sampler._penalties._output_counts
+    assert launches
+    assert not counts[0].any(), "a skipped kernel leaves values that are no token ids"
+    warm_up(seen.engine.runner, StepLimits(4, 300, 140))
+    assert counts[0].sum() == 1
 
 
 def test_warm_up_writes_only_the_padding_page(checkpoint: Path) -> None:

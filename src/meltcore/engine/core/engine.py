@@ -28,7 +28,7 @@ from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
-from meltcore.engine.worker.warm_up import CompileOrder, StepLimits, compile_kernels, warm_up
+from meltcore.engine.worker.warm_up import StepLimits, make_compiler, warm_up
 from meltcore.errors import RequestError, SleepError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
@@ -82,6 +82,7 @@ class GenerationEngine:
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
+        self._compiler = make_compiler(config, device)
         self._sleep_memory = make_sleep_memory(config, device, lambda: (self.runner.weights, self.runner.cache_tensors))
         try:
             with nullcontext() if self._sleep_memory is None else self._sleep_memory.building():
@@ -268,6 +269,8 @@ class GenerationEngine:
 
     def close(self) -> None:
         """End the processes of other ranks. No step may follow."""
+        if self._compiler is not None:
+            self._compiler.close()
         if self._ranks is not None:
             self._ranks.close(self._drop_graphs)
 
@@ -334,7 +337,7 @@ class GenerationEngine:
         reference = "reference-kernels" in self.config.debug
         force_implementation("reference" if reference else None)
         set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
-        if device.type != "cuda" or reference:
+        if self._compiler is None:
             return  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
         if self._may_stay_on_all_sms():
             self.runner.model.prepare_decode(self.runner.caches)
@@ -342,7 +345,8 @@ class GenerationEngine:
         progress("compiling kernels", 0.0)
         if self._ranks is not None:
             self._ranks.compile_kernels(limits)
-        compile_kernels(self.runner, limits, CompileOrder(0, self.config.tensor_parallel_size))
+        self._compiler.compile_kernels(self.runner, limits)
+        self._compiler.close()
         warm_up(self.runner, limits)
         if not self.config.enforce_eager:
             has_prefill_graphs = "no-prefill-graphs" not in self.config.debug

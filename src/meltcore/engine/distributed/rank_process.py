@@ -41,7 +41,7 @@ from meltcore.engine.host.budget import limit_memory
 from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.engine.worker.loading import load
 from meltcore.engine.worker.sampler import Sampler
-from meltcore.engine.worker.warm_up import CompileOrder, compile_kernels
+from meltcore.engine.worker.warm_up import KernelCompiler, make_compiler
 from meltcore.errors import MeltcoreError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.tensor_parallel import TensorParallelGroup
@@ -60,6 +60,7 @@ class RankProcess:
         self._receiver.connect(rank_address(folder, rank))
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.connect(rank_address(folder, 0))
+        self._compiler: KernelCompiler | None = None
         self._begun, self._progress = step_counters(folder, config.tensor_parallel_size)
 
     def serve(self) -> int:
@@ -84,6 +85,7 @@ class RankProcess:
     def _build(self, group: TensorParallelGroup) -> GroupRunner:
         config = self._config
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size, rank=self._rank)
+        self._compiler = make_compiler(config, device, self._rank)
         limit_memory(config, device)
         force_implementation("reference" if "reference-kernels" in config.debug else None)
         set_uniform_routing("uniform-routing" in config.debug, config.seed)
@@ -111,7 +113,9 @@ class RankProcess:
             self._begun[self._rank] = message.step_number
             runner.follow(message.step, message.sampling)
         elif isinstance(message, CompileKernels):
-            compile_kernels(runner, message.limits, CompileOrder(self._rank, self._config.tensor_parallel_size))
+            assert self._compiler is not None
+            self._compiler.compile_kernels(runner, message.limits)
+            self._compiler.close()
         elif isinstance(message, CaptureGraphs):
             prefill = "no-prefill-graphs" not in self._config.debug
             capture_all = has_budget(self._config, runner.device)

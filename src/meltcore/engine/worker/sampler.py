@@ -6,7 +6,8 @@ needs. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,10 @@ class Sampler:
         sampled_ids = token_ids[self._tensor(logprob_rows)]
         return SampleResult(token_ids, logprob_rows, select_logprobs(distribution, sampled_ids, num_logprobs))
 
+    def without_counts(self) -> AbstractContextManager[None]:
+        """Return a context in which sampled tokens are not counted: warm-up has values that are no token ids."""
+        return self._penalties.without_counts()
+
     def _raw_logprobs(
         self, logits: torch.Tensor, requests: list[Request]
     ) -> tuple[list[int], torch.Tensor, int] | None:
@@ -179,6 +184,7 @@ class PenaltyTable:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
+        self._counts_tokens = True
         self._output_counts = torch.empty(slots, vocab_size, dtype=torch.int32, device=device)
         self._in_prompt = torch.empty(slots, vocab_size, dtype=torch.bool, device=device)
         assert self._output_counts.nbytes + self._in_prompt.nbytes == PENALTY_BYTES * slots * vocab_size, "as planned"
@@ -208,11 +214,20 @@ class PenaltyTable:
     def count(self, token_ids: torch.Tensor, requests: list[Request]) -> None:
         """Count the sampled tokens, on the device: the host may not have read them when the next step starts."""
         rows = [row for row, request in enumerate(requests) if request.has_penalties]
-        if rows:
+        if rows and self._counts_tokens:
             row_indices, slots = self._rows_and_slots(rows, requests)
             self._output_counts.index_put_(
                 (slots, token_ids[row_indices]), slots.new_ones(len(rows), dtype=torch.int32), True
             )
+
+    @contextmanager
+    def without_counts(self) -> Iterator[None]:
+        """Return a context in which `count` does nothing."""
+        self._counts_tokens = False
+        try:
+            yield
+        finally:
+            self._counts_tokens = True
 
     def _rows_and_slots(self, rows: list[int], requests: list[Request]) -> list[torch.Tensor]:
         return to_device_together([rows, [self._slot(requests[row]) for row in rows]], self._device)

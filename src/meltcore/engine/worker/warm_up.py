@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from threading import Lock
+from threading import Lock, Thread, local
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from triton import knobs
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from meltcore.config import EngineConfig
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.worker.compile_workers import CompileWorkers, KernelSource, worker_count
 from meltcore.engine.worker.cuda_graphs import PADDING_ROW
 from meltcore.engine.worker.model_runner import ModelRunner
-from meltcore.kernels.nvrtc import record_launches
+from meltcore.kernels.nvrtc import Binary, record_launches
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 
@@ -80,18 +83,57 @@ class CompileOrder(NamedTuple):
 
 
 _SINGLE = CompileOrder()
+_NO_WORKERS = CompileWorkers(0)
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------
 
 
+class KernelCompiler:
+    """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
+
+    def __init__(self, order: CompileOrder = _SINGLE) -> None:
+        """Fork the workers, and begin in a thread what the first launch needs of Triton."""
+        self.order = order
+        self.workers = CompileWorkers(worker_count(order.num_processes))
+        self._preparing = Thread(target=_prepare_triton, daemon=True)
+        self._preparing.start()
+
+    def compile_kernels(self, runner: ModelRunner, limits: StepLimits) -> None:
+        """Compile the kernels that serving is known to launch on this GPU, in parallel."""
+        self._preparing.join()
+        use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
+        compile_ahead(partial(warm_up_steps, runner, limits), use_device, self.order, self.workers)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+
+
+def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> KernelCompiler | None:
+    """Return what compiles the kernels of a rank; None where none are compiled."""
+    if device.type != "cuda" or "reference-kernels" in config.debug:
+        return None
+    return KernelCompiler(CompileOrder(rank, config.tensor_parallel_size))
+
+
+def _prepare_triton() -> None:
+    """Compute what Triton keeps after its first launch: a hash of all its files, and its driver, compiled from C."""
+    with suppress(Exception):  # the first launch has the error again
+        triton_key()
+        _ = driver.active
+
+
 def compile_ahead(
-    warm_up_steps: Callable[[], None], use_device: Callable[[], None], order: CompileOrder = _SINGLE
+    warm_up_steps: Callable[[], None],
+    use_device: Callable[[], None],
+    order: CompileOrder = _SINGLE,
+    workers: CompileWorkers = _NO_WORKERS,
 ) -> int:
     """Compile the kernels that `warm_up_steps` launches and that are not compiled yet. Returns their number.
 
     Missing kernels are skipped in the rehearsal, so their outputs are uninitialized memory. use_device: makes the
-    device current in a thread.
+    device current in a thread. Without workers, a few threads compile.
     """
     missing_kernels: dict[tuple[JITFunction[Any], str], None] = {}
 
@@ -106,47 +148,86 @@ def compile_ahead(
             warm_up_steps()
     finally:
         knobs.runtime.jit_cache_hook = previous_hook
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = workers.count or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
-    with ThreadPoolExecutor(threads, initializer=use_device) as pool:
-        jobs = [
-            pool.submit(_compile, function, specialization, launchers)
+    with _asking(workers), ThreadPoolExecutor(threads, initializer=use_device) as pool:
+        # CUDA C++ first: the persistent decode kernel takes longer than any other.
+        jobs = [pool.submit(_compile_binary, binary, workers) for binary in order.order(list(binaries))]
+        jobs += [
+            pool.submit(_compile, function, specialization, workers, launchers)
             for function, specialization in order.order(list(missing_kernels))
         ]
-        jobs += [pool.submit(binary.compile) for binary in order.order(list(binaries))]
     for job in jobs:
         job.result()
     return len(missing_kernels) + len(binaries)
 
 
+class _NotCompiledError(Exception):
+    """Triton's cache folder does not have a kernel."""
+
+
+_thread = local()
+
+
+@contextmanager
+def _asking(workers: CompileWorkers) -> Iterator[None]:
+    """Let Triton's compiler, where it would compile in a thread that asks workers, raise _NotCompiledError."""
+
+    def refuse(*_: object) -> None:
+        if getattr(_thread, "asks", False):
+            raise _NotCompiledError
+        if previous_hook is not None:
+            previous_hook(*_)
+
+    previous_hook = knobs.runtime.add_stages_inspection_hook
+    if workers.count:
+        knobs.runtime.add_stages_inspection_hook = refuse
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = previous_hook
+
+
+def _compile_binary(binary: Binary, workers: CompileWorkers) -> None:
+    if binary.is_compiled() or workers.compile(binary):
+        return
+    binary.compile()
+
+
 def _compile(
-    function: JITFunction[Any], specialization: str, launchers: Mapping[tuple[str, ...], AbstractContextManager[Any]]
+    function: JITFunction[Any],
+    specialization: str,
+    workers: CompileWorkers,
+    launchers: Mapping[tuple[str, ...], AbstractContextManager[Any]],
 ) -> None:
     """Compile a kernel and its launcher, which a C compiler makes per signature and as slowly as the kernel itself.
 
     The first launch finds it in Triton's cache. launchers: a lock per signature, so that none is compiled twice.
     """
-    kernel = function.preload(specialization)
+    _thread.asks = workers.count > 0
+    try:
+        kernel = function.preload(specialization)
+    except _NotCompiledError:
+        _thread.asks = False
+        target = driver.active.get_current_target()
+        workers.compile(KernelSource(function.module, function.fn.__qualname__, specialization, target))
+        kernel = function.preload(specialization)
     if kernel is not None:
         with launchers[tuple(map(str, kernel.src.signature.values()))]:
             driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-def compile_kernels(runner: ModelRunner, limits: StepLimits, order: CompileOrder) -> None:
-    """Compile the kernels that serving is known to launch on this GPU, in parallel."""
-    use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-    compile_ahead(partial(warm_up_steps, runner, limits), use_device, order)
-
-
 def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
     """Launch the steps of `warm_up` and decode steps with kernels skipped, so that their results are invalid.
 
-    So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
+    So no sampled token may be used as an index: tokens are not counted, and there are no log-probabilities, which have
+    no kernel of ours. Each rank does this alone.
     """
-    with runner.without_collectives():
-        runner.warm_up_decodes([count for count in DECODES if count <= limits.max_num_seqs])
+    decodes = sorted({count for count in (*DECODES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
+    with runner.without_collectives(), runner.model.one_layer_per_kind(), runner.sampler.without_counts():
+        runner.warm_up_decodes(decodes)
         _launch_prompts(runner, limits)
-        _launch_sampling(runner, EVERY_SAMPLING[:3])
+        _launch_sampling(runner, [params for params in EVERY_SAMPLING if params.logprobs is None])
     runner.reset_last_tokens()
 
 
