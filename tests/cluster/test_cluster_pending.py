@@ -106,6 +106,27 @@ def test_node_with_a_problem_does_not_keep_engines_of_a_lost_one_from_others(tmp
         assert starts(tmp_path, "gpu")[-2:] == ["c", "e"]
 
 
+def test_engine_whose_device_is_gone_says_so_while_another_node_has_room(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, b=Node("b", [40]), c=Node("c", [40, 40]))
+    models = "  pinned: {LOAD, memory: 2.5GiB, device: [0]}\n  free: {LOAD, memory: 2.5GiB}\n"
+    with fleet(tmp_path, cluster, models) as server:
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        assert rows(server)["pinned.0"]["node"] == "b"
+        with cluster.change() as there:
+            lost = there.nodes.pop("b")
+        wait_until(lambda: rows(server)["pinned.0"]["state"] == "pending", "pending")
+        assert rows(server)["pinned.0"]["reason"] == "pinned is pending: the node b is gone, and device: GPU 0 is gone"
+        with cluster.change() as there:
+            there.nodes["b"] = lost
+            lost.reserved_gib = 39
+        reason = "other Ray jobs have the memory of GPU 0 of b, and device: GPU 0 has not 2.50 GiB free for it"
+        wait_until(lambda: rows(server)["pinned.0"]["reason"].endswith(reason), "no room on its GPU")
+        with cluster.change() as there:
+            lost.reserved_gib = 0
+        wait_until(lambda: states(server) == ["ready"] * 2, "ready")
+        assert rows(server)["pinned.0"]["node"] == "b"
+
+
 def test_engine_waits_for_a_driver_that_hangs(tmp_path: Path) -> None:
     cluster = ScriptedCluster(tmp_path, a=Node("a", [40], host_gib=8))
     with fleet(tmp_path, cluster, TWO_MODELS) as server:

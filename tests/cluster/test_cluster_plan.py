@@ -23,7 +23,7 @@ import meltcore
 from meltcore import __version__
 from meltcore.cli.main import main
 from meltcore.cluster.client import run_on_nodes
-from meltcore.cluster.nodes import connected, node_names
+from meltcore.cluster.nodes import connected
 from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
@@ -191,14 +191,6 @@ def test_own_cluster_whose_head_is_gone_is_refused_immediately(tmp_path: Path, m
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     with pytest.raises(ConfigError, match="--ray ray://head:10001: name the head as HOST:PORT"):
         connect("auto")
-
-
-def test_nodes_of_one_host_name_are_told_apart() -> None:
-    two = [("a", "0123456789"), ("a", "2123456789")]
-    assert node_names([*two, ("b", "1123456789")], {}) == ["a-012345", "a-212345", "b"]
-    # A node keeps its name when another one joins. Where it is gone, its host's next node has the same name.
-    assert node_names(two, {"0123456789": "a"}) == ["a", "a-212345"]
-    assert node_names(two[1:], {"0123456789": "a"}) == ["a"]
 
 
 def test_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,9 +161,11 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
         lost = there.nodes.pop("b")
     nodes = Cluster.read(str(cluster.path)).nodes
 
+    def start(model: str, gpus: list[int], replica: int = 0) -> StartEngine:
+        return StartEngine(0, "b", [], EngineConfig(model="m"), 1, "", gpus, model=model, replica=replica)
+
     def elsewhere(model: str, gpus: list[int], places: dict[tuple[str, int], Place], replica: int = 0) -> Place | None:
-        start = StartEngine(0, "b", [], EngineConfig(model="m"), 1, "", gpus, model=model, replica=replica)
-        return planner.elsewhere(start, nodes, places)
+        return planner.elsewhere(start(model, gpus, replica), nodes, places)
 
     assert elsewhere("big", [0], {}) == Place("a", (0,))
     # GPU 1 has 20 GiB for the fleet; the other GPU of 40 GiB has no room beside the first engine.
@@ -172,6 +174,8 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
     # A replica goes to another node than the first one.
     assert elsewhere("small", [0], {("small", 0): Place("a", (0,))}, 1) == Place("c", (0,))
     assert elsewhere("pinned", [0], {}) is None, "its GPU 2 is gone, and only that one is allowed"
+    assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 is gone"
+    assert planner.why_nowhere(start("big", [0])) == "no other node has 0.00 GiB free for it"
     assert elsewhere("cpu", [], {}) == Place("c", ())
     assert elsewhere("cpu", [], {("other", 0): Place("c", ())}) == Place("c", ())
     assert elsewhere("gone", [0], {}) is None
@@ -179,3 +183,10 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
         there.nodes["b"] = lost
     nodes = Cluster.read(str(cluster.path)).nodes
     assert elsewhere("pinned", [0], {}) == Place("b", (0,)), "its number has stayed"
+    assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 has not 0.00 GiB free for it"
+    with cluster.change() as there:
+        lost.problem = "it does not answer"
+    read = Cluster.read(str(cluster.path))
+    nodes = (*read.nodes, *read.left_out)
+    assert elsewhere("pinned", [0], {}) is None
+    assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 is on a node that is left out"

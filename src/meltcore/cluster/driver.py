@@ -22,8 +22,8 @@ from meltcore.cluster.nodes import (
     NodeReader,
     connected,
     free_resources,
-    keep_names,
     living_nodes,
+    names,
 )
 from meltcore.errors import ConfigError, EngineDeadError, MeltcoreError
 from meltcore.protocol.cluster import (
@@ -60,6 +60,7 @@ class Driver:
         self._answer = answer
         self._nodes = NodeReader()
         self._actors: dict[int, Any] = {}
+        self._node_ids: dict[int, str] = {}  # of the node of each engine, which its name may outlive
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,9 +118,10 @@ class Driver:
         """Answer a question, once the one before it has its answer."""
         if after is not None:
             await asyncio.wait({after})
-        keep_names(message.names)
+        names.keep(message.names)
         try:
-            self._answer(Nodes(await asyncio.to_thread(self._nodes.read, message.checkpoints, message.limit_s)))
+            nodes = await asyncio.to_thread(self._nodes.read, message.checkpoints, message.limit_s, message.used)
+            self._answer(Nodes(nodes))
         except MeltcoreError as error:
             self._answer(ClusterFailed(str(error)))
         except Exception as error:  # of Ray: each question has an answer
@@ -137,17 +139,24 @@ class Driver:
         except (ray.exceptions.RayError, EngineDeadError) as error:
             first_line = str(error).strip().partition("\n")[0]
             was_started = message.engine not in self._starting
-            is_gone = message.node not in dict(await asyncio.to_thread(living_nodes))
-            reason = f"node {message.node}: its actor has died: {first_line}"
-            if is_gone:
-                reason = f"the node {message.node} is gone"
-            ended = EngineEnded(message.engine, reason, no_room=is_gone and not was_started)
+            gone = await self._gone_text(message)
+            reason = gone or f"node {message.node}: its actor has died: {first_line}"
+            ended = EngineEnded(message.engine, reason, no_room=bool(gone) and not was_started)
         except Exception as error:  # of Ray; nothing says that the engine is at fault
             reason = f"node {message.node}: {type(error).__name__}: {error}"
             ended = EngineEnded(message.engine, reason, no_room=message.engine in self._starting)
         finally:
             self._starting.pop(message.engine, None)
+            self._node_ids.pop(message.engine, None)
             self._answer(ended)
+
+    async def _gone_text(self, message: StartEngine) -> str:
+        """Return how the node of an engine is gone; "": it lives."""
+        node = dict(await asyncio.to_thread(living_nodes)).get(message.node)
+        if node is None:
+            return f"the node {message.node} is gone"
+        is_same = self._node_ids.get(message.engine, node["NodeID"]) == node["NodeID"]
+        return "" if is_same else f"Ray was started again on the node {message.node}"
 
     async def _run_engine(self, message: StartEngine) -> EngineEnded:
         """Start an engine and wait until it has ended; returns how. Raises errors of Ray and of the start."""
@@ -160,6 +169,7 @@ class Driver:
         if not await _has_room(node["NodeID"], message):
             reason = f"other Ray jobs have the memory of GPU {message.gpus[0]} of {message.node}"
             return EngineEnded(message.engine, reason, no_room=True)
+        self._node_ids[message.engine] = node["NodeID"]
         # The plan has chosen the node. Ray counts the memory, so that no other job takes it.
         actor = self._actors[message.engine] = (
             ray.remote(EngineActor)

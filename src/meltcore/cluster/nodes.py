@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from meltcore.cluster.node_folder import NodeFolder
+from meltcore.cluster.node_names import NodeNames
 from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
 from meltcore.fleet.machine import read_machine, unloadable
@@ -27,9 +26,7 @@ STORE_BYTES = 100 * 2**20  # of a local cluster: nothing large travels through i
 KEEP_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 # Engines outlive an actor whose driver or head node is gone: their server ends them, or they end without it.
 KEEP_ENGINES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-_ID_DIGITS = 6
-_names: dict[str, str] = {}  # of the nodes that this process has seen, by id: each keeps its name
-_naming = threading.Lock()
+names = NodeNames()  # of all nodes that this process has seen
 
 
 @contextmanager
@@ -128,21 +125,14 @@ def _has_token() -> bool:
     return bool(names) or (Path.home() / ".ray" / "auth_token").exists()
 
 
-def keep_names(names: Mapping[str, str]) -> None:
-    """Give nodes, by id, the names that they had before this process."""
-    with _naming:
-        _names.update(names)
+def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """Return the name of each living node, and what Ray tells of it, in the order of the names.
 
-
-def living_nodes() -> list[tuple[str, dict[str, Any]]]:
-    """Return the name of each living node, and what Ray tells of it, in the order of the names."""
+    used: as `NodeNames.living` has it.
+    """
     import ray
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    with _naming:
-        names = node_names([(node["NodeManagerHostname"], node["NodeID"]) for node in alive], _names)
-        _names.update(zip([node["NodeID"] for node in alive], names, strict=True))
-    return sorted(zip(names, alive, strict=True), key=lambda named: named[0])
+    return [(node["name"], node) for node in names.living(ray.nodes(), used)]
 
 
 def free_resources() -> dict[str, dict[str, float]]:
@@ -159,15 +149,17 @@ class NodeReader:
     def __init__(self) -> None:
         self._silent: dict[str, Any] = {}  # questions that have no answer yet, by the node's id
 
-    def read(self, checkpoints: list[str], limit_s: float) -> list[ClusterNode]:
+    def read(self, checkpoints: list[str], limit_s: float, used: Collection[str]) -> list[ClusterNode]:
         """Return all living nodes with their GPUs and memory, and which of these checkpoints they cannot load, by name.
+
+        used: names of nodes with engines, which stay.
 
         A node that does not answer within the limit, that has another Meltcore, or on which Ray counts other GPUs than
         NVML, has a `problem`.
         """
         import ray
 
-        nodes = living_nodes()
+        nodes = living_nodes(used)
         open_questions = self._unanswered(self._silent)
         asked = {
             node["NodeID"]: _ask(node["NodeID"], checkpoints)
@@ -196,19 +188,6 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
     on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
     probe = ray.remote(num_cpus=0, max_retries=0)(_probe)
     return probe.options(scheduling_strategy=on_node, runtime_env={"env_vars": KEEP_VISIBLE}).remote(checkpoints)
-
-
-def node_names(hosts: list[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
-    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique.
-
-    known: names of nodes, by id, that stay: a raylet that joins on the same host renames no other.
-    """
-    new = Counter(host for host, node_id in hosts if node_id not in known)
-    taken = {known[node_id] for _, node_id in hosts if node_id in known}
-    return [
-        known.get(node_id) or (host if new[host] == 1 and host not in taken else f"{host}-{node_id[:_ID_DIGITS]}")
-        for host, node_id in hosts
-    ]
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:

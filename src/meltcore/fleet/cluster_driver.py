@@ -63,6 +63,9 @@ class Planner(Protocol):
         It is on none of `failed_nodes`.
         """
 
+    def why_nowhere(self, start: StartEngine) -> str:
+        """Return why `elsewhere` has just found no place for an engine."""
+
 
 class ClusterDriver:
     """The driver process of one fleet. When it ends, engines go on, and it is started again."""
@@ -108,7 +111,7 @@ class ClusterDriver:
             self._connected = asyncio.get_running_loop().create_future()
             self._connected.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._reading = asyncio.create_task(self._read(self._process))
-            self._send(ReadNodes(limit_s=_PROBE_LIMIT_S, names=self._node_names))
+            self._send(ReadNodes([], _PROBE_LIMIT_S, self._node_names, self._used_nodes))
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     await asyncio.shield(self._connected)
@@ -194,7 +197,7 @@ class ClusterDriver:
         """Return the same engine for another node that has room now. Raises EnginePendingError where none has."""
         if self.problem:
             raise EnginePendingError(reason)
-        model, memory_bytes = start.config.model, start.config.memory_bytes or 0
+        model = start.config.model
         if model.startswith("/"):
             self._checkpoints.add(model)
         try:
@@ -207,10 +210,8 @@ class ClusterDriver:
             place = self._planner.elsewhere(start, nodes, self.places())
         if place is None:
             left_out = left_out_text(nodes)
-            raise EnginePendingError(
-                f"{reason}, and no other node has {memory_bytes / 2**30:.2f} GiB free for it"
-                + (left_out and f"; {left_out}")
-            )
+            why = f"{reason}, and {self._planner.why_nowhere(start)}"
+            raise EnginePendingError(why + (left_out and f"; {left_out}"))
         self._report(f"{reason}: its engine of {start.model} is started on {place.node}")
         return msgspec.structs.replace(start, node=place.node, gpus=list(place.gpus))
 
@@ -218,6 +219,10 @@ class ClusterDriver:
         """Return where engines run or are being started, by model and replica."""
         running = self._running.values()
         return {(start.model, start.replica): Place(start.node, tuple(start.gpus)) for start in running}
+
+    @property
+    def _used_nodes(self) -> list[str]:
+        return sorted({start.node for start in self._running.values()})
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
         """Return all living nodes, with which of these checkpoints they cannot load. Raises ConfigError."""
@@ -234,7 +239,7 @@ class ClusterDriver:
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._send(ReadNodes(sorted(self._checkpoints), _PROBE_LIMIT_S))
+            self._send(ReadNodes(sorted(self._checkpoints), _PROBE_LIMIT_S, used=self._used_nodes))
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 return self._without_own(await asyncio.shield(self._nodes))
@@ -352,7 +357,7 @@ class ClusterDriver:
 
     def _on_nodes(self, message: Nodes | ClusterFailed | CommandStarted | CommandEnded) -> None:
         if isinstance(message, Nodes):
-            self._node_names = {node.node_id: node.name for node in message.nodes}
+            self._node_names |= {node.node_id: node.name for node in message.nodes}
             self._note_left_out(message.nodes)
         if self._nodes is not None and not self._nodes.done():
             if isinstance(message, ClusterFailed):

@@ -164,6 +164,23 @@ class FleetPlanner:
         )
         return place and Place(place.node, tuple(cluster.gpus[number][1] for number in place.gpus))
 
+    def why_nowhere(self, start: StartEngine) -> str:
+        """Return why `elsewhere` has just found no place for an engine: no room, or none on its `device`."""
+        spec, cluster = self._running_spec, self._cluster
+        assert spec is not None
+        assert cluster is not None
+        model, size = spec.models.get(start.model), f"{(start.config.memory_bytes or 0) / _GIB:.2f} GiB free for it"
+        groups = [] if model is None or model.kind == "url" else replica_gpus(model)
+        pinned = groups[start.replica] if start.replica < len(groups) else ()
+        if not pinned:
+            return f"no other node has {size}"
+        there = cluster.machine.gpus
+        for number in pinned:
+            if there[number].total_bytes == 0:
+                is_left_out = cluster.gpu_nodes[number] in {node.name for node in cluster.left_out}
+                return f"device: GPU {number} is " + ("on a node that is left out" if is_left_out else "gone")
+        return f"device: GPU {', '.join(map(str, pinned))} has not {size}"
+
 
 def print_unplanned(line: str) -> None:
     """Print a line about a model that is not in the plan."""

@@ -33,12 +33,13 @@ class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
     """Asks for all living nodes, and which of these checkpoints each of them can load. Answered by `Nodes`.
 
     checkpoints: absolute paths, and ids of the hub; limit_s: for a node to answer; NVML takes up to 60 s, and a worker
-    process several seconds to start. names: of nodes seen before, by id, which keep them.
+    process several seconds to start. names: of nodes seen before, by id, which keep them; used: those with engines.
     """
 
     checkpoints: list[str] = []
     limit_s: float = 90.0
     names: dict[str, str] = {}
+    used: list[str] = []
 
 
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):

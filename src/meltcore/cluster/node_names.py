@@ -1,0 +1,94 @@
+"""The names of a cluster's nodes: a raylet that is started again has another id, and its node keeps its name."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+_ID_DIGITS = 6
+_ANSWER_LIMIT_S = 0.5  # for the machine of a raylet to accept or refuse a connection
+
+
+class NodeNames:
+    """The names of all nodes that this process has seen, by the id of their raylet."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._ended: set[str] = set()  # raylets that have ended, which Ray takes for alive for some 15 s more
+        self._lock = threading.Lock()
+
+    def keep(self, names: Mapping[str, str]) -> None:
+        """Give nodes, by id, the names that they had before this process."""
+        with self._lock:
+            self._names.update(names)
+
+    def living(self, nodes: Sequence[dict[str, Any]], used: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Return those of Ray's nodes that live, each with its `name`, in the order of the names.
+
+        used: names of nodes with engines, which stay. None: all that have been given stay.
+        """
+        with self._lock:
+            alive = self._running([node for node in nodes if node["Alive"]])
+            hosts = [(node["NodeManagerHostname"], node["NodeID"]) for node in alive]
+            if used is not None:
+                self._names.update(plain_names(hosts, self._names, used))
+            names = node_names(hosts, self._names)
+            self._names.update(zip([node["NodeID"] for node in alive], names, strict=True))
+        named = [node | {"name": name} for name, node in zip(names, alive, strict=True)]
+        return sorted(named, key=lambda node: node["name"])
+
+    def _running(self, alive: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Leave out raylets that have ended: where another joins on their host, they are asked for a connection."""
+        new = [node for node in alive if node["NodeID"] not in self._names]
+        for node in alive:
+            others = [other for other in new if other is not node]
+            if any(other["NodeManagerHostname"] == node["NodeManagerHostname"] for other in others) and (
+                (node not in new and _endpoint(node) in map(_endpoint, others)) or _refuses(*_endpoint(node))
+            ):
+                self._ended.add(node["NodeID"])
+        return [node for node in alive if node["NodeID"] not in self._ended]
+
+
+def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
+    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique.
+
+    known: names of nodes, by id, that stay: a raylet that joins on the same host renames no other.
+    """
+    new = Counter(host for host, node_id in hosts if node_id not in known)
+    taken = {known[node_id] for _, node_id in hosts if node_id in known}
+    return [
+        known.get(node_id) or (host if new[host] == 1 and host not in taken else f"{host}-{node_id[:_ID_DIGITS]}")
+        for host, node_id in hosts
+    ]
+
+
+def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
+    """Return the nodes, by id, that get their host name back: the one that had it is gone, and they are alone there.
+
+    used: names that stay, as engines have been started there by them.
+    """
+    alone = Counter(host for host, _ in hosts)
+    given = set(known.values())
+    return {
+        node_id: host
+        for host, node_id in hosts
+        if alone[host] == 1 and host in given and known.get(node_id, host) not in {host, *used}
+    }
+
+
+def _endpoint(node: dict[str, Any]) -> tuple[str, int]:
+    return node["NodeManagerAddress"], node["NodeManagerPort"]
+
+
+def _refuses(address: str, port: int) -> bool:
+    """Return whether a machine that answers has no process that listens there. One that is silent may be back."""
+    try:
+        socket.create_connection((address, port), _ANSWER_LIMIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
