@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from meltcore.engine.worker.compile_workers import CompileWorkers, worker_count
 from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead
 from meltcore.kernels.launch import force_implementation
+from meltcore.kernels.nvrtc import Binary, CudaKernel
 
 SHAPE = ModelShape(hidden_size=64, intermediate_size=96, heads=4, kv_heads=2, head_dim=16, page_size=64)
 
@@ -150,3 +151,22 @@ def test_processes_start_compiling_at_different_kernels(count: int) -> None:
         "two processes begin with one kernel"
     )
     assert orders[0] == list(range(20))
+
+
+def test_workers_compile_cuda_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "store.cu"
+    path.write_text('extern "C" __global__ void store(float* out) { out[0] = SIZE; }')
+    kernel = CudaKernel([path], "store")
+    good, bad = Binary(kernel, (("SIZE", 3),), 90), Binary(kernel, (), 90)
+    workers = CompileWorkers(2)
+    try:
+        assert not good.is_compiled()
+        assert workers.compile(good)
+        assert good.is_compiled()
+        assert kernel.cubin({"SIZE": 3}, 90)[:4] == b"\x7fELF"
+        assert not workers.compile(bad), "SIZE is not defined"
+        assert workers.compile(Binary(kernel, (("SIZE", 4),), 90)), "the worker goes on"
+    finally:
+        workers.close()
+    assert not workers.compile(good), "closed"
