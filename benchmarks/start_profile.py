@@ -130,7 +130,6 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, default=1024)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
-    parser.add_argument("--threads", action="store_true", help="Compile in threads, without worker processes.")
     parser.add_argument("--keys", type=Path, help="Write the specializations of the compiled kernels here.")
     args = parser.parse_args()
 
@@ -170,8 +169,6 @@ def main() -> None:
 
     warm_up._compile = job("Triton", warm_up._compile, name_of)
     warm_up._compile_binary = job("NVRTC", warm_up._compile_binary, lambda binary, _: binary.kernel.name)
-    if args.threads:
-        warm_up.worker_count = lambda _: 0
 
     llm = meltcore.llm.LLM(
         args.model,

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from meltcore.llm import LLM
+        from meltcore.process import without_collection
+
+        with without_collection():  # full collections are a tenth of the time that the import of torch takes
+            from meltcore.llm import LLM
 
         return LLM
     if name == "SamplingParams":

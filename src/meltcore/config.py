@@ -16,7 +16,12 @@ Task = Literal["generation", "translation", "transcription", "synthesis"]  # of 
 KVCacheDType = Literal["auto", "fp8"]
 PriorityClass = Literal["interactive", "standard", "batch"]  # of a request, the most urgent first
 DebugSwitch = Literal[
-    "reference-kernels", "no-prefill-graphs", "no-peer-memory", "no-persistent-decode", "uniform-routing"
+    "reference-kernels",
+    "no-prefill-graphs",
+    "no-peer-memory",
+    "no-persistent-decode",
+    "no-compile-workers",
+    "uniform-routing",
 ]
 _ENGINE_GROUP, _HTTP_GROUP, _LIMITS_GROUP = "engine", "HTTP server", "limits"
 _AT_LEAST_ONE = {"minimum": 1}

@@ -459,6 +459,18 @@ def block_signals() -> Iterator[None]:
 
 
 @contextmanager
+def without_collection() -> Iterator[None]:
+    """Suspend garbage collection, where many objects are made that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def loading_modules() -> Iterator[None]:
     """Imports modules without garbage collection, then exempts their objects from every later collection.
 

@@ -18,8 +18,10 @@ from compile_tools import AbsentGPU
 from kernel_tools import ModelShape
 from triton.runtime.jit import JITFunction
 
+from meltcore.config import DebugSwitch, EngineConfig
+from meltcore.engine.worker import warm_up as warm_up_file
 from meltcore.engine.worker.compile_workers import CompileWorkers, worker_count
-from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead
+from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead, make_compiler
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.nvrtc import Binary, CudaKernel
 
@@ -170,3 +172,14 @@ def test_workers_compile_cuda_sources(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         workers.close()
     assert not workers.compile(good), "closed"
+
+
+@pytest.mark.parametrize("debug", [(), ("no-compile-workers",), ("reference-kernels",)])
+def test_ranks_on_gpus_share_the_cores(debug: tuple[DebugSwitch, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(warm_up_file, "KernelCompiler", lambda order, num_workers: (order, num_workers))
+    config = EngineConfig(model="m", tensor_parallel_size=2, debug=debug)
+    made = make_compiler(config, torch.device("cuda:1"), rank=1)
+    workers = 0 if "no-compile-workers" in debug else 7
+    assert made == (None if "reference-kernels" in debug else (CompileOrder(1, 2), workers))
+    assert make_compiler(config, torch.device("cpu")) is None

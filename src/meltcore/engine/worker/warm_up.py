@@ -92,10 +92,10 @@ _NO_WORKERS = CompileWorkers(0)
 class KernelCompiler:
     """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
 
-    def __init__(self, order: CompileOrder = _SINGLE) -> None:
+    def __init__(self, order: CompileOrder, num_workers: int) -> None:
         """Fork the workers, and begin in a thread what the first launch needs of Triton."""
         self.order = order
-        self.workers = CompileWorkers(worker_count(order.num_processes))
+        self.workers = CompileWorkers(num_workers)
         self._preparing = Thread(target=_prepare_triton, daemon=True)
         self._preparing.start()
 
@@ -114,7 +114,9 @@ def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> 
     """Return what compiles the kernels of a rank; None where none are compiled."""
     if device.type != "cuda" or "reference-kernels" in config.debug:
         return None
-    return KernelCompiler(CompileOrder(rank, config.tensor_parallel_size))
+    ranks = config.tensor_parallel_size
+    num_workers = 0 if "no-compile-workers" in config.debug else worker_count(ranks)
+    return KernelCompiler(CompileOrder(rank, ranks), num_workers)
 
 
 def _prepare_triton() -> None:
