@@ -12,7 +12,7 @@ from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, node_checkpoints
-from meltcore.fleet.plan import Place
+from meltcore.fleet.first_fit import Place
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.running_fleet import Running
 from meltcore.protocol.cluster import StartEngine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -20,13 +21,15 @@ from meltcore.cli import fleet as fleet_command
 from meltcore.cli import main
 from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
+from meltcore.fleet import nearest as nearest_plan
 from meltcore.fleet import needs
 from meltcore.fleet.context_memory import ASSUMED, context_table, find_contexts
+from meltcore.fleet.first_fit import Engine, Gpu, place
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.nearest import changed_text
 from meltcore.fleet.needs import named_needs
-from meltcore.fleet.plan import GIB, Engine, Gpu, place, plan_fleet, with_plan
-from meltcore.fleet.planned import FleetPlanner
+from meltcore.fleet.plan import GIB, plan_fleet, with_plan
+from meltcore.fleet.planned import FleetPlanner, does_not_fit, find_plan
 from meltcore.protocol.fleet_file import load_fleet, parse_fleet
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 from meltcore.protocol.machine import Machine, VisibleGpu
@@ -49,6 +52,55 @@ def engines(draw: st.DrawFn) -> list[Engine]:
         Engine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
         for index, model in enumerate(models)
     ]
+
+
+def place_plainly(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
+    """First-fit that looks at every GPU for every engine."""
+    placed = list(gpus)
+    there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
+    replicas = Counter((node, model) for node, model, _ in there)
+    for engine in sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica)):
+        fitting = [
+            index
+            for index, gpu in enumerate(placed)
+            if (not engine.only or gpu.number in engine.only)
+            and gpu._replace(engines=(*gpu.engines, engine)).used_bytes <= gpu.total_bytes
+        ]
+        fitting.sort(key=lambda index: any(other.model == engine.model for other in placed[index].engines))
+        by_node: dict[str, list[int]] = {}
+        for index in fitting:
+            by_node.setdefault(placed[index].node, []).append(index)
+        nodes = [node for node, indices in by_node.items() if len(indices) >= engine.gpus]
+        if not nodes:
+            return None
+        chosen = min(nodes, key=lambda node: replicas[node, engine.model])
+        replicas[chosen, engine.model] += 1
+        for index in by_node[chosen][: engine.gpus]:
+            placed[index] = placed[index]._replace(engines=(*placed[index].engines, engine))
+    return tuple(placed)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject) -> None:
+    sizes = st.integers(1, 6)
+    cards = data.draw(st.lists(st.tuples(st.integers(4, 20), st.sampled_from("abc")), min_size=1, max_size=10))
+    gpus = [
+        Gpu(number, size * GIB, (), GIB // 2, node if data.draw(st.booleans()) else "a")
+        for number, (size, node) in enumerate(cards)
+    ]
+    found = []
+    for model in data.draw(st.lists(st.sampled_from("mnop"), max_size=4, unique=True)):
+        size, ranks, sleeps = data.draw(st.tuples(sizes, st.sampled_from((1, 1, 2)), st.booleans()))
+        for replica in range(data.draw(st.integers(1, 6))):
+            only = data.draw(st.sampled_from([(), (), tuple(range(0, len(gpus), 2))]))
+            found.append(Engine(model, replica, size * GIB, ranks, only, sleeps, GIB // 2))
+    stay, to_place = found[::5], [each for at, each in enumerate(found) if at % 5]
+    for each in stay:
+        at = data.draw(st.integers(0, len(gpus) - 1))
+        gpus[at] = gpus[at]._replace(engines=(*gpus[at].engines, each))
+    assert place(to_place, gpus) == place_plainly(to_place, gpus)
 
 
 @pytest.mark.slow
@@ -128,6 +180,23 @@ def test_nearest_plan_fits_and_says_its_changes() -> None:
     assert "models.gemma.residency: sleepable (was always_on)" in nearest.changes
     assert all(gpu.used_bytes <= gpu.total_bytes for gpu in nearest.gpus)
     assert plan_fleet(parse_fleet(MODELS), [4 * GIB], host_bytes=16 * GIB) == (None, None)
+
+
+def test_search_for_the_nearest_plan_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = plan_fleet(parse_fleet(MODELS), [24 * GIB], host_bytes=64 * GIB)
+    monkeypatch.setattr(nearest_plan, "SEARCH_LIMIT_S", -1.0)
+    _, cut = plan_fleet(parse_fleet(MODELS), [24 * GIB], host_bytes=64 * GIB)
+    assert whole is not None
+    assert cut is not None
+    assert (whole.is_cut, cut.is_cut) == (False, True)
+    assert len(cut.changes) > len(whole.changes)
+    assert cut.other_changes == ()
+    assert plan_fleet(parse_fleet(changed(MODELS, cut.changes)), [24 * GIB], host_bytes=64 * GIB)[0] is not None
+    card = VisibleGpu(0, "x", 24 * GIB, 0)
+    reported: list[str] = []
+    found = find_plan(parse_fleet(MODELS), Machine((card,), "", 64 * GIB), reported.append)
+    assert any("the search for the nearest plan was ended after" in line for line in reported)
+    assert ", as far as a search of" in does_not_fit(found, Machine((card,), "", 64 * GIB))
 
 
 def changed(text: str, lines: Sequence[str]) -> str:

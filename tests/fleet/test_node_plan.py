@@ -8,7 +8,9 @@ import pytest
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster
-from meltcore.fleet.plan import GIB, Engine, Gpu, Host, describe_plan, place, place_on_hosts, plan_fleet
+from meltcore.fleet.first_fit import Engine, Gpu, Host, place, place_on_hosts
+from meltcore.fleet.plan import GIB, describe_plan, plan_fleet
+from meltcore.fleet.planned import does_not_fit, find_plan
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.protocol.fleet_file import parse_fleet
 from meltcore.protocol.machine import Machine, VisibleGpu
@@ -82,3 +84,33 @@ def test_512_engines_on_64_nodes_are_planned_in_seconds() -> None:
     assert time.process_time() - started_s < 10
     assert plan is not None
     assert all(len(set(plan.nodes(name))) == 64 for name in spec.models)
+
+
+@pytest.mark.slow
+def test_512_engines_that_do_not_fit_get_the_nearest_plan_in_seconds_and_a_short_reason() -> None:
+    there = cluster(*[8] * 64)
+    large = QWEN.replace("max_model_len: 4096, max_num_seqs: 4", "max_model_len: 8192, max_num_seqs: 44")
+    spec = parse_fleet("models: {" + ", ".join(f"m{at}: {{{large}, replicas: 64}}" for at in range(8)) + "}")
+    started_s = time.process_time()
+    found = find_plan(spec, there.machine, print, there)
+    assert time.process_time() - started_s < 10
+    assert found.plan is None
+    assert found.nearest is not None
+    assert found.nearest.changes == tuple(f"models.m{at}.max_num_seqs: 22 (was 44)" for at in range(8))
+    needed = ", ".join(f"m{at} 64 x 40.34 GiB" for at in range(8))
+    text = does_not_fit(found, there.machine)
+    assert f"on GPUs it needs {needed}, and there are 512 GPUs of 40.00 GiB. The nearest" in text
+
+
+def test_reason_names_alike_gpus_together_and_no_more_sizes_than_can_be_read() -> None:
+    spec = parse_fleet(
+        f"models: {{a: {{{QWEN}, memory: 90GiB}}, b: {{{QWEN}, memory: 9GiB, tensor_parallel_size: 2}}}}"
+    )
+    sizes = [40, 80, 40, *range(1, 21)]
+    cards = tuple(VisibleGpu(at, "NVIDIA Scripted", size * GIB, 0) for at, size in enumerate(sizes))
+    machine = Machine(cards, "570.1", 4 * GIB)
+    text = does_not_fit(find_plan(spec, machine, print), machine)
+    assert (
+        "it needs a 90.00 GiB, b 2 x 9.00 GiB, and there are 2 GPUs of 40.00 GiB, GPU 1 80.00 GiB, GPU 3 1.00 " in text
+    )
+    assert "GPU 16 14.00 GiB, 6 more GPUs. " in text

@@ -16,7 +16,7 @@ import msgspec
 from meltcore.backends.remote_engine import RemoteRun
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.cluster import left_out_text
-from meltcore.fleet.plan import Place
+from meltcore.fleet.first_fit import Place
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,

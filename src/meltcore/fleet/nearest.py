@@ -6,6 +6,7 @@ still fits. So a plan of more memory keeps all that counts more, and then at lea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from meltcore.fleet.needs import known_needs
 from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 from meltcore.results.fleet_plan import has_smaller_settings
 
+SEARCH_LIMIT_S = 20.0  # for taking changes back: of fleets with hundreds of different models
 _LEAST_CONTEXT = 2048  # tokens below which a plan does not shorten a context
 _PRIORITIES = ("batch", "standard", "interactive")
 # What counts most is first: what is taken back while the others are still changed.
@@ -33,11 +35,15 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
 
 
 class Fitting(NamedTuple):
-    """A changed fleet, its plan, and the changes as lines `models.NAME.KEY: VALUE`."""
+    """A changed fleet, its plan, and the changes as lines `models.NAME.KEY: VALUE`.
+
+    is_cut: the time was over, and fewer changes may be enough.
+    """
 
     spec: FleetSpec
     plan: Any
     changes: tuple[str, ...]
+    is_cut: bool = False
 
 
 def nearest(
@@ -48,15 +54,18 @@ def nearest(
     try_plan: returns the plan of a fleet that fits, else None. known: the needs of engines that were asked for before;
     new ones are added. The nearest keeps models on GPUs, then contexts, then
     concurrency, then models awake. The other one leaves contexts and concurrency alone; where the nearest does too, it
-    has smaller ones for more models that stay awake.
+    has smaller ones for more models that stay awake. It is left out where the time is over.
     """
-    found = _nearest(spec, try_plan, known, _SIZES_FIRST, may_shrink=True)
+    deadline_s = time.monotonic() + SEARCH_LIMIT_S
+    found = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=True)
     if found is None:
         return None, ()
     if has_smaller_settings(found.changes):
-        other = _nearest(spec, try_plan, known, _SIZES_FIRST, may_shrink=False)
+        other = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=False)
     else:
-        other = _nearest(spec, try_plan, known, _AWAKE_FIRST, may_shrink=True)
+        other = _nearest(spec, try_plan, known, _AWAKE_FIRST, deadline_s, may_shrink=True)
+    if other is not None and other.is_cut:
+        other = None
     return found, other.changes if other is not None and other.changes != found.changes else ()
 
 
@@ -83,12 +92,13 @@ def _nearest(
     try_plan: Callable[[FleetSpec], _P | None],
     known: dict[str, EngineNeeds],
     order: Sequence[str],
+    deadline_s: float,
     *,
     may_shrink: bool,
 ) -> Fitting | None:
     """Return the fleet that fits and keeps most in this order of fields; None for none.
 
-    may_shrink: concurrency and contexts may be changed too.
+    deadline_s: when no more changes are taken back; may_shrink: concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -97,9 +107,16 @@ def _nearest(
     if found is None:
         return None
     changed, plan = found
-    for each in _restored(spec, changed, try_plan, order):
+    is_cut = False
+
+    def timed_plan(candidate: FleetSpec) -> _P | None:
+        nonlocal is_cut
+        is_cut = is_cut or time.monotonic() > deadline_s
+        return None if is_cut else try_plan(candidate)
+
+    for each in _restored(spec, changed, timed_plan, order):
         changed, plan = each
-    return Fitting(changed, plan, tuple(_differences(spec, changed)))
+    return Fitting(changed, plan, tuple(_differences(spec, changed)), is_cut)
 
 
 def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> Iterator[FleetSpec]:
@@ -145,7 +162,8 @@ def _restored(
 ) -> Iterator[tuple[FleetSpec, _P]]:
     """Yield fleets that fit with one change after another taken back, those of urgent models first.
 
-    In a class language models are last: one of them often takes as much as all others.
+    In a class language models are last: one of them often takes as much as all others. A field is taken back for
+    several models together where that fits: each plan of a large cluster takes long.
     """
 
     def fits(**fields: Any) -> Iterator[tuple[FleetSpec, _P]]:
@@ -155,20 +173,31 @@ def _restored(
             changed = candidate
             yield candidate, plan
 
+    def restored(field: str, names: Sequence[str]) -> Iterator[tuple[FleetSpec, _P]]:
+        """Take back a field of all models, else of the first half and then of the others, of one as far as it fits."""
+        values = {name: _between(original.models[name], changed.models[name], field) for name in names}
+        as_it_was = {name: found[0] for name, found in values.items()}
+        for models in [as_it_was] if len(names) > 1 else [{names[0]: value} for value in values[names[0]]]:
+            if found := list(fits(models={**changed.models, **models})):
+                yield from found
+                return
+        if len(names) > 1:
+            for part in (names[: len(names) // 2], names[len(names) // 2 :]):
+                yield from restored(field, part)
+
     def rank(name: str) -> tuple[int, bool]:
         model = original.models[name]
         return -_PRIORITIES.index(model.priority), model.task == "generation"
 
     names = sorted(original.models, key=rank)
     for field in order:
-        for name in names:
-            for value in _between(original.models[name], changed.models[name], field):
-                yield from fits(models={**changed.models, name: value})
+        if differing := [name for name in names if _between(original.models[name], changed.models[name], field)]:
+            yield from restored(field, differing)
     yield from fits(residency=original.residency)
 
 
 def _between(before: ModelSection, after: ModelSection, field: str) -> list[ModelSection]:
-    """Return the model with one field as it was, then with values on the way there, the nearest to it last."""
+    """Return the model with one field as it was, then with values on the way there, the nearest to it first."""
     old, new = getattr(before, field), getattr(after, field)
     if old == new:
         return []
@@ -176,7 +205,7 @@ def _between(before: ModelSection, after: ModelSection, field: str) -> list[Mode
         return [msgspec.structs.replace(after, device=old, residency="sleepable")]
     values = [old]
     while isinstance(old, int) and (old := old // 2) > new:
-        values.insert(0, old)
+        values.append(old)
     return [msgspec.structs.replace(after, **{field: value}) for value in values]
 
 

@@ -31,7 +31,7 @@ def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -
 
     The checkpoint of a new one is opened, which may ask the Hub for its files.
     """
-    key = f"{name}: {model!r}"
+    key = repr(model)  # without its name: models of a fleet are often alike
     if key not in known:
         known[key] = named_needs(name, model)
     return known[key]

@@ -6,7 +6,7 @@ Nothing is started and no weights are read: `engine_needs` says what each engine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ASSUMED, ContextMemory
+from meltcore.fleet.first_fit import Engine, Gpu, Host, Kept, keep, keep_on_hosts, place, place_on_hosts
 from meltcore.fleet.nearest import nearest
 from meltcore.fleet.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
@@ -26,80 +27,12 @@ MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8
 MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g"), ("1g",) * 7)
 
 
-class Engine(NamedTuple):
-    """One replica of a model to place. size_bytes: on each of its GPUs, with `resident_bytes`.
-
-    resident_bytes: the context of its process, and of a model that takes turns what it holds besides while it sleeps.
-    """
-
-    model: str
-    replica: int
-    size_bytes: int
-    gpus: int
-    only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
-    sleeps: bool
-    resident_bytes: int = ASSUMED.process_bytes("generation")
-
-    @property
-    def awake_bytes(self) -> int:
-        """Bytes that it gives up while it sleeps."""
-        return self.size_bytes - self.resident_bytes if self.sleeps else 0
-
-
-class Gpu(NamedTuple):
-    """A GPU and the engines on it. One sleeping model at a time is awake: the largest counts."""
-
-    number: int
-    total_bytes: int
-    engines: tuple[Engine, ...] = ()
-    driver_bytes: int = ASSUMED.driver_bytes
-    node: str = ""  # of a cluster; "": this machine
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all engines; of those that take turns what each holds asleep, and the largest."""
-        resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
-        return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
-
-
-class Place(NamedTuple):
-    """Where an engine is that stays there: its node ("": this machine) and its GPUs, none for one on the CPU."""
-
-    node: str
-    gpus: tuple[int, ...]
-
-
-Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: that one is in no place, and gets none
-
-
-class Host(NamedTuple):
-    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes).
-
-    pinned_bytes: what engines on its GPUs keep of their weights while they sleep.
-    """
-
-    node: str  # of a cluster; "": this machine
-    total_bytes: int | None
-    engines: tuple[tuple[str, int, int], ...] = ()
-    pinned_bytes: int = 0
-
-    @property
-    def engine_bytes(self) -> int:
-        """Bytes of the engines on the CPU."""
-        return sum(size for _, _, size in self.engines)
-
-    @property
-    def free_bytes(self) -> float:
-        """Bytes that are left, infinite without a limit."""
-        total = float("inf") if self.total_bytes is None else self.total_bytes
-        return total - self.pinned_bytes - self.engine_bytes
-
-
 class Plan(NamedTuple):
     """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
 
     changes: empty for the file as it is; sleeping: models that take turns. other_changes: others that are enough too,
-    either with concurrency and context as in the file, or with smaller ones and fewer turns.
+    either with concurrency and context as in the file, or with smaller ones and fewer turns. is_cut: the time for the
+    search was over, and fewer changes may be enough.
     """
 
     gpus: tuple[Gpu, ...]
@@ -110,6 +43,7 @@ class Plan(NamedTuple):
     hosts: tuple[Host, ...]
     changes: tuple[str, ...] = ()
     other_changes: tuple[str, ...] = ()
+    is_cut: bool = False
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
         """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
@@ -125,67 +59,6 @@ class Plan(NamedTuple):
         found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
         found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
         return tuple(found[replica] for replica in sorted(found))
-
-
-def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
-    """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
-
-    All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
-    """
-    placed = list(gpus)
-    there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
-    replicas = Counter((node, model) for node, model, _ in there)
-    for engine in sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica)):
-        fitting = [
-            index
-            for index, gpu in enumerate(placed)
-            if (not engine.only or gpu.number in engine.only)
-            and gpu._replace(engines=(*gpu.engines, engine)).used_bytes <= gpu.total_bytes
-        ]
-        fitting.sort(key=lambda index: any(other.model == engine.model for other in placed[index].engines))
-        by_node: dict[str, list[int]] = {}
-        for index in fitting:
-            by_node.setdefault(placed[index].node, []).append(index)
-        nodes = [node for node, indices in by_node.items() if len(indices) >= engine.gpus]
-        if not nodes:
-            return None
-        chosen = min(nodes, key=lambda node: replicas[node, engine.model])
-        replicas[chosen, engine.model] += 1
-        for index in by_node[chosen][: engine.gpus]:
-            placed[index] = placed[index]._replace(engines=(*placed[index].engines, engine))
-    return tuple(placed)
-
-
-def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[list[Engine], list[Gpu]]:
-    """Return the engines to place, and the GPUs with those that stay."""
-    stay: dict[int, list[Engine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
-    to_place = []
-    for engine in engines:
-        key = engine.model, engine.replica
-        if key not in kept:
-            to_place.append(engine)
-        elif (place := kept[key]) is not None:
-            for number in stay.keys() & place.gpus:  # it may be about to end on one that the file no longer allows
-                stay[number].append(engine)
-    return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
-
-
-def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host]) -> tuple[Host, ...] | None:
-    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most is free.
-
-    engines: (model, replica, bytes). Returns the hosts with their engines, None where one does not fit.
-    """
-    placed = list(hosts)
-    if any(host.free_bytes < 0 for host in placed):
-        return None
-    for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
-        fitting = [index for index, host in enumerate(placed) if host.free_bytes >= engine[2]]
-        if not fitting:
-            return None
-        replicas = {at: sum(name == engine[0] for name, _, _ in placed[at].engines) for at in fitting}
-        best = min(fitting, key=lambda at: (replicas[at], -placed[at].free_bytes))
-        placed[best] = placed[best]._replace(engines=(*placed[best].engines, engine))
-    return tuple(placed)
 
 
 def plan_fleet(
@@ -219,7 +92,7 @@ def plan_fleet(
     found, other_changes = nearest(spec, try_plan, known)
     if found is None:
         return None, None
-    return None, found.plan._replace(changes=found.changes, other_changes=other_changes)
+    return None, found.plan._replace(changes=found.changes, other_changes=other_changes, is_cut=found.is_cut)
 
 
 def empty_gpus(
@@ -285,24 +158,10 @@ def _try(
             for engine in gpu.engines:
                 pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
         with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
-        placed_hosts = place_on_hosts(*_keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept))
+        placed_hosts = place_on_hosts(*keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept))
         if placed_hosts is not None:
             return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
     return None
-
-
-def _keep_on_hosts(
-    engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
-) -> tuple[list[tuple[str, int, int]], list[Host]]:
-    """Return the engines to place on CPUs, and the hosts with those that stay."""
-    stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
-    to_place = []
-    for engine in engines:
-        if (key := engine[:2]) not in kept:
-            to_place.append(engine)
-        elif (place := kept[key]) is not None:
-            stay[place.node].append(engine)
-    return to_place, [host._replace(engines=tuple(stay[host.node])) for host in hosts]
 
 
 def gpu_engines(

@@ -12,15 +12,17 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.config import ModelConfig, ServerConfig
-from meltcore.engine.host.memory_needs import UnknownSizesError
+from meltcore.engine.host.memory_needs import EngineNeeds, UnknownSizesError
 from meltcore.errors import ConfigError
 from meltcore.fleet.cluster import Cluster, left_out_text, node_checkpoints, on_nodes
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
+from meltcore.fleet.first_fit import Host, Place
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
+from meltcore.fleet.nearest import SEARCH_LIMIT_S
 from meltcore.fleet.needs import fleet_needs, host_needs, named_needs
 from meltcore.fleet.placement import replica_gpus, visible_gpus
-from meltcore.fleet.plan import Host, Place, Plan, empty_gpus, plan_fleet, with_needs, with_plan
+from meltcore.fleet.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
 from meltcore.fleet.running_fleet import Running, fleet_places, place_engine, unchanged_models, without_engines
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_file import load_fleet
@@ -29,6 +31,7 @@ from meltcore.protocol.machine import Machine, VisibleGpu
 from meltcore.results.fleet_plan import other_changes_text
 
 _GIB = 2**30
+_MAX_SIZES_SHOWN = 16
 
 
 class PlannedFrom(NamedTuple):
@@ -266,6 +269,8 @@ def find_plan(
         )
     except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
         raise ConfigError(f"{error}; {left_out}" if left_out else str(error)) from error
+    if nearest is not None and nearest.is_cut:
+        report(f"the search for the nearest plan was ended after {SEARCH_LIMIT_S:g} s: fewer changes may be enough")
     config = None
     if plan is not None:
         planned = with_plan(known, plan)
@@ -393,32 +398,48 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
 def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
     """Return what a fleet may use of a GPU, and what keeps it from the rest."""
     if limit_bytes is not None and limit_bytes < free_bytes:
-        return f"GPU {gpu.number} {limit_bytes / _GIB:.2f} GiB (its `memory` under `gpus` is the limit)"
-    text = f"GPU {gpu.number} {free_bytes / _GIB:.2f} GiB"
+        return f"{limit_bytes / _GIB:.2f} GiB (its `memory` under `gpus` is the limit)"
     used_bytes = gpu.total_bytes - free_bytes
-    return text + (f" (others use {used_bytes / _GIB:.2f} GiB more)" if used_bytes > 0 else "")
+    others = f" (others use {used_bytes / _GIB:.2f} GiB more)" if used_bytes > 0 else ""
+    return f"{free_bytes / _GIB:.2f} GiB{others}"
+
+
+def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
+    """Return what a fleet may use of the GPUs that are there; of several alike their number, of one its own."""
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    numbers: dict[str, list[int]] = {}  # by what there is
+    for gpu, size in zip(gpus, gpu_bytes, strict=True):
+        if gpu.total_bytes > 0:
+            numbers.setdefault(_memory_text(gpu, size, limits.get(gpu.number)), []).append(gpu.number)
+    texts = [
+        f"GPU {found[0]} {text}" if len(found) == 1 else f"{len(found)} GPUs of {text}"
+        for text, found in numbers.items()
+    ]
+    if len(texts) > _MAX_SIZES_SHOWN + 1:
+        num_more = sum(map(len, numbers.values())) - sum(map(len, list(numbers.values())[:_MAX_SIZES_SHOWN]))
+        texts = [*texts[:_MAX_SIZES_SHOWN], f"{num_more} more GPUs"]
+    return ", ".join(texts)
+
+
+def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
+    """Return what the models need of GPUs; "" where all are on the CPU."""
+    texts = []
+    for name, model in spec.models.items():
+        if model.device != "cpu" and model.kind != "url":
+            size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
+            count = model.replicas * model.tensor_parallel_size
+            texts.append(f"{name} {f'{count} x ' if count > 1 else ''}{size / _GIB:.2f} GiB")
+    return ", ".join(texts)
 
 
 def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
     spec, nearest = found.known, found.nearest
     needs = fleet_needs(spec)
-    on_gpus = [
-        f"{name} {size / _GIB:.2f} GiB"
-        for name, model in spec.models.items()
-        if model.device != "cpu" and model.kind != "url"
-        for size in [needs[name].budget_bytes if name in needs else int(model.memory or 0)]
-        for _ in replica_gpus(model)
-    ]
-    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
-    there = ", ".join(
-        _memory_text(gpu, size, limits.get(gpu.number))
-        for gpu, size in zip(found.gpus, found.gpu_bytes, strict=True)
-        if gpu.total_bytes > 0
-    )
     parts = []
-    if on_gpus:
-        parts.append(f"on GPUs it needs {', '.join(on_gpus)}, and there is {there}")
+    if on_gpus := _engines_text(spec, needs):
+        there = _gpus_text(spec, found.gpus, found.gpu_bytes)
+        parts.append(f"on GPUs it needs {on_gpus}, and there {'are' if there[:1].isdigit() else 'is'} {there}")
     cpu_bytes, pinned_bytes = host_needs(spec, needs)
     if cpu_bytes + pinned_bytes > machine.host_bytes or not parts:
         pinned = f", and weights of models that sleep {pinned_bytes / _GIB:.2f} GiB pinned" if pinned_bytes else ""
@@ -430,7 +451,8 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
     if nearest is None:
         advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
     else:
-        advice = f"The nearest plan that fits: {'; '.join(nearest.changes)}"
+        cut = f", as far as a search of {SEARCH_LIMIT_S:g} s has found it" if nearest.is_cut else ""
+        advice = f"The nearest plan that fits{cut}: {'; '.join(nearest.changes)}"
         if nearest.other_changes:
             advice += f". Or, {other_changes_text(nearest.other_changes)}: {'; '.join(nearest.other_changes)}"
     if not found.in_turns and any(model.residency == "sleepable" for model in spec.models.values()):

@@ -11,10 +11,11 @@ import msgspec
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.fleet.cluster import Cluster, absolute_path
 from meltcore.fleet.context_memory import ContextMemory
+from meltcore.fleet.first_fit import Gpu, Host, Place, keep, place, place_on_hosts
 from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
-from meltcore.fleet.plan import Gpu, Host, Place, gpu_engines, keep, place, place_on_hosts
+from meltcore.fleet.plan import gpu_engines
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.protocol.fleet_spec import FleetSpec
 

@@ -35,6 +35,7 @@ from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
+from meltcore.fleet.first_fit import Place
 from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
 from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
@@ -47,7 +48,6 @@ from meltcore.fleet.placement import (
     placed_gpus,
     visible_gpus,
 )
-from meltcore.fleet.plan import Place
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.running_fleet import Running, planned_places
 from meltcore.fleet.served_model import ServedModel
