@@ -35,6 +35,7 @@ PHASES = (
     "meltcore.engine.core.engine:make_compiler",
     "meltcore.engine.worker.warm_up:KernelCompiler.compile_kernels",
     "meltcore.engine.worker.warm_up:warm_up_steps",
+    "meltcore.engine.worker.warm_up:warm_up_few_layers",
     "meltcore.engine.core.engine:warm_up",
     "meltcore.engine.worker.warm_up:_launch_prompts",
     "meltcore.engine.worker.warm_up:_launch_sampling",

@@ -20,8 +20,8 @@ DebugSwitch = Literal[
     "no-prefill-graphs",
     "no-peer-memory",
     "no-persistent-decode",
-    "no-compile-workers",
     "uniform-routing",
+    "compile-workers",
 ]
 _ENGINE_GROUP, _HTTP_GROUP, _LIMITS_GROUP = "engine", "HTTP server", "limits"
 _AT_LEAST_ONE = {"minimum": 1}

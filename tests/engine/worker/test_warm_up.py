@@ -17,6 +17,7 @@ from meltcore.engine.worker.warm_up import (
     StepLimits,
     _max_tile_prompts,
     warm_up,
+    warm_up_few_layers,
     warm_up_steps,
 )
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
@@ -37,7 +38,8 @@ def test_warm_up_does_not_change_answers(checkpoint: Path, max_model_len: int) -
     for warm in (False, True):
         seen = tools.open_engine(checkpoint, max_model_len=max_model_len)
         if warm:
-            warm_up_steps(seen.engine.runner, StepLimits(0, max_model_len, 140))  # decode steps have no torch body
+            for rehearsal in (warm_up_steps, warm_up_few_layers):
+                rehearsal(seen.engine.runner, StepLimits(0, max_model_len, 140))  # decode steps have no torch body
             assert not seen.engine.runner._last_token.any()
             warm_up(seen.engine.runner, StepLimits(4, max_model_len, 140))
             seen.logits.clear()
@@ -52,7 +54,7 @@ def test_rehearsal_launches_penalties_and_counts_no_token(checkpoint: Path, monk
     seen = tools.open_engine(checkpoint, max_model_len=300)
     sampler, launches = seen.engine.runner.sampler, []
     monkeypatch.setattr(sampler_file, "apply_penalties", lambda *arguments: launches.append(arguments))
-    warm_up_steps(seen.engine.runner, StepLimits(0, 300, 140))
+    warm_up_few_layers(seen.engine.runner, StepLimits(0, 300, 140))
     counts = sampler._penalties._output_counts
     assert launches
     assert not counts[0].any(), "a skipped kernel leaves values that are no token ids"

@@ -92,18 +92,22 @@ _NO_WORKERS = CompileWorkers(0)
 class KernelCompiler:
     """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
 
-    def __init__(self, order: CompileOrder, num_workers: int) -> None:
-        """Fork the workers, and begin in a thread what the first launch needs of Triton."""
+    def __init__(self, order: CompileOrder = _SINGLE, *, in_workers: bool = False) -> None:
+        """Prepare threads; or fork workers, and begin in a thread what the first launch needs of Triton."""
         self.order = order
-        self.workers = CompileWorkers(num_workers)
+        self.workers = CompileWorkers(worker_count(order.num_processes) if in_workers else 0)
+        self._in_workers = in_workers
         self._preparing = Thread(target=_prepare_triton, daemon=True)
-        self._preparing.start()
+        if in_workers:
+            self._preparing.start()
 
     def compile_kernels(self, runner: ModelRunner, limits: StepLimits) -> None:
         """Compile the kernels that serving is known to launch on this GPU, in parallel."""
-        self._preparing.join()
+        if self._in_workers:
+            self._preparing.join()
         use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-        compile_ahead(partial(warm_up_steps, runner, limits), use_device, self.order, self.workers)
+        rehearsal = partial(warm_up_few_layers if self._in_workers else warm_up_steps, runner, limits)
+        compile_ahead(rehearsal, use_device, self.order, self.workers)
 
     def close(self) -> None:
         """End the workers."""
@@ -114,9 +118,8 @@ def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> 
     """Return what compiles the kernels of a rank; None where none are compiled."""
     if device.type != "cuda" or "reference-kernels" in config.debug:
         return None
-    ranks = config.tensor_parallel_size
-    num_workers = 0 if "no-compile-workers" in config.debug else worker_count(ranks)
-    return KernelCompiler(CompileOrder(rank, ranks), num_workers)
+    order = CompileOrder(rank, config.tensor_parallel_size)
+    return KernelCompiler(order, in_workers="compile-workers" in config.debug)
 
 
 def _prepare_triton() -> None:
@@ -222,8 +225,19 @@ def _compile(
 def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
     """Launch the steps of `warm_up` and decode steps with kernels skipped, so that their results are invalid.
 
-    So no sampled token may be used as an index: tokens are not counted, and there are no log-probabilities, which have
-    no kernel of ours. Each rank does this alone.
+    So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
+    """
+    with runner.without_collectives():
+        runner.warm_up_decodes([count for count in DECODES if count <= limits.max_num_seqs])
+        _launch_prompts(runner, limits)
+        _launch_sampling(runner, EVERY_SAMPLING[:3])
+    runner.reset_last_tokens()
+
+
+def warm_up_few_layers(runner: ModelRunner, limits: StepLimits) -> None:
+    """As `warm_up_steps`, with one layer of each kind, and with the largest decode step and penalties.
+
+    Tokens are not counted, and there are no log-probabilities, which have no kernel of ours.
     """
     decodes = sorted({count for count in (*DECODES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
     with runner.without_collectives(), runner.model.one_layer_per_kind(), runner.sampler.without_counts():
