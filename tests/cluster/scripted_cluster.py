@@ -61,7 +61,8 @@ class Node(msgspec.Struct):
     since its memory was read.
 
     is_faulty: its engines die. used_gib: of each GPU, by others and the driver; reserved_gib: by other Ray jobs, that
-    NVML does not show. missing: why it cannot load a checkpoint. problem: why it cannot be used.
+    NVML does not show. missing: why it cannot load a checkpoint. problem: why it cannot be used. actor_deaths: at each
+    more its actors die, and leave their engines; evictions: those by Ray's memory monitor.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Node(msgspec.Struct):
     reserved_gib: float = 0.0
     missing: dict[str, str] = {}
     problem: str = ""
+    actor_deaths: int = 0
+    evictions: int = 0
 
 
 class State(msgspec.Struct):
@@ -149,6 +152,11 @@ class Driver:
                 if node is None or node.is_faulty:
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
+                elif (last := before.nodes.get(start.node)) is not None and node.actor_deaths > last.actor_deaths:
+                    del self._engines[start.engine]
+                    is_evicted = node.evictions > last.evictions
+                    reason = "its memory is low" if is_evicted else "its actor has died"
+                    answer(EngineEnded(start.engine, f"node {start.node}: {reason}", no_room=is_evicted))
 
     def _node(self, key: str, node: Node) -> ClusterNode:
         if node.problem:
@@ -194,8 +202,8 @@ class Driver:
         if listening is not None:
             answer(EngineListening(message.engine, HOST, listening, process.pid))
         how = describe_exit(await process.wait())
-        del self._engines[message.engine]
-        answer(EngineEnded(message.engine, how))
+        if self._engines.pop(message.engine, None) is not None:
+            answer(EngineEnded(message.engine, how))
 
 
 def answer(message: FromDriver) -> None:

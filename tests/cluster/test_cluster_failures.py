@@ -23,6 +23,7 @@ from ray_nodes import (
 from server_harness import MODEL, RunningServer, fleet_command, running, wait_until
 
 from meltcore.fleet.served_model import ROOM_POLL_S
+from meltcore.process import start_ticks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEP_S, TOKENS = 0.02, 600
@@ -86,6 +87,24 @@ def test_answers_of_a_lost_node_end_and_health_names_its_model(lost: str, tmp_pa
         add_node(cluster, tmp_path, [40, 40])
         wait_until(lambda: all_ready(server), "all ready", START_S)
         assert Stream(server, "gpu", 3).end(10) == "done"
+        end(server)
+
+
+def test_engine_ends_with_its_actor_before_another_is_started(tmp_path: Path) -> None:
+    path = write_fleet(tmp_path, step_s=STEP_S)
+    with (
+        start_nodes(tmp_path, [], [40, 40]) as cluster,
+        running(fleet_command(path, POLICY, cluster.address), tmp_path / "err") as server,
+    ):
+        wait_all_ready(server)
+        pid = rows(server)[2]["pid"]
+        actor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(actor, signal.SIGKILL)
+        wait_until(lambda: rows(server)[2]["pid"] not in (None, pid), "another engine", START_S)
+        assert start_ticks(pid) is None, "the first one has ended"
+        wait_all_ready(server)
+        assert len(engine_pids()) == 3
+        assert "its actor has died" in server.stderr
         end(server)
 
 

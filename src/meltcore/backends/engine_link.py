@@ -55,6 +55,11 @@ class EngineLink:
         # The descriptor signals for what arrives after a first look.
         asyncio.get_running_loop().call_soon(self.receive)
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether an engine on another machine is connected now."""
+        return self._sockets is not None and self._sockets.is_connected
+
     def send(self, message: ToEngine) -> None:
         """Queue a message. Those of one iteration of the event loop are sent together, none after `close`."""
         if not self._outgoing:

@@ -27,7 +27,7 @@ from meltcore.protocol.transcription import TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
 
 ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
-_EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
+EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
 _LAST_MESSAGE_S = 1.0  # for the last message of an engine to pass ZeroMQ's thread on a busy machine
 
 
@@ -106,11 +106,25 @@ class EngineProcess(ABC):
                 self._link.send(Shutdown())
                 self._link.flush()
             exited = asyncio.create_task(self._exited())
-            await asyncio.wait({exited}, timeout=_EXIT_LIMIT_S if self.loaded is not None else 0)
+            await asyncio.wait({exited}, timeout=EXIT_LIMIT_S if self.loaded is not None else 0)
             if not exited.done():
                 self.kill()
             await exited
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Close the sockets to an engine that has ended. Can be called twice."""
         self.close_link()
+
+    @property
+    def orphan_s(self) -> float:
+        """For how long an engine that has ended may still have its memory."""
+        return 0.0
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        return False
 
     def close_link(self) -> None:
         """Close the sockets to the engine. Can be called twice."""

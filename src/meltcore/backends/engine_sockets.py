@@ -27,10 +27,14 @@ _MAX_SOCKETS = 65_535  # of a process: three for each engine of a cluster, and Z
 
 
 class EngineSockets(Protocol):
-    """What an `EngineLink` needs of its sockets. is_shared: one socket sends and receives."""
+    """What an `EngineLink` needs of its sockets. is_shared: one socket sends and receives.
+
+    is_connected: whether an engine on another machine is connected now.
+    """
 
     descriptor: int
     is_shared: bool
+    is_connected: bool
 
     def send(self, messages: list[ToEngine]) -> None:
         """Send messages together. Raises zmq.Again while the engine is not connected."""
@@ -46,6 +50,7 @@ class LocalSockets:
     """Two ipc sockets, bound: the engine of this machine connects."""
 
     is_shared = False
+    is_connected = False
 
     def __init__(self, directory: Path, client_index: int) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -101,7 +106,7 @@ class RemoteSocket:
         set_heartbeats(socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         self._monitor = socket.get_monitor_socket(events)
-        self._is_connected = self._is_closed = False
+        self.is_connected = self._is_closed = False
         self.descriptor = int(socket.FD)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._monitor.FD, self._on_event)
@@ -139,12 +144,12 @@ class RemoteSocket:
         while not self._is_closed and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_connected = True
+                self.is_connected = True
                 self._deadline.cancel()
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._lose("it refuses the keys of this fleet")
-            elif self._is_connected:
-                self._is_connected = False
+            elif self.is_connected:
+                self.is_connected = False
                 self._lose("the connection is lost")
 
     def _lose(self, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +12,22 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from meltcore.backends.engine_link import EngineLink
-from meltcore.backends.engine_process import EngineProcess
+from meltcore.backends.engine_process import EXIT_LIMIT_S, EngineProcess
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
-from meltcore.protocol.tcp import EngineAddress, write_address
+from meltcore.protocol.shell import Shutdown
+from meltcore.protocol.tcp import ORPHAN_S, EngineAddress, write_address
 
 _REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
+_POLL_S = 0.02
 _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its node may be gone
+
+
+class RunEnded(NamedTuple):
+    """How an engine process has ended. is_evicted: its cluster has ended it, for lack of memory on its node."""
+
+    reason: str
+    is_evicted: bool = False
 
 
 class RemoteRun(NamedTuple):
@@ -25,7 +35,7 @@ class RemoteRun(NamedTuple):
 
     address: EngineAddress
     pid: int
-    ended: asyncio.Future[str]
+    ended: asyncio.Future[RunEnded]
 
 
 class Cluster(Protocol):
@@ -77,6 +87,8 @@ class RemoteEngineProcess(EngineProcess):
         self._log = log
         self._on_place, self._failed_nodes = on_place, failed_nodes
         self._run: RemoteRun | None = None
+        self._is_left = False
+        self._orphaned_s = 0.0  # when it has ended by itself at the latest (monotonic)
 
     async def prepare(self) -> None:
         """Start the process. Raises EngineDeadError."""
@@ -89,7 +101,41 @@ class RemoteEngineProcess(EngineProcess):
 
     async def _exited(self) -> str:
         assert self._run is not None
-        return await asyncio.shield(self._run.ended)
+        return (await asyncio.shield(self._run.ended)).reason
+
+    async def leave(self) -> None:
+        """Close the connection. An engine that lives on after what has watched it is asked to end before.
+
+        Its actor may have died alone. Where the engine does not end, it is an orphan from now on.
+        """
+        if self._is_left:
+            return
+        self._is_left = True
+        try:
+            if self._link is not None and self._link.is_connected:
+                self._link.send(Shutdown())
+                self._link.flush()
+                async with asyncio.timeout(EXIT_LIMIT_S):
+                    while self._link.is_connected:  # noqa: ASYNC110 - it has no event
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            self._orphaned_s = time.monotonic() + ORPHAN_S
+        finally:
+            self.close_link()
+
+    @property
+    def orphan_s(self) -> float:
+        """For how long an engine that has ended may still have its memory."""
+        return max(0.0, self._orphaned_s - time.monotonic())
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        return self._run is not None and self._run.ended.done() and self._run.ended.result().is_evicted
+
+    def _receive(self, message: FromEngine) -> None:
+        if not self._is_left:
+            super()._receive(message)
 
     @property
     def node(self) -> str | None:
@@ -121,12 +167,12 @@ class RemoteEngineProcess(EngineProcess):
 
     def _give_up(self) -> None:
         if self._run is not None and not self._run.ended.done():
-            self._run.ended.set_result("its node does not answer")
+            self._run.ended.set_result(RunEnded("its node does not answer"))
 
     def _on_lost(self, reason: str) -> None:
         asyncio.get_running_loop().call_later(_REASON_S, self._lose, reason)
 
     def _lose(self, reason: str) -> None:
         if self._run is not None and not self._run.ended.done():
-            self._run.ended.set_result(reason)
+            self._run.ended.set_result(RunEnded(reason))
             self._cluster.kill_engine(self._start.engine)

@@ -50,6 +50,10 @@ _ROOM_LIMIT_S, _ROOM_POLL_S = 5.0, 0.25  # for Ray to take back what the engine 
 _CALLS = 4  # of one actor that run together: start or wait, read its output, and kill
 _REST_S = 2.0  # for the last output of an engine that has ended
 _THREADS = 128
+_LOW_ON_MEMORY = (
+    "the node {0} is low on memory: the memory monitor of Ray has ended the actor of the engine "
+    "(RAY_memory_usage_threshold, of ray start)"
+)
 _HEAD_POLL_S, _HEAD_LIMIT_S = 2.0, 3.0  # the head node is asked so often, and has so long to answer
 
 
@@ -136,6 +140,8 @@ class Driver:
             ended = await self._run_engine(message)
         except ray.exceptions.RayTaskError as error:
             ended = EngineEnded(message.engine, f"node {message.node}: {error.cause}")
+        except ray.exceptions.OutOfMemoryError:
+            ended = EngineEnded(message.engine, _LOW_ON_MEMORY.format(message.node), no_room=True)
         except (ray.exceptions.RayError, EngineDeadError) as error:
             first_line = str(error).strip().partition("\n")[0]
             was_started = message.engine not in self._starting

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from meltcore.backends.remote_engine import RemoteRun
+from meltcore.backends.remote_engine import RemoteRun, RunEnded
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.cluster import left_out_text
 from meltcore.fleet.first_fit import Place
@@ -90,7 +90,7 @@ class ClusterDriver:
         self._checkpoints: set[str] = set()  # of engines that may be started elsewhere
         self._running: dict[int, StartEngine] = {}
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
-        self._ended: dict[int, asyncio.Future[str]] = {}
+        self._ended: dict[int, asyncio.Future[RunEnded]] = {}
         self._outputs: dict[int, Callable[[bytes], None]] = {}
         self._lock = asyncio.Lock()
 
@@ -346,10 +346,11 @@ class ClusterDriver:
         elif isinstance(message, ClusterState):
             self._set_problem(message.problem and f"--ray {self._address}: {message.problem}")
         elif isinstance(message, EngineEnded):
-            if not message.no_room:  # else it may be started elsewhere
+            run = self._ended.pop(message.engine, None)
+            if not message.no_room or run is not None:  # else it may be started elsewhere
                 self._outputs.pop(message.engine, None)
-            if (run := self._ended.pop(message.engine, None)) is not None and not run.done():
-                run.set_result(message.reason)
+            if run is not None and not run.done():
+                run.set_result(RunEnded(message.reason, is_evicted=message.no_room))
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
                 entry[1].set_exception((EnginePendingError if message.no_room else EngineDeadError)(message.reason))
         elif not isinstance(message, Pong):

@@ -125,12 +125,14 @@ class ServedModel(SupervisedModel[Replica]):
                 self._on_ready(replica, limits)
                 reason, is_final = await self.engines[replica.index].wait(), False
                 failure = EngineDeadError(reason)
-            pause_s = self._after_end(replica, reason, is_final)
+            engine = self.engines[replica.index]
+            pause_s = self._after_end(replica, reason, is_final, is_evicted=engine.is_evicted)
+            await engine.leave()
             if pause_s is None:
                 self._give_up(replica, failure)
                 self._starts.note()
                 return
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(max(pause_s, engine.orphan_s))  # not beside one that still has the memory
             replica.restarts += 1
 
     async def _start(self, replica: Replica) -> ServedReady:
@@ -206,18 +208,23 @@ class ServedModel(SupervisedModel[Replica]):
 
     # --- ending
 
-    def _after_end(self, replica: Replica, reason: str, is_final: bool) -> float | None:
-        """Fail the requests of an engine that has ended; returns the pause until the next start, None for no start."""
+    def _after_end(self, replica: Replica, reason: str, is_final: bool, *, is_evicted: bool) -> float | None:
+        """Fail the requests of an engine that has ended; returns the pause until the next start, None for no start.
+
+        is_evicted: that is no death, and it is pending until then.
+        """
         policy, now_s = self._parts.policy, time.monotonic()
         was_serving = replica.state in ("ready", "draining", "sleeping")
         is_asleep, replica.is_asleep = not self.may_run.is_set(), False
         num_failed = round(self.stats.open_requests(replica.index))
         replica.reason = reason
-        replica.deaths.append(Death(now_s, replica.placement.node))
+        if not is_evicted:
+            replica.deaths.append(Death(now_s, replica.placement.node))
         pause_s = None
         if policy is not None and not is_final and not self._draining:
-            pause_s = policy.pause_s(replica.deaths_s, now_s)
-        replica.state = "failed" if pause_s is None else "pausing"
+            pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)
+        replica.state = "failed" if pause_s is None else "pending" if is_evicted else "pausing"
+        self._starts.note()  # a pending one is not waited for
         self.stats.set("start_s", now_s + (pause_s or 0.0))
         if is_asleep and pause_s is not None:  # the requests that wait for it wait on
             replica.state, pause_s = "sleeping", 0.0
@@ -253,7 +260,6 @@ class ServedModel(SupervisedModel[Replica]):
 
     def _end_requests(self, replica: Replica, message: str) -> None:
         self._parts.pool.broadcast(ReplicaEnded(self.number, replica.index, message))
-        self.engines[replica.index].close_link()
         self._remove_sockets(replica)
 
     def _remove_sockets(self, replica: Replica) -> None:
@@ -262,6 +268,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     def _on_replaced(self, replica: Replica) -> None:
         self._end_requests(replica, REPLICA_REPLACED)
+        self.engines[replica.index].close_link()
 
     async def _stop_process(self, replica: Replica) -> None:
         await self.engines[replica.index].stop()

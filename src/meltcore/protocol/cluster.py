@@ -142,11 +142,15 @@ class EngineOutput(msgspec.Struct, tag="output", frozen=True):
 
 
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
-    """An engine process has ended, or could not be started."""
+    """An engine process has ended, or could not be started.
+
+    no_room: nothing was started, as its node is gone or has no room, so another node may take it; or the cluster has
+    ended it for lack of memory on its node.
+    """
 
     engine: int
     reason: str
-    no_room: bool = False  # nothing was started, as its node is gone or has no room: another node may take it
+    no_room: bool = False
 
 
 class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+ORPHAN_S = 10.0  # without any connection, an engine on another machine ends: its server is gone or cannot reach it
 CLOCK = struct.Struct("<d")  # time.monotonic() of the sender, before each message
 CLOCK_BYTES = CLOCK.size
 # ZeroMQ asks for a sign of life this often, and takes a connection without one for lost. Open requests of an engine

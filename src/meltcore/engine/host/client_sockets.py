@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from meltcore.protocol.sockets import socket_address
 from meltcore.protocol.tcp import (
+    ORPHAN_S,
     Binding,
     KeyPair,
     Listening,
@@ -33,7 +34,6 @@ _SEND_TIMEOUT_MS = 30_000
 # Time for messages that are queued at the end of the process.
 LINGER_MS = 1000
 _FIRST_CLIENT_S = 60.0  # until the supervisor must have connected to an engine on another machine
-ORPHAN_S = 10.0  # without any connection, an engine on another machine ends: its server is gone or cannot reach it
 _WATCH_MS = 200
 _HANDSHAKE_MS = 5000  # for a connection to show its key
 _EXIT_ORPHANED = 4
