@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -155,11 +156,41 @@ def test_processes_start_compiling_at_different_kernels(count: int) -> None:
     assert orders[0] == list(range(20))
 
 
+def store_kernel(folder: Path) -> CudaKernel:
+    path = folder / "store.cu"
+    path.write_text('extern "C" __global__ void store(float* out) { out[0] = SIZE; }')
+    return CudaKernel([path], "store")
+
+
+def compiled_during_rehearsal(folder: Path) -> tuple[int, bool]:
+    """(missing kernels, whether the one in CUDA C++ was compiled before the rehearsal's end)."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    triton.runtime.driver._active = AbsentGPU(90)
+    kernel, out, macros = store_kernel(folder), torch.empty(1, device="meta"), (("SIZE", 3),)
+    done = False
+
+    def steps() -> None:
+        nonlocal done
+        for _ in range(2):
+            kernel.launch((1,), 32, macros, [out], out.device, pdl=False)
+        end_s = time.monotonic() + 60
+        while not done and time.monotonic() < end_s:
+            done = Binary(kernel, macros, 90).is_compiled()
+
+    try:
+        return compile_ahead(steps, lambda: None), done
+    finally:
+        del os.environ["TRITON_CACHE_DIR"]
+
+
+@pytest.mark.slow
+def test_cuda_sources_compile_during_the_rehearsal(elsewhere: ProcessPoolExecutor, tmp_path: Path) -> None:
+    assert elsewhere.submit(compiled_during_rehearsal, tmp_path).result(timeout=240) == (1, True)
+
+
 def test_workers_compile_cuda_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    path = tmp_path / "store.cu"
-    path.write_text('extern "C" __global__ void store(float* out) { out[0] = SIZE; }')
-    kernel = CudaKernel([path], "store")
+    kernel = store_kernel(tmp_path)
     good, bad = Binary(kernel, (("SIZE", 3),), 90), Binary(kernel, (), 90)
     workers = CompileWorkers(2)
     try:

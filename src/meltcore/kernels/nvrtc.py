@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -106,8 +106,8 @@ class CudaKernel:
         """
         from cuda.bindings import driver
 
-        if _recorded is not None:
-            _recorded[Binary(self, macros, capability(device))] = None
+        if _report is not None:
+            _report(Binary(self, macros, capability(device)))
             return
         index = device.index if device.index is not None else torch.cuda.current_device()
         function = _load(self, macros, shared_bytes, index)
@@ -134,18 +134,25 @@ class Binary(NamedTuple):
         self.kernel.cubin(dict(self.macros), self.arch)
 
 
-_recorded: dict[Binary, None] | None = None
+_report: Callable[[Binary], None] | None = None
 
 
 @contextmanager
-def record_launches() -> Iterator[Mapping[Binary, None]]:
-    """Record the binaries that launches need, and launch none: what skipped kernels leave may hold invalid indices."""
-    global _recorded
-    _recorded = {}
+def record_launches(report: Callable[[Binary], None]) -> Iterator[None]:
+    """Report each binary that launches need, and launch none: what skipped kernels leave may hold invalid indices."""
+    global _report
+    reported = set[Binary]()
+
+    def report_new(binary: Binary) -> None:
+        if binary not in reported:
+            reported.add(binary)
+            report(binary)
+
+    _report = report_new
     try:
-        yield _recorded
+        yield
     finally:
-        _recorded = None
+        _report = None
 
 
 def _ctype(argument: Argument) -> type[ctypes._SimpleCData[Any]] | None:

@@ -1,9 +1,8 @@
 """Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
 
 A rehearsal first goes through the launches of serving. Triton's hook before its compiler records the kernels that are
-missing and skips them, as kernels in CUDA C++ are. Then a few threads compile them in parallel, since most of that work
-runs outside of Python's lock. Processes that need the same kernels start at different ones, and find in Triton's cache
-those of the others.
+missing and skips them, as kernels in CUDA C++ are. Then worker processes compile them in parallel, or threads on few
+cores. Ranks that need the same kernels start at different ones, and find in Triton's cache those of the others.
 
 Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
 distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from threading import Lock, Thread, local
@@ -146,25 +145,25 @@ def compile_ahead(
         missing_kernels[fn.jit_function, compile["specialization_data"]] = None
         return True  # neither compile nor launch it
 
-    previous_hook = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = record
-    try:
-        with record_launches() as binaries:
-            warm_up_steps()
-    finally:
-        knobs.runtime.jit_cache_hook = previous_hook
     threads = workers.count or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
+    jobs: list[Future[None]] = []
+    previous_hook = knobs.runtime.jit_cache_hook
     with _asking(workers), ThreadPoolExecutor(threads, initializer=use_device) as pool:
-        # CUDA C++ first: the persistent decode kernel takes longer than any other.
-        jobs = [pool.submit(_compile_binary, binary, workers) for binary in order.order(list(binaries))]
+        knobs.runtime.jit_cache_hook = record
+        try:
+            # CUDA C++ meanwhile: the persistent decode kernel takes longer than any other. Triton would call the hook.
+            with record_launches(lambda binary: jobs.append(pool.submit(_compile_binary, binary, workers))):
+                warm_up_steps()
+        finally:
+            knobs.runtime.jit_cache_hook = previous_hook
         jobs += [
             pool.submit(_compile, function, specialization, workers, launchers)
             for function, specialization in order.order(list(missing_kernels))
         ]
     for job in jobs:
         job.result()
-    return len(missing_kernels) + len(binaries)
+    return len(jobs)
 
 
 class _NotCompiledError(Exception):
