@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from scripted_cluster import Node, ScriptedCluster, use_scripted_cluster
 
 from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ServerConfig
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, EnginePendingError
 from meltcore.fleet.cluster import Cluster, node_checkpoints
+from meltcore.fleet.cluster_driver import ClusterDriver
 from meltcore.fleet.first_fit import Place
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.fleet.running_fleet import Running
-from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.cluster import Nodes, ReadNodes, StartEngine, ToDriver
 from meltcore.protocol.fleet_file import load_fleet
 
 SUMS = "checkpoint: meltcore/sums"
@@ -37,10 +40,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"a: {{{SUMS}, memory: 30GiB}}", 0, "The fleet fits on b GPU 1; a GPU 0 is idle"),
         (f"a: {{{SUMS}, memory: 30GiB, replicas: 2}}", 1, "(others use 19."),
         (f"a: {{{SUMS}}}, b: {{checkpoint: /none}}", 2, "models.b.memory: must be named with --ray"),
-        ("a: {checkpoint: /none, memory: 30GiB}", 2, "models.a.checkpoint: /none is not on node b"),
+        # Node a has no room, and b, which has, cannot load it.
+        ("a: {checkpoint: /none, memory: 30GiB}", 1, "models.a.checkpoint: /none is not on node b; copy it"),
         (
             "a: {checkpoint: owner/none, memory: 30GiB}",
-            2,
+            1,
             "models.a.checkpoint: node b, with the HF_HOME and HF_TOKEN of its Ray: no such repository",
         ),
         (
@@ -71,6 +75,99 @@ def test_plan_of_a_cluster_is_that_of_up(
     else:
         with pytest.raises(ConfigError, match=says if status == 2 else "the fleet does not fit"):
             planner.config()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["/none", "owner/none"])
+def test_nodes_that_cannot_load_a_model_are_no_place_for_it(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alpha, beta = Node("alpha", [40], host_gib=8, missing=MISSING), Node("beta", [40])
+    cluster = ScriptedCluster(tmp_path, alpha=alpha, beta=beta)
+    file = tmp_path / "fleet.yaml"
+
+    def plan(settings: str, others: str = "") -> tuple[int, str]:
+        file.write_text(f"models: {{a: {{checkpoint: {checkpoint}, {settings}}}{others}}}")
+        status = main(["plan", str(file), "--ray", str(cluster.path)])
+        printed = capsys.readouterr()
+        return status, " ".join(f"{printed.out} {printed.err}".split())
+
+    def nodes() -> list[tuple[str, ...]]:
+        return [model.replica_nodes for model in FleetPlanner(file, ray=str(cluster.path)).config().models]
+
+    reasons = {
+        "/none": "models.a.checkpoint: /none is not on node alpha; copy it, or name a hub id",
+        "owner/none": "models.a.checkpoint: node alpha, with the HF_HOME and HF_TOKEN of its Ray: no such repository",
+    }
+    # On the CPU alpha has more memory free, on GPUs it comes first. A bundled model is everywhere.
+    status, printed = plan("memory: 1GiB, device: cpu")
+    assert status == 0
+    assert f"{reasons[checkpoint]}; it is planned for other nodes" in printed
+    assert nodes() == [("beta",)]
+    assert plan("memory: 30GiB", f", b: {{{SUMS}, memory: 30GiB}}")[0] == 0
+    assert nodes() == [("beta",), ("alpha",)]
+    # Two replicas of 30 GiB need both nodes.
+    status, printed = plan("memory: 30GiB, replicas: 2")
+    assert status == 1
+    assert reasons[checkpoint] in printed
+    assert plan("memory: 1GiB, device: [0]") == (2, f"meltcore plan: {reasons[checkpoint]}")
+    assert plan("memory: 1GiB, device: [1]")[0] == 0
+    with cluster.change() as there:
+        there.nodes["beta"].missing = MISSING
+    status, printed = plan("memory: 1GiB, device: cpu")
+    assert status == 2
+    assert "nodes alpha, beta" in printed
+    with pytest.raises(ConfigError, match="nodes alpha, beta"):
+        nodes()
+
+
+@pytest.mark.slow
+def test_engine_is_not_started_elsewhere_on_a_node_that_cannot_load_its_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", host_gib=4), b=Node("b", host_gib=16), c=Node("c", host_gib=8))
+    file = tmp_path / "fleet.yaml"
+    on_cpu = "memory: 1GiB, device: cpu"
+    file.write_text(f"models: {{hub: {{checkpoint: owner/none, {on_cpu}}}, path: {{checkpoint: /none, {on_cpu}}}}}")
+    planner = FleetPlanner(file, ray=str(cluster.path))
+    planner.config()
+    with cluster.change() as there:
+        there.nodes.pop("b")
+        there.nodes["c"].missing = MISSING  # since the plan
+    answer = Nodes(list(Cluster.read(str(cluster.path)).nodes))
+
+    async def move(*models: tuple[str, EngineConfig]) -> tuple[list[list[str]], list[object]]:
+        driver = ClusterDriver(str(cluster.path), planner, print)
+        asked: list[list[str]] = []
+
+        def send(message: ToDriver) -> None:
+            assert isinstance(message, ReadNodes)
+            asked.append(message.checkpoints)
+            missing = {key: MISSING[key] for key in message.checkpoints if key in MISSING}
+            found = [msgspec.structs.replace(node, missing=missing if node.missing else {}) for node in answer.nodes]
+            asyncio.get_running_loop().call_soon(driver._on_line, Nodes(found))
+
+        monkeypatch.setattr(driver, "_send", send)
+        starts = [StartEngine(0, "b", [], config, 1, "", [], model=name) for name, config in models]
+        moved = await asyncio.gather(
+            *(driver._elsewhere(start, "the node b is gone", {}) for start in starts), return_exceptions=True
+        )
+        return asked, [each if isinstance(each, BaseException) else each.node for each in moved]
+
+    hub, path = EngineConfig(model="owner/none"), EngineConfig(model="/none")
+    assert asyncio.run(move(("hub", hub))) == ([["owner/none"]], ["a"])
+    # Those who ask meanwhile do not take an answer that has not named theirs.
+    asked, moved = asyncio.run(move(("hub", hub), ("path", path), ("path", path)))
+    assert moved == ["a"] * 3
+    assert asked == [["owner/none"], ["/none", "owner/none"]]
+    # Random weights need no repository.
+    assert asyncio.run(move(("hub", EngineConfig(model="owner/none", load_format="dummy")))) == ([[]], ["c"])
+    with cluster.change() as there:
+        there.nodes.pop("a")
+    answer = Nodes(list(Cluster.read(str(cluster.path)).nodes))
+    _, (error,) = asyncio.run(move(("hub", hub)))
+    assert isinstance(error, EnginePendingError)
+    assert str(error).endswith("node c, with the HF_HOME and HF_TOKEN of its Ray: no such repository")
 
 
 def test_nodes_are_asked_for_paths_and_for_hub_ids_that_must_be_there(tmp_path: Path) -> None:

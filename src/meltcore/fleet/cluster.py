@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -14,6 +14,7 @@ import msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet.machine import read_machine, unloadable
+from meltcore.fleet.placement import replica_gpus
 from meltcore.fleet.plan import Plan
 from meltcore.models.checkpoint import is_on_hub
 from meltcore.process import run
@@ -26,10 +27,11 @@ from meltcore.protocol.cluster import (
     ReadNodes,
     gpu_resource,
 )
-from meltcore.protocol.fleet_spec import FleetSpec
+from meltcore.protocol.fleet_spec import FleetSpec, ModelSection
 from meltcore.protocol.machine import Machine, VisibleGpu
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
+_MAX_NAMES_SHOWN = 8
 
 
 class Cluster(NamedTuple):
@@ -111,6 +113,10 @@ class Cluster(NamedTuple):
         """The available bytes of host memory of each node."""
         return {node.name: node.machine.host_bytes for node in self.nodes}
 
+    def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
+        """Return the nodes that cannot load a checkpoint, which is a path or a hub id."""
+        return [node for node in self.nodes if checkpoint in node.missing]
+
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
     """Return a GPU of a node, of which everything but what Ray can give to this fleet is used."""
@@ -125,6 +131,28 @@ def left_out_text(nodes: Iterable[ClusterNode]) -> str:
     return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
+def lacking_text(checkpoint: str | None, nodes: Sequence[ClusterNode]) -> str:
+    """Return why these nodes cannot load a checkpoint; "" for none."""
+    if checkpoint is None or not nodes:
+        return ""
+    if checkpoint.startswith("/"):
+        return f"{checkpoint} is not on {_names_text(nodes)}; copy it, or name a hub id"
+    by_problem: dict[str, list[ClusterNode]] = {}
+    for node in nodes:
+        by_problem.setdefault(node.missing[checkpoint], []).append(node)
+    return "; ".join(
+        f"{_names_text(found)}, with the HF_HOME and HF_TOKEN of {'its' if len(found) == 1 else 'their'} Ray: {problem}"
+        for problem, found in by_problem.items()
+    )
+
+
+def _names_text(nodes: Sequence[ClusterNode]) -> str:
+    names = [node.name for node in nodes]
+    if len(names) > _MAX_NAMES_SHOWN + 1:
+        names = [*names[:_MAX_NAMES_SHOWN], f"{len(names) - _MAX_NAMES_SHOWN} more"]
+    return f"node{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
 def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
     """Return this machine as the only node of a cluster that is still to be started, with the name that Ray will give.
 
@@ -136,18 +164,23 @@ def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
 
 
 def node_checkpoints(spec: FleetSpec) -> list[str]:
-    """Return the paths and hub ids of checkpoints: every node of the model must be able to load them.
+    """Return the paths and hub ids of checkpoints: every node of the model must be able to load them."""
+    found = {node_checkpoint(model) for model in spec.models.values()}
+    return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
-    Not the hub ids of models with `shapes` or random weights, which may be planned before their checkpoint is there.
+
+def node_checkpoint(model: ModelSection) -> str | None:
+    """Return the path or the hub id that each node of a model must be able to load; None: nodes are not asked.
+
+    That is so for hub ids of models with `shapes` or random weights, which may be planned before their checkpoint is
+    there.
     """
-    found = set()
-    for model in spec.models.values():
-        if model.kind == "engine" and model.checkpoint:
-            if (path := absolute_path(model.checkpoint)) is not None:
-                found.add(path)
-            elif is_on_hub(model.checkpoint) and model.shapes is None and model.load_format != "dummy":
-                found.add(model.checkpoint)
-    return sorted(found)
+    if model.kind != "engine" or not model.checkpoint:
+        return None
+    if (path := absolute_path(model.checkpoint)) is not None:
+        return path
+    is_asked = is_on_hub(model.checkpoint) and model.shapes is None and model.load_format != "dummy"
+    return model.checkpoint if is_asked else None
 
 
 def absolute_path(checkpoint: str) -> str | None:
@@ -157,11 +190,31 @@ def absolute_path(checkpoint: str) -> str | None:
     return str(path.absolute()) if is_path else None
 
 
+def lacking_nodes(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> dict[str, list[ClusterNode]]:
+    """Return the nodes that cannot load a model, by its name. Those in `kept` are loaded."""
+    found = {name: cluster.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
+    return {name: found[name] for name in spec.models if found.get(name)}
+
+
+def model_lacking_text(spec: FleetSpec, name: str, nodes: Sequence[ClusterNode]) -> str:
+    """Return why these nodes cannot load a model."""
+    return f"models.{name}.checkpoint: {lacking_text(node_checkpoint(spec.models[name]), nodes)}"
+
+
+def check_loadable(spec: FleetSpec, cluster: Cluster, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+    """Raise ConfigError for a model that no node can load, or not one that its `device` names."""
+    for name, nodes in lacking.items():
+        named = {cluster.gpu_nodes[number] for group in replica_gpus(spec.models[name]) for number in group}
+        if len(nodes) == len(cluster.nodes) or named.intersection(node.name for node in nodes):
+            needed = [node for node in nodes if not named or node.name in named]
+            raise ConfigError(model_lacking_text(spec, name, needed))
+
+
 def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collection[str] = ()) -> ServerConfig:
     """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
 
     kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where a node
-    lacks a checkpoint or its resources.
+    lacks its resources.
     """
     for foreign in config.foreign:
         if foreign.command:
@@ -180,19 +233,13 @@ def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collectio
         path = absolute_path(model.engine.model)
         for node in cluster.nodes:
             if node.name in nodes:
-                _check_node(name, node, path or model.engine.model, gpus)
+                _check_node(node, gpus)
         engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
         models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
     return dataclasses.replace(config, models=tuple(models))
 
 
-def _check_node(model: str, node: ClusterNode, checkpoint: str, gpus: Sequence[Sequence[int]]) -> None:
-    if (problem := node.missing.get(checkpoint)) is not None:
-        if checkpoint.startswith("/"):
-            problem = f"{checkpoint} is not on node {node.name}; copy it, or name a hub id"
-        else:
-            problem = f"node {node.name}, with the HF_HOME and HF_TOKEN of its Ray: {problem}"
-        raise ConfigError(f"models.{model}.checkpoint: {problem}")
+def _check_node(node: ClusterNode, gpus: Sequence[Sequence[int]]) -> None:
     if gpus and len(node.gib) < len(node.machine.gpus):
         needed = {gpu_resource(gpu.number): gpu.total_bytes // 2**30 for gpu in node.machine.gpus}
         raise ConfigError(

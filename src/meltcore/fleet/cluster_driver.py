@@ -17,6 +17,7 @@ from meltcore.backends.remote_engine import RemoteRun, RunEnded
 from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.fleet.cluster import left_out_text
 from meltcore.fleet.first_fit import Place
+from meltcore.models.checkpoint import is_on_hub
 from meltcore.process import STDERR, describe_exit, end_async, start_async
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -88,6 +89,7 @@ class ClusterDriver:
         self._left_out: set[str] = set()  # nodes with a problem
         self._node_names: dict[str, str] = {}  # by node id; another driver calls them the same
         self._checkpoints: set[str] = set()  # of engines that may be started elsewhere
+        self._asked: list[str] = []  # of these, in the last question
         self._running: dict[int, StartEngine] = {}
         self._starts: dict[int, tuple[StartEngine, asyncio.Future[RemoteRun]]] = {}
         self._ended: dict[int, asyncio.Future[RunEnded]] = {}
@@ -197,11 +199,11 @@ class ClusterDriver:
         """Return the same engine for another node that has room now. Raises EnginePendingError where none has."""
         if self.problem:
             raise EnginePendingError(reason)
-        model = start.config.model
-        if model.startswith("/"):
-            self._checkpoints.add(model)
+        # A hub id of random weights may not be on the hub: their `shapes` are here.
+        model, is_random = start.config.model, start.config.load_format == "dummy"
+        must_load = model.startswith("/") or (is_on_hub(model) and not is_random)
         try:
-            nodes = await self._read_nodes()
+            nodes = await self.read_nodes([model] if must_load else [])
         except ConfigError as error:
             raise EnginePendingError(f"{reason}, and {error}") from error
         # Many engines may have lost their node with it. What is given to one is not free for the next, loaded or not.
@@ -228,10 +230,10 @@ class ClusterDriver:
         """Return all living nodes, with which of these checkpoints they cannot load. Raises ConfigError."""
         if self.problem:
             raise ConfigError(self._unchangeable)
-        if not self._checkpoints.issuperset(checkpoints):
-            if self._nodes is not None:  # a question that did not name them
-                await asyncio.wait({self._nodes}, timeout=_CONNECT_LIMIT_S)
-            self._checkpoints.update(checkpoints)
+        wanted = set(checkpoints)
+        self._checkpoints |= wanted
+        if self._nodes is not None and not wanted.issubset(self._asked):  # that of now has not named them
+            await asyncio.wait({self._nodes}, timeout=_CONNECT_LIMIT_S)
         return await self._read_nodes()
 
     async def _read_nodes(self) -> list[ClusterNode]:
@@ -239,7 +241,8 @@ class ClusterDriver:
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
-            self._send(ReadNodes(sorted(self._checkpoints), _PROBE_LIMIT_S, used=self._used_nodes))
+            self._asked = sorted(self._checkpoints)
+            self._send(ReadNodes(self._asked, _PROBE_LIMIT_S, used=self._used_nodes))
         try:
             async with asyncio.timeout(_CONNECT_LIMIT_S):
                 return self._without_own(await asyncio.shield(self._nodes))

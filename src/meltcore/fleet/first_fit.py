@@ -24,6 +24,7 @@ class Engine(NamedTuple):
     only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
     sleeps: bool
     resident_bytes: int = ASSUMED.process_bytes("generation")
+    lacking: frozenset[str] = frozenset()  # nodes that cannot load it
 
     @property
     def awake_bytes(self) -> int:
@@ -54,6 +55,7 @@ class Place(NamedTuple):
     gpus: tuple[int, ...]
 
 
+Lacking = Mapping[str, frozenset[str]]  # by model: the nodes that cannot load it
 Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: that one is in no place, and gets none
 
 
@@ -132,7 +134,8 @@ def _place_alike(engines: Sequence[Engine], rooms: Sequence[_Room], replicas: Co
     first = engines[0]
     fitting: dict[str, list[int]] = {}  # by node: GPUs without the model first
     for index, room in enumerate(rooms):
-        if (not first.only or room.gpu.number in first.only) and room.fits(first):
+        is_allowed = (not first.only or room.gpu.number in first.only) and room.gpu.node not in first.lacking
+        if is_allowed and room.fits(first):
             fitting.setdefault(room.gpu.node, []).append(index)
 
     def order(index: int) -> tuple[bool, int]:
@@ -174,10 +177,13 @@ def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[li
     return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
 
 
-def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host]) -> tuple[Host, ...] | None:
+def place_on_hosts(
+    engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
+) -> tuple[Host, ...] | None:
     """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most is free.
 
-    engines: (model, replica, bytes). Returns the hosts with their engines, None where one does not fit.
+    engines: (model, replica, bytes). lacking: nodes that cannot load a model. Returns the hosts with their engines,
+    None where one does not fit.
     """
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):
@@ -186,7 +192,8 @@ def place_on_hosts(engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host
     replicas = Counter((at, name) for at, host in enumerate(hosts) for name, _, _ in host.engines)
     for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
         name, _, size = engine
-        fitting = [at for at, free in enumerate(free_bytes) if free >= size]
+        without = (lacking or {}).get(name, frozenset())
+        fitting = [at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in without]
         if not fitting:
             return None
         best = min(fitting, key=lambda at: (replicas[at, name], -free_bytes[at]))

@@ -14,7 +14,7 @@ import msgspec
 from meltcore.engine.host.memory_needs import EngineNeeds
 from meltcore.errors import ConfigError
 from meltcore.fleet.context_memory import ASSUMED, ContextMemory
-from meltcore.fleet.first_fit import Engine, Gpu, Host, Kept, keep, keep_on_hosts, place, place_on_hosts
+from meltcore.fleet.first_fit import Engine, Gpu, Host, Kept, Lacking, keep, keep_on_hosts, place, place_on_hosts
 from meltcore.fleet.nearest import nearest
 from meltcore.fleet.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.placement import replica_gpus
@@ -69,13 +69,15 @@ def plan_fleet(
     host_bytes: int | Mapping[str, int] | None = None,
     gpu_nodes: Sequence[str] | None = None,
     kept: Kept | None = None,
+    lacking: Lacking | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
     gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
     by node (None: no limit). gpu_nodes: the node of each GPU of a cluster, where models take no turns, as Ray counts
-    the memory of engines that sleep; kept: engines that stay there. Models at a URL take no memory here. Raises
-    ConfigError for a model whose memory cannot be known, and for tensor parallelism over nodes.
+    the memory of engines that sleep; kept: engines that stay there; lacking: nodes that are no place for a model, as
+    they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be
+    known, and for tensor parallelism over nodes.
     """
     if gpu_nodes is not None:
         _check_one_node(spec, gpu_nodes)
@@ -85,7 +87,7 @@ def plan_fleet(
     known: dict[str, EngineNeeds] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
-        return _try(changed, gpus, contexts, hosts, known, kept or {}, in_turns=gpu_nodes is None)
+        return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=gpu_nodes is None)
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
@@ -137,6 +139,7 @@ def _try(
     hosts: Sequence[Host],
     known: dict[str, EngineNeeds],
     kept: Kept,
+    lacking: Lacking,
     *,
     in_turns: bool,
 ) -> Plan | None:
@@ -148,7 +151,7 @@ def _try(
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
     for sleeping in dict.fromkeys(((), sleepable if in_turns else ())):
-        to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts), gpus, kept)
+        to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts, lacking), gpus, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
         if any(gpu.used_bytes > gpu.total_bytes for gpu in beside) or (placed := place(to_place, beside)) is None:
@@ -158,14 +161,18 @@ def _try(
             for engine in gpu.engines:
                 pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
         with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
-        placed_hosts = place_on_hosts(*keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept))
+        placed_hosts = place_on_hosts(*keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept), lacking)
         if placed_hosts is not None:
             return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
     return None
 
 
 def gpu_engines(
-    spec: FleetSpec, needs: dict[str, EngineNeeds], sleeping: Sequence[str], contexts: ContextMemory
+    spec: FleetSpec,
+    needs: dict[str, EngineNeeds],
+    sleeping: Sequence[str],
+    contexts: ContextMemory,
+    lacking: Lacking | None = None,
 ) -> Iterator[Engine]:
     """Yield the engines on GPUs, those of the models in `sleeping` as such that take turns."""
     for name, model in spec.models.items():
@@ -176,8 +183,9 @@ def gpu_engines(
         resident_bytes = contexts.process_bytes(model.task, ranks)
         if name in sleeping and name in needs:
             resident_bytes += needs[name].asleep_bytes
+        nodes = (lacking or {}).get(name, frozenset())
         for replica, only in enumerate(replica_gpus(model)):
-            yield Engine(name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes)
+            yield Engine(name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes)
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:

@@ -14,7 +14,16 @@ import msgspec
 from meltcore.config import ModelConfig, ServerConfig
 from meltcore.engine.host.memory_needs import EngineNeeds, UnknownSizesError
 from meltcore.errors import ConfigError
-from meltcore.fleet.cluster import Cluster, left_out_text, node_checkpoints, on_nodes
+from meltcore.fleet.cluster import (
+    Cluster,
+    check_loadable,
+    lacking_nodes,
+    lacking_text,
+    left_out_text,
+    model_lacking_text,
+    node_checkpoints,
+    on_nodes,
+)
 from meltcore.fleet.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.first_fit import Host, Place
 from meltcore.fleet.from_spec import server_config
@@ -176,7 +185,8 @@ class FleetPlanner:
         groups = [] if model is None or model.kind == "url" else replica_gpus(model)
         pinned = groups[start.replica] if start.replica < len(groups) else ()
         if not pinned:
-            return f"no other node has {size}"
+            lacking = lacking_text(start.config.model, cluster.lacking(start.config.model))
+            return f"no other node has {size}" + (lacking and f"; {lacking}")
         there = cluster.machine.gpus
         for number in pinned:
             if there[number].total_bytes == 0:
@@ -205,7 +215,7 @@ class FoundPlan(NamedTuple):
     spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
     the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
     that run and stay as they are, by name. in_turns: sleepable models may share memory. left_out: which nodes of the
-    cluster are, and why.
+    cluster are, and why; lacking: which cannot load a model that fits nowhere else, and why.
     """
 
     spec: FleetSpec
@@ -218,6 +228,7 @@ class FoundPlan(NamedTuple):
     kept: Mapping[str, ModelConfig]
     in_turns: bool = True
     left_out: str = ""
+    lacking: tuple[str, ...] = ()
 
     @property
     def others_bytes(self) -> dict[int, int]:
@@ -258,7 +269,10 @@ def find_plan(
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
     if cluster is not None:
         _check_there(known, cluster, kept)
+    lacking = {} if cluster is None else lacking_nodes(known, cluster, kept)
     try:
+        if cluster is not None:
+            check_loadable(known, cluster, lacking)
         plan, nearest = plan_fleet(
             known,
             gpu_bytes,
@@ -266,13 +280,17 @@ def find_plan(
             host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
             gpu_nodes=None if cluster is None else cluster.gpu_nodes,
             kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
+            lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
         )
     except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
         raise ConfigError(f"{error}; {left_out}" if left_out else str(error)) from error
     if nearest is not None and nearest.is_cut:
         report(f"the search for the nearest plan was ended after {SEARCH_LIMIT_S:g} s: fewer changes may be enough")
+    lacking_texts = tuple(model_lacking_text(spec, name, nodes) for name, nodes in lacking.items())
     config = None
     if plan is not None:
+        for text in lacking_texts:
+            report(f"{text}; it is planned for other nodes")
         planned = with_plan(known, plan)
         models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
         spec = msgspec.structs.replace(spec, models=models)
@@ -282,7 +300,7 @@ def find_plan(
         if cluster is not None:
             config = on_nodes(config, plan, cluster, kept)
     in_turns = cluster is None
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, in_turns, left_out)
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, in_turns, left_out, lacking_texts)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -459,6 +477,7 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         parts.append("on Ray, which counts the memory of engines that sleep, models do not take turns")
     if found.kept:
         advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
+    parts += found.lacking
     if found.left_out:
         parts.append(found.left_out)
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"
