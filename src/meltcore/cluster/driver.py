@@ -49,6 +49,7 @@ _START_LIMIT_S = 90.0  # for the engine process to listen
 _ROOM_LIMIT_S, _ROOM_POLL_S = 5.0, 0.25  # for Ray to take back what the engine before it had
 _CALLS = 4  # of one actor that run together: start or wait, read its output, and kill
 _REST_S = 2.0  # for the last output of an engine that has ended
+_CLOSE_LIMIT_S = 10.0  # for an engine to end that was killed, and its files to be removed
 _THREADS = 128
 _LOW_ON_MEMORY = (
     "the node {0} is low on memory: the memory monitor of Ray has ended the actor of the engine "
@@ -67,6 +68,8 @@ class Driver:
         self._node_ids: dict[int, str] = {}  # of the node of each engine, which its name may outlive
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._engines: set[asyncio.Task[None]] = set()  # those among them that keep an engine
+        self._closing: set[asyncio.Task[None]] = set()  # those that end an actor
 
     async def run(self) -> None:
         """Answer until the end of the input."""
@@ -89,14 +92,22 @@ class Driver:
             elif isinstance(message, RunOnNodes):
                 self._keep(run_on_nodes(message, self._answer))
             else:
-                self._starting[message.engine] = self._keep(self._keep_engine(message))
+                self._starting[message.engine] = self._keep(self._keep_engine(message), self._engines)
         if reading is not None:  # a question may be all that there is
             await reading
+        for task in self._engines:
+            task.cancel()
+        while remaining := self._engines | self._closing:
+            await asyncio.wait(remaining)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _keep(
+        self, work: Coroutine[Any, Any, None], group: set[asyncio.Task[None]] | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        for tasks in (self._tasks, group):
+            if tasks is not None:
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
         return task
 
     async def _watch_head(self) -> None:
@@ -206,7 +217,8 @@ class Driver:
             self._answer(EngineListening(message.engine, host, listening, pid))
             return EngineEnded(message.engine, str(await actor.wait.remote()))
         finally:
-            await self._close(message.engine, output)
+            # It goes on where this task is cancelled, also in the middle of it.
+            await asyncio.shield(self._keep(self._close(message, output), self._closing))
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
         """Answer what an engine prints, until it has ended or its actor is gone."""
@@ -216,16 +228,25 @@ class Driver:
             while data := await actor.read_output.remote():
                 self._answer(EngineOutput(engine, data))
 
-    async def _close(self, engine: int, output: asyncio.Task[None]) -> None:
+    async def _close(self, message: StartEngine, output: asyncio.Task[None]) -> None:
         """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come."""
         import ray
 
-        actor = self._actors.pop(engine)
-        await asyncio.wait({output}, timeout=_REST_S)  # it may be cancelled, at the end of this process
-        with suppress(TimeoutError, ray.exceptions.RayError):
-            async with asyncio.timeout(_REST_S):
-                await actor.close.remote()
+        actor = self._actors.pop(message.engine)
+        await asyncio.wait({output}, timeout=_REST_S)
+        try:
+            async with asyncio.timeout(_CLOSE_LIMIT_S):
+                if folder := await actor.close.remote():
+                    _print(f"node {message.node}: the folder {folder} is left: a process has it")
+        except TimeoutError:
+            _print(f"node {message.node}: an actor has not ended its engine within {_CLOSE_LIMIT_S:g} s")
+        except ray.exceptions.RayError:  # it is gone: the next start on the node removes its files
+            pass
         await asyncio.to_thread(ray.kill, actor)  # it asks the head node
+
+
+def _print(line: str) -> None:
+    print(f"meltcore: {line}", file=sys.stderr, flush=True)
 
 
 async def _has_room(node_id: str, message: StartEngine) -> bool:

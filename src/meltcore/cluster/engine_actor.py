@@ -21,6 +21,7 @@ from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports
+_REMOVE_LIMIT_S = 3.0  # for processes of an engine that has ended, such as its ranks
 _POLL_S = 0.02
 _OUTPUT_POLL_S = 0.2
 _BLOCK_BYTES = 1 << 16
@@ -113,16 +114,25 @@ class EngineActor:
             self._output_at = 0
         return data
 
-    async def close(self) -> None:
-        """End the process where it still runs, and remove its files. None starts later."""
+    async def close(self) -> str:
+        """End the process where it still runs, and remove its files. None starts later.
+
+        Returns the folder that could not be removed, as a process has it; "": it is removed.
+        """
         self._is_closed = True
         async with self._spawning:
             self.kill()
         if self._process is not None:
             await self._process.wait()  # it holds the locks
-        self._folder.close()
-        if self._marks is not None:
+        if self._marks is not None:  # other engines may have it
             self._marks.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_REMOVE_LIMIT_S):
+                while not self._folder.remove():  # noqa: ASYNC110 - a process of its group may still end
+                    await asyncio.sleep(_POLL_S)
+        is_left = not self._folder.remove()
+        self._folder.close()
+        return str(self._folder.path) if is_left else ""
 
     def kill(self) -> None:
         """End the process and its group now."""

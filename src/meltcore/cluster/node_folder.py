@@ -37,8 +37,13 @@ class NodeFolder:
 
     def close(self) -> None:
         """Leave the folder."""
-        _remove_unlocked(self.path, self.descriptor)
+        self.remove()
         os.close(self.descriptor)
+
+    def remove(self) -> bool:
+        """Remove the folder unless another process has it. Returns whether it is removed."""
+        _remove_unlocked(self.path, self.descriptor)
+        return not _is_open(self.path, self.descriptor)
 
 
 def remove_abandoned() -> None:

@@ -41,7 +41,7 @@ from meltcore.protocol.cluster import (
 from meltcore.protocol.tcp import EngineAddress, KeyPair
 
 _CONNECT_LIMIT_S = 180.0
-_EXIT_LIMIT_S = 10.0
+_EXIT_LIMIT_S = 15.0  # for the driver to end its actors
 _LINE_BYTES = 2**24
 _PROBE_LIMIT_S = 30.0  # for a node to answer: engines of a lost one wait for it
 _PING_S, _MAX_UNANSWERED = 2.0, 5  # pings; after five without an answer the driver is ended, and started again

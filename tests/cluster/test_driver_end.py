@@ -1,0 +1,135 @@
+"""The end of the driver while an actor is being closed: no folder and no process is left. Ray is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from meltcore.cluster import driver, nodes
+from meltcore.cluster.driver import Driver
+from meltcore.cluster.engine_actor import EngineActor
+from meltcore.cluster.node_folder import NodeFolder
+from meltcore.cluster.node_names import NodeNames
+from meltcore.config import EngineConfig
+from meltcore.process import start_ticks
+from meltcore.protocol.cluster import EngineListening, StartEngine
+from meltcore.protocol.tcp import KeyPair
+
+ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
+CLOSE_S = 3.0  # more than the last output gets
+LIMIT_S = 30.0
+NODE = {
+    "NodeID": "0123456789",
+    "Alive": True,
+    "NodeManagerHostname": "a",
+    "NodeManagerAddress": "127.0.0.1",
+    "NodeManagerPort": 1,
+}
+
+
+class Handle:
+    """An actor in this process, called as Ray's handles are."""
+
+    def __init__(self, actor: EngineActor) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        async def ready() -> None:
+            pass
+
+        method: Callable[..., Any] = ready if name == "__ray_ready__" else getattr(self._actor, name)
+        return SimpleNamespace(remote=lambda *values: asyncio.ensure_future(method(*values)))
+
+
+class SlowActor(EngineActor):
+    """An actor whose node is busy: it takes long to end its engine."""
+
+    async def close(self) -> str:
+        await asyncio.sleep(CLOSE_S)
+        return await super().close()
+
+
+@pytest.fixture
+def scripted_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
+    """A Ray of one node; the actors that were killed."""
+    killed: list[Handle] = []
+    ray, scheduling = ModuleType("ray"), ModuleType("ray.util.scheduling_strategies")
+    error = type("RayError", (Exception,), {})
+    exceptions = {name: type(name, (error,), {}) for name in ("RayTaskError", "OutOfMemoryError")}
+    ray.__dict__.update(
+        nodes=lambda: [NODE],
+        kill=killed.append,
+        exceptions=SimpleNamespace(RayError=error, **exceptions),
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+        remote=lambda actor: SimpleNamespace(
+            options=lambda **_options: SimpleNamespace(remote=lambda: Handle(actor()))
+        ),
+    )
+    scheduling.__dict__["NodeAffinitySchedulingStrategy"] = lambda *_arguments, **_options: None
+    for name, module in (("ray", ray), ("ray.util", ModuleType("ray.util")), (scheduling.__name__, scheduling)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(nodes, "names", NodeNames())
+    monkeypatch.setattr(driver, "EngineActor", SlowActor)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return killed
+
+
+@pytest.mark.parametrize("ended", ["before", "with"])
+def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
+    ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted_ray: list[Handle]
+) -> None:
+    """ended: when the engine has ended, before the driver or with it."""
+    reading, writing = os.pipe()
+    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f")
+    answers: list[Any] = []
+    pids: list[int] = []
+
+    async def run() -> None:
+        running = asyncio.create_task(Driver(answers.append).run())
+        os.write(writing, msgspec.json.encode(order) + b"\n")
+        async with asyncio.timeout(LIMIT_S):
+            while not any(isinstance(each, EngineListening) for each in answers):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
+            pids.extend(each.pid for each in answers if isinstance(each, EngineListening))
+            if ended == "before":
+                os.kill(pids[0], 9)
+                await asyncio.sleep(1.0)  # the actor is being closed
+            os.close(writing)
+            await running
+
+    with io.TextIOWrapper(os.fdopen(reading, "rb")) as lines:
+        monkeypatch.setattr(sys, "stdin", lines)
+        asyncio.run(run())
+    assert not any(map(start_ticks, pids))
+    assert not list(tmp_path.glob("meltcore-*"))
+    assert len(scripted_ray) == 1
+
+
+def test_folder_that_a_process_keeps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("meltcore.cluster.engine_actor._REMOVE_LIMIT_S", 1.0)
+
+    async def closed(*, ends: bool) -> str:
+        actor = EngineActor()
+        other = NodeFolder(actor._folder.path.name.removeprefix("meltcore-"))
+        if ends:
+            asyncio.get_running_loop().call_later(0.3, other.close)
+        left = await actor.close()
+        if not ends:
+            assert left == str(other.path)
+            other.close()
+        return left
+
+    assert asyncio.run(closed(ends=True)) == "", "it is waited for"
+    assert asyncio.run(closed(ends=False))
+    assert not list(tmp_path.glob("meltcore-*"))
