@@ -15,6 +15,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "_
 # Others run on a CPU, take --device, or need vLLM first.
 NEED_A_GPU = [
     "attention",
+    "batch_layers",
     "block_fp8",
     "certify_check",
     "delta_net",

@@ -136,9 +136,8 @@ def test_compiles(instance: Instance) -> None:
     assert compile_source(kernel.source(), kernel.name, dict(kernel_macros(instance, 28, PAGE_SIZE)), 90)
 
 
-def gpu_layers(count: int, pages: int) -> list[DecodeLayer]:
+def random_layers(count: int, pages: int, device: str = "cuda") -> list[DecodeLayer]:
     torch.manual_seed(2)
-    device = torch.device("cuda")
 
     def weight(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02
@@ -175,7 +174,7 @@ def gpu_layers(count: int, pages: int) -> list[DecodeLayer]:
 )
 def test_computes_the_reference(contexts: list[int]) -> None:
     pages, device, count = 300, torch.device("cuda"), len(contexts)
-    layers = gpu_layers(3, pages)
+    layers = random_layers(3, pages)
     if not supports(layers, 16384):
         pytest.skip("this GPU does not support the kernel")
     rotary = rotary_table(128, 16384, 1e6, device)
@@ -213,7 +212,7 @@ def as_float(part: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 2, 4, MAX_TOKENS])
 def test_padding_accesses_no_cache(count: int) -> None:
-    layers = gpu_layers(2, 4)
+    layers = random_layers(2, 4)
     if not supports(layers, 256):
         pytest.skip("this GPU does not support the kernel")
     device = torch.device("cuda")
@@ -229,7 +228,7 @@ def test_padding_accesses_no_cache(count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [2, 4, MAX_TOKENS])
 def test_padding_changes_no_other_token(count: int) -> None:
-    layers = gpu_layers(2, 16)
+    layers = random_layers(2, 16)
     if not supports(layers, 256):
         pytest.skip("this GPU does not support the kernel")
     device = torch.device("cuda")

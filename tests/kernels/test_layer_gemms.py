@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_decode_layers import PAGE_SIZE, as_float, gpu_layers
+from test_decode_layers import PAGE_SIZE, as_float, random_layers
 
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.persistent import decode_layers, layer_gemms
@@ -57,7 +57,7 @@ def step_of(count: int, layers: list[DecodeLayer], first_page: int = 0) -> Step:
 @pytest.mark.gpu
 @COUNTS
 def test_computes_the_reference(count: int) -> None:
-    layers = gpu_layers(4, 16 * count)
+    layers = random_layers(4, 16 * count)
     step = step_of(count, layers)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
     output = step.run()
@@ -80,7 +80,7 @@ def test_computes_the_reference(count: int) -> None:
 def test_repeats_have_the_same_bits() -> None:
     """Also when steps of other sizes run between them, in graphs."""
     counts = (5, MAX_TOKENS, 10, 8)
-    layers = gpu_layers(2, 16 * sum(counts))
+    layers = random_layers(2, 16 * sum(counts))
     steps = [step_of(count, layers, 16 * sum(counts[:index])) for index, count in enumerate(counts)]
     steps = [step._replace(kernel=steps[0].kernel) for step in steps]
     expected = [step.run() for step in steps]
@@ -95,7 +95,7 @@ def test_repeats_have_the_same_bits() -> None:
 @pytest.mark.gpu
 @COUNTS
 def test_padding_changes_no_other_token(count: int) -> None:
-    step = step_of(count, gpu_layers(2, 16 * count))
+    step = step_of(count, random_layers(2, 16 * count))
     everything = step.run()
     kept = count // 2
     step.positions[kept:], step.hidden[kept:], step.table[step.rows[kept:]] = -1, float("nan"), 10**9

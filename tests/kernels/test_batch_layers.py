@@ -1,0 +1,106 @@
+"""The prepared kernel of all decode layers for up to 16 sequences: compilation, and its results on a CPU.
+
+The engine does not use it (benchmarks/batch_layers.py). Here its CUDA C++ is compiled for the CPU, where
+cuda_emulation.h runs all threads of all blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import batch_layers
+import pytest
+import torch
+from batch_layers import KERNEL, BatchLayers, as_float, kernel_macros
+from test_decode_layers import PAGE_SIZE, random_layers
+
+from meltcore.kernels.nvrtc import Argument, compile_source
+from meltcore.kernels.persistent.decode_layers import SIZES, DecodeLayer, decode_layers_reference
+from meltcore.kernels.rotary import rotary_table
+
+LAYERS, PAGES, SCALE = 2, 40, 128**-0.5
+COMPILER = shutil.which("c++")
+ENTRY = """
+extern "C" const char* emulate(void** arguments, u32 seed) {
+    return launch(batch_layers, arguments, BLOCKS, THREADS, SHARED_BYTES, seed);
+}
+"""
+
+
+@pytest.mark.slow
+def test_compiles() -> None:
+    assert compile_source(KERNEL.source(), KERNEL.name, dict(kernel_macros(28, PAGE_SIZE)), "90a")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernel as a function of the CPU."""
+    assert COMPILER is not None
+    folder = tmp_path_factory.mktemp("emulated")
+    kernel = Path(batch_layers.__file__).with_suffix(".cu").read_text()
+    source, library = folder / "kernel.cpp", folder / "kernel.so"
+    source.write_text(Path(__file__).with_name("cuda_emulation.h").read_text() + kernel + ENTRY)
+    macros = [f"-D{key}={value}" for key, value in kernel_macros(LAYERS, PAGE_SIZE)]
+    options = ["-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
+    subprocess.run([COMPILER, *options, *macros, "-o", str(library), str(source)], check=True, timeout=200)
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulate.restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.fixture
+def launches(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes launches of the kernel run on the CPU. The seeds of those that ran."""
+    seeds: list[int] = []
+
+    def launch(
+        grid: Sequence[int], threads: int, macros: object, arguments: Sequence[Argument], *_: object, **__: object
+    ) -> None:
+        values = [as_ctypes(each) for each in arguments]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        failure = emulated.emulate(addresses, len(seeds))
+        assert failure is None, failure.decode()
+        seeds.append(len(seeds))
+
+    monkeypatch.setattr(KERNEL, "launch", launch)
+    return seeds
+
+
+def as_ctypes(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c_int:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_computes_the_reference_on_a_cpu(launches: list[int]) -> None:
+    """Several launches of one object: a launch meets what those before it have left."""
+    layers = random_layers(LAYERS, PAGES, "cpu")
+    rotary = rotary_table(128, PAGES * PAGE_SIZE, 1e6, torch.device("cpu"))
+    kernel = BatchLayers(layers, rotary, SCALE)
+    for positions in ([700, -1, 0], [3, 64, 129, 8, 0, -1, 17, 300, 1, 63, 500, 7, 65, 2, 9, 31], [1500]):
+        count = len(positions)
+        hidden = torch.randn(count, SIZES.hidden).bfloat16()
+        table, rows = torch.full((count, PAGES), 10**9), torch.randperm(count)  # other pages would be an illegal access
+        free = torch.randperm(PAGES)
+        for row, position in zip(rows, positions, strict=True):
+            used = position // PAGE_SIZE + 1
+            table[row, :used], free = free[:used], free[used:]
+            for cache in (cache for layer in layers for cache in (layer.keys, layer.values)):
+                cache[table[row, used - 1 : used], max(position, 0) % PAGE_SIZE :] = float("nan")
+        wide = [DecodeLayer(*map(as_float, layer)) for layer in layers]
+        arguments = torch.tensor(positions), table, rows
+        output = kernel.run(hidden, *arguments)
+        expected = decode_layers_reference(wide, hidden.float(), rotary, SCALE, *arguments)
+
+        assert ((output.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.01
+        for layer, other in zip(layers, wide, strict=True):
+            for cache, wide_cache in ((layer.keys, other.keys), (layer.values, other.values)):
+                torch.testing.assert_close(cache.float(), wide_cache, rtol=0.02, atol=0.02, equal_nan=True)
+                cache.copy_(torch.randn_like(cache))
+    assert len(launches) == 3
