@@ -104,7 +104,7 @@ def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: A
     path = tmp_path / "fleet.yaml"
     path.write_text("models: {a: {checkpoint: /none/here, device: cpu, memory: 64MiB}}\n")
     with pytest.raises(
-        ConfigError, match=r"models\.a\.checkpoint: /none/here is not on node .*; copy it, or name a hub id"
+        ConfigError, match=r"models\.a\.checkpoint: /none/here is not on nodes .*, .*; copy it, or name a hub id"
     ):
         FleetPlanner(path, ray=cluster.address).config()
     assert not engine_pids()
