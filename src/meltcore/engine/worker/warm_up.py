@@ -1,8 +1,9 @@
 """Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
 
 A rehearsal first goes through the launches of serving. Triton's hook before its compiler records the kernels that are
-missing and skips them, as kernels in CUDA C++ are. Then worker processes compile them in parallel, or threads on few
-cores. Ranks that need the same kernels start at different ones, and find in Triton's cache those of the others.
+missing and skips them, as kernels in CUDA C++ are. A few threads compile them in parallel; with the debug switch
+compile-workers, worker processes. Ranks that need the same kernels start at different ones, and find in Triton's cache
+those of the others.
 
 Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
 distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
