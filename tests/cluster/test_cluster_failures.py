@@ -88,6 +88,7 @@ def test_answers_of_a_lost_node_end_and_health_names_its_model(lost: str, tmp_pa
         wait_until(lambda: all_ready(server), "all ready", START_S)
         assert Stream(server, "gpu", 3).end(10) == "done"
         end(server)
+        assert not [line for line in server.stderr.splitlines() if "\x1b[" in line or "raylet" in line], "Ray's own log"
 
 
 def test_engine_ends_with_its_actor_before_another_is_started(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_cluster_that_is_not_there_is_refused_immediately() -> None:
         (f"127.0.0.1:{port}", "nothing answers there: Connection refused"),
         ("head", "must be auto, local or HOST:PORT"),
         ("ray://head:10001", "name the head as HOST:PORT"),
+        ("http://127.0.0.1:8265", "an address is HOST:PORT of the head node"),
     ):
         with pytest.raises(ConfigError, match=f"--ray {address}: .*{reason}"):
             Cluster.read(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,23 @@ from meltcore.process import start_ticks
 from meltcore.protocol.cluster import EngineListening, StartEngine
 from meltcore.protocol.tcp import KeyPair
 
+WITHOUT_READER = """
+import contextlib, sys
+from meltcore.cluster import driver
+from meltcore.protocol.cluster import Pong
+
+class Answers:
+    def __init__(self, answer):
+        self.answer = answer
+
+    async def run(self):
+        sys.stdin.buffer.readline()
+        for _ in range(3):
+            self.answer(Pong())
+
+driver.connected, driver.Driver = lambda _address: contextlib.nullcontext(), Answers
+sys.exit(driver.main())
+"""
 ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 CLOSE_S = 3.0  # more than the last output gets
 LIMIT_S = 30.0
@@ -113,6 +131,20 @@ def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
     assert not any(map(start_ticks, pids))
     assert not list(tmp_path.glob("meltcore-*"))
     assert len(scripted_ray) == 1
+
+
+def test_driver_whose_reader_was_killed_ends_quietly() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_READER, "address"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, printed = process.communicate(b"\n", LIMIT_S)
+    assert (process.returncode, printed) == (0, b"")
 
 
 def test_folder_that_a_process_keeps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

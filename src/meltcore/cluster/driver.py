@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -264,14 +265,19 @@ async def _has_room(node_id: str, message: StartEngine) -> bool:
 
 def main() -> int:
     """Answer the lines of the standard input. Returns the exit status: 1 where the cluster cannot be reached."""
-    # Standard output carries answers only: what Ray prints goes to standard error.
+    # Standard output carries answers only: what libraries write to it goes to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # Ray prints its error messages there, with the last lines of a raylet's log, and has no setting for it.
+    nowhere = sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
 
     def answer(message: FromDriver) -> None:
-        out.write(msgspec.json.encode(message) + b"\n")
-        out.flush()
+        try:
+            out.write(msgspec.json.encode(message) + b"\n")
+            out.flush()
+        except BrokenPipeError:  # the reader was killed, and the end of the input will end this process
+            os.dup2(nowhere.fileno(), out.fileno())
 
     try:
         with connected(sys.argv[1]):

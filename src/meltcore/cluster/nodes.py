@@ -47,6 +47,10 @@ def connected(address: str) -> Iterator[None]:
         address = os.environ.get("RAY_ADDRESS") or address  # as Ray takes it
     if address.startswith("ray://"):
         raise ConfigError(f"--ray {address}: name the head as HOST:PORT, and run this on a node of the cluster")
+    if "://" in address:
+        raise ConfigError(
+            f"--ray {address}: an address is HOST:PORT of the head node (6379 by default), without a scheme"
+        )
     with ExitStack() as stack:
         try:
             if address == "local":
@@ -58,7 +62,8 @@ def connected(address: str) -> Iterator[None]:
                 _check_answers(address, head)
                 options = {"address": head}
             stack.callback(ray.shutdown)
-            ray.init(logging_level="ERROR", namespace="meltcore", **options)
+            # Else what raylets and workers print comes to this terminal. What engines print does not go that way.
+            ray.init(logging_level="ERROR", log_to_driver=False, namespace="meltcore", **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"--ray {address}: the cluster cannot be used: {reason}") from error
