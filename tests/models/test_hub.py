@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +16,7 @@ from transformers import AutoConfig
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.hub import download_gguf, hub_problem
+from meltcore.models.hub import download_gguf, hub_problem, hub_problems
 
 SPLIT = [f"BF16/M-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
 SEVERAL = ["README.md", "config.json", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-UD-Q4_K_M.gguf", "mmproj-M-f16.gguf", *SPLIT]
@@ -120,6 +122,25 @@ def test_problem_of_a_hub_id_is_named_and_no_weights_are_downloaded(asked: Asked
     assert hub_problem(model).startswith(problem)
     assert bool(hub_problem(model)) == bool(problem)
     assert all(files == ("config.json",) for _, files in asked)
+
+
+def test_hub_that_does_not_answer_leaves_the_cache_to_answer(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has no time limit where packets are dropped."""
+    download_gguf("owner/one-gguf")
+    closed = threading.Event()
+
+    def list_files(repository: str) -> list[str]:
+        if repository != "owner/usual":
+            closed.wait(20)
+        return REPOSITORIES[repository]
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
+    began_s = time.monotonic()
+    problems = hub_problems(["owner/usual", "owner/one-gguf", "owner/several-GGUF:Q8_0"], 0.5)
+    closed.set()
+    assert time.monotonic() - began_s < 10
+    lacks = "the hub gave no answer within 0.5 s, and the cache does not have it"
+    assert problems == {"owner/usual": "", "owner/one-gguf": "", "owner/several-GGUF:Q8_0": lacks}
 
 
 def test_checkpoint_of_the_hub_is_the_file(

@@ -16,6 +16,7 @@ from meltcore.process import call_with_timeout
 from meltcore.protocol.machine import Machine, VisibleGpu
 
 _DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
+_HUB_LIMIT_S = 15.0  # for all checkpoints together: half of what a node of a cluster has for its answer
 
 
 def read_machine() -> Machine:
@@ -40,14 +41,11 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
     """Return which of these absolute paths and ids of the hub this machine cannot load, with the reason."""
-    from meltcore.models.hub import hub_problem
+    from meltcore.models.hub import hub_problems
 
-    found = {
-        checkpoint: ("" if Path(checkpoint).exists() else "it is not there")
-        if checkpoint.startswith("/")
-        else hub_problem(checkpoint)
-        for checkpoint in checkpoints
-    }
+    asked = list(checkpoints)
+    paths = {path: "" if Path(path).exists() else "it is not there" for path in asked if path.startswith("/")}
+    found = paths | hub_problems((model for model in asked if model not in paths), _HUB_LIMIT_S)
     return {checkpoint: problem for checkpoint, problem in found.items() if problem}
 
 

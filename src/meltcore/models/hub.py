@@ -6,10 +6,12 @@ This module does not import torch, since API servers use it too.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.process import call_with_timeout
 
 _MAX_NAMES_SHOWN = 30
 
@@ -69,6 +71,35 @@ def hub_problem(model: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def hub_problems(models: Iterable[str], limit_s: float) -> dict[str, str]:
+    """Return `hub_problem` of each hub id. What is not answered within `limit_s` in all, the cache answers alone.
+
+    The hub's client has no time limit of its own where packets are dropped.
+    """
+    asked, answers = list(models), dict[str, str]()
+
+    def ask() -> None:
+        for model in asked:
+            answers[model] = hub_problem(model)
+
+    try:
+        call_with_timeout(limit_s, ask)
+    except TimeoutError:
+        lacks = f"the hub gave no answer within {limit_s:g} s, and the cache does not have it"
+        return {model: "" if _is_cached(model) else lacks for model in asked} | answers.copy()
+    return answers
+
+
+def _is_cached(model: str) -> bool:
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(model.partition(":")[0], local_files_only=True)
+    except Exception:  # as above
+        return False
+    return True
 
 
 def _find_gguf(model: str) -> list[str] | None:
