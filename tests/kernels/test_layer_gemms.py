@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -26,6 +27,28 @@ def test_compiles() -> None:
 def test_needs_an_even_number_of_layers(layers: int, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_layers, "supports", lambda layers, max_context: True)
     assert layer_gemms.supports([None] * layers, 4096) is supported  # type: ignore[list-item]
+
+
+def test_interrupted_step_leaves_no_value_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SimpleNamespace(head_norms=None, keys=None, values=None, qkv=None, attention_norm=None)
+    kernel = LayerGemms([layer] * 4, torch.empty(0), SCALE)  # type: ignore[list-item]
+    launched = []
+
+    def launch(index: int, attention: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if index == 3:
+            raise KeyboardInterrupt
+        launched.append(index)
+        kernel._exchange[index] = 7
+        return residual
+
+    monkeypatch.setattr(layer_gemms, "linear", lambda hidden, *_: hidden)
+    monkeypatch.setattr(layer_gemms, "decode_attention", lambda qkv, *_: qkv[:, None])
+    monkeypatch.setattr(kernel, "launch", launch)
+    unused = torch.empty(0)
+    with pytest.raises(KeyboardInterrupt):
+        kernel.run(torch.zeros(2, 4), unused, unused, unused)
+    assert launched == [0, 1, 2]
+    assert bool((kernel._exchange == -1).all())
 
 
 class Step(NamedTuple):

@@ -9,12 +9,13 @@ from typing import NoReturn
 
 import pytest
 import torch
+from cuda.bindings import driver
 
 from meltcore.config import EngineConfig
 from meltcore.engine.core import engine as engine_file
 from meltcore.engine.core.engine import GenerationEngine
 from meltcore.engine.host import device as device_file
-from meltcore.engine.host.device import byte_budget, default_batched_tokens, exit_process
+from meltcore.engine.host.device import byte_budget, default_batched_tokens, exit_process, has_mps
 from meltcore.errors import ConfigError
 
 
@@ -118,3 +119,19 @@ def test_process_that_used_no_gpu_exits_without_teardown(
     with pytest.raises(SystemExit if uses_gpu else Ended, match="3"):
         exit_process(3)
     assert capfd.readouterr().out == ("" if uses_gpu else "exit functions\n")
+
+
+@pytest.mark.parametrize(("error", "value", "found"), [(0, 1, True), (0, 0, False), (1, 0, False)])
+def test_mps_is_what_the_driver_says_and_absent_where_it_does_not_know(
+    error: int, value: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def get_attribute(attribute: object, index: int) -> tuple[driver.CUresult, int]:
+        asked.append((attribute, index))
+        return driver.CUresult(error), value
+
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", get_attribute)
+    assert has_mps(torch.device("cuda", 3)) is found
+    assert asked == [(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED, 3)]
+    assert not has_mps(torch.device("cpu"))

@@ -21,14 +21,14 @@ from meltcore.engine.core.scheduler import Chunk, Scheduler
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
-from meltcore.engine.host.device import choose_device, describe_device, has_budget
+from meltcore.engine.host.device import choose_device, describe_device, has_budget, has_mps
 from meltcore.engine.host.sleep import Slept
 from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, required
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
-from meltcore.engine.worker.warm_up import StepLimits, make_compiler, warm_up
+from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, warm_up
 from meltcore.errors import RequestError, SleepError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
@@ -79,6 +79,7 @@ class GenerationEngine:
             torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread
         if config.tensor_parallel_size > 1:
             check_shards(config, self.checkpoint, device)
+        self._compiler: KernelCompiler | None = None
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
@@ -363,7 +364,9 @@ class GenerationEngine:
         """Return whether a kernel may wait for its blocks on other SMs: under MPS two of them could wait forever."""
         sharing = self.config.sharing
         is_mps = sharing is not None and sharing.mps_sm_percent is not None
-        return self._ranks is None and not is_mps and "no-persistent-decode" not in self.config.debug
+        if self._ranks is not None or is_mps or "no-persistent-decode" in self.config.debug:
+            return False
+        return not has_mps(self.runner.device)
 
     def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
         token_ids, logprobs = step.read()

@@ -48,6 +48,18 @@ def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.devi
     return torch.device("cuda", first_gpu + rank) if num_ranks > 1 else device
 
 
+def has_mps(device: torch.device) -> bool:
+    """Return whether contexts on this GPU are clients of an MPS daemon, also one of other programs."""
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
+    if device.type != "cuda" or attribute is None:
+        return False
+    error, value = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    # An older driver does not know the attribute.
+    return error == driver.CUresult.CUDA_SUCCESS and bool(value)
+
+
 def default_batched_tokens(device: torch.device, *, offline: bool = False) -> int:
     """Return the default number of tokens per step, by the type of device and the memory of a GPU."""
     if device.type == "cpu":

@@ -63,13 +63,14 @@ class CompileWorkers:
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         if not count:
             return
-        pipes = [multiprocessing.Pipe() for _ in range(count + 1)]
+        pipes = []
         try:
+            pipes += [multiprocessing.Pipe() for _ in range(count + 1)]
             with warnings.catch_warnings():
                 # Of threads: the child has none, and it uses neither the GPU nor the locks of torch.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
-        except OSError:  # no memory, or too many processes
+        except OSError:  # no memory, or too many processes or open files
             self.count = 0
             return
         if pid == 0:

@@ -227,8 +227,10 @@ def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
 
     So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
     """
+    # A small limit is a size of its own: 8 sequences run other kernels than 4.
+    decodes = {*DECODES, min(limits.max_num_seqs, 16)}
     with runner.without_collectives():
-        runner.warm_up_decodes([count for count in DECODES if count <= limits.max_num_seqs])
+        runner.warm_up_decodes(sorted(count for count in decodes if 0 < count <= limits.max_num_seqs))
         _launch_prompts(runner, limits)
         _launch_sampling(runner, EVERY_SAMPLING[:3])
     runner.reset_last_tokens()

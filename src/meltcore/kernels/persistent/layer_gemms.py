@@ -72,10 +72,14 @@ class LayerGemms:
         object must not run at the same time.
         """
         first = self._layers[0]
-        qkv = linear(hidden, first.qkv, first.attention_norm)
-        for index, params in enumerate(self._params):
-            attention = decode_attention(qkv, params, positions, page_table, rows)
-            qkv = self.launch(index, attention.flatten(1), hidden)
+        try:
+            qkv = linear(hidden, first.qkv, first.attention_norm)
+            for index, params in enumerate(self._params):
+                attention = decode_attention(qkv, params, positions, page_table, rows)
+                qkv = self.launch(index, attention.flatten(1), hidden)
+        except BaseException:  # the next step would begin with the set that the last launch has filled
+            self._exchange.fill_(-1)
+            raise
         return hidden
 
     def launch(self, index: int, attention: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
