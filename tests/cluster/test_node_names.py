@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import os
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -16,9 +19,11 @@ import pytest
 from ray_nodes import STORE_BYTES, start_nodes
 from server_harness import wait_until
 
+from meltcore.cluster import driver, nodes
 from meltcore.cluster.node_names import NodeNames, node_names
 from meltcore.process import end_group, start
-from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes
+from meltcore.protocol.cluster import DRIVER_MODULE, ClusterNode, FromDriver, Nodes, ReadNodes
+from meltcore.protocol.machine import Machine
 
 OLD, NEW, THIRD = "0123456789", "2123456789", "3123456789"
 
@@ -79,6 +84,51 @@ def test_another_raylet_of_a_host_gets_another_name_until_it_is_alone_and_unused
         names = NodeNames()
         names.living(both, [])
         assert named(names.living(alone, [])) == {NEW: "beta-212345"}
+
+
+class Reader:
+    """Reads no node: what is tested is what the driver calls them."""
+
+    def read(self, checkpoints: list[str], limit_s: float, used: list[str]) -> list[ClusterNode]:
+        assert not checkpoints
+        assert limit_s
+        return [ClusterNode(name, node["NodeID"], "", Machine((), "", 0)) for name, node in nodes.living_nodes(used)]
+
+
+@pytest.mark.parametrize("since", ["joined", "fixed port", "given up"])
+def test_driver_calls_nodes_what_the_plan_called_them(since: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """since: what has happened between the plan and the driver's first look."""
+    ray = ModuleType("ray")
+    answers: list[FromDriver] = []
+    reading, writing = os.pipe()
+    with listening() as port, listening() as other_port:
+        both = [raylet(OLD, port), raylet(NEW, port if since == "fixed port" else other_port)]
+        of_plan, expected = {
+            "joined": ({OLD: "beta"}, {OLD: "beta", NEW: "beta-212345"}),
+            "fixed port": ({OLD: "beta"}, {NEW: "beta"}),
+            "given up": (named(NodeNames().living(both)), {NEW: "beta-212345"}),
+        }[since]
+        if since == "given up":
+            both[0]["Alive"] = False
+        ray.__dict__["nodes"] = lambda: both
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setattr(nodes, "names", NodeNames())
+        monkeypatch.setattr(driver, "names", nodes.names)
+        monkeypatch.setattr(driver, "NodeReader", Reader)
+
+        async def run() -> None:
+            running = asyncio.create_task(driver.Driver(answers.append).run())
+            await asyncio.sleep(0.3)  # a look at the nodes before the names of the plan have come would name them
+            question = ReadNodes(names=of_plan, used=sorted(of_plan.values()))
+            os.write(writing, msgspec.json.encode(question) + b"\n")
+            os.close(writing)
+            await running
+
+        with io.TextIOWrapper(os.fdopen(reading, "rb")) as lines:
+            monkeypatch.setattr(sys, "stdin", lines)
+            asyncio.run(run())
+    found = [answer for answer in answers if isinstance(answer, Nodes)]
+    assert [{node.node_id: node.name for node in answer.nodes} for answer in found] == [expected]
 
 
 @contextmanager

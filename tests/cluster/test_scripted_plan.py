@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from scripted_cluster import Node, ScriptedCluster, use_scripted_cluster
+from scripted_cluster import Node, ScriptedCluster, noted, use_scripted_cluster
 
 from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ServerConfig
@@ -176,6 +176,30 @@ def test_nodes_are_asked_for_paths_and_for_hub_ids_that_must_be_there(tmp_path: 
     models += f"d: {{checkpoint: owner/d, shapes: Qwen/Qwen3-0.6B}}, e: {{checkpoint: {tmp_path}}}}}"
     file.write_text(f"models: {models}")
     assert node_checkpoints(load_fleet(file)) == sorted([str(tmp_path), "owner/b:Q8_0"])
+
+
+@pytest.mark.slow
+def test_driver_of_a_fleet_gets_the_node_names_of_the_plan(tmp_path: Path) -> None:
+    """Else it would name raylets that join, end or are given up since the plan as if it were the first to see them."""
+    hung = Node("a-1", [80], problem="it does not answer")
+    cluster = ScriptedCluster(tmp_path, id1=hung, id2=Node("a-2", [80]), id3=Node("b", [80]))
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: {{m: {{{SUMS}, memory: 30GiB}}}}")
+    planner = FleetPlanner.of(FleetPlanner(file, ray=str(cluster.path)).planned_from)  # as the daemon has it
+    with cluster.change() as there:
+        there.nodes = {"id3": Node("b", [80]), "id4": Node("c", [80])}
+
+    async def connect() -> None:
+        driver = ClusterDriver(str(cluster.path), planner, print)
+        for _ in range(2):
+            await driver.connect()
+            await driver.stop()
+
+    asyncio.run(connect())
+    asked = [line for line in noted(tmp_path) if isinstance(line, ReadNodes)][1:]  # the first is of the plan
+    of_plan = {"id1": "a-1", "id2": "a-2", "id3": "b"}
+    assert [line.names for line in asked] == [of_plan, of_plan | {"id4": "c"}]
+    assert [line.used for line in asked] == [["a-1", "a-2", "b"], ["a-1", "a-2", "b", "c"]]
 
 
 @pytest.mark.slow

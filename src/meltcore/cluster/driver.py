@@ -76,7 +76,7 @@ class Driver:
         """Answer until the end of the input."""
         # Questions to a head node that is silent keep their threads.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-        self._keep(self._watch_head())
+        watching: asyncio.Task[None] | None = None
         reading: asyncio.Task[None] | None = None
         decode = msgspec.json.Decoder(ToDriver).decode
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
@@ -84,6 +84,7 @@ class Driver:
             if isinstance(message, Ping):
                 self._answer(Pong())
             elif isinstance(message, ReadNodes):
+                names.keep(message.names)
                 reading = self._keep(self._read_nodes(message, after=reading))
             elif isinstance(message, KillEngine):
                 if (task := self._starting.pop(message.engine, None)) is not None:
@@ -94,6 +95,8 @@ class Driver:
                 self._keep(run_on_nodes(message, self._answer))
             else:
                 self._starting[message.engine] = self._keep(self._keep_engine(message), self._engines)
+            if watching is None:  # not before: it names the nodes, and the first line may have their names
+                watching = self._keep(self._watch_head())
         if reading is not None:  # a question may be all that there is
             await reading
         for task in self._engines:
@@ -134,7 +137,6 @@ class Driver:
         """Answer a question, once the one before it has its answer."""
         if after is not None:
             await asyncio.wait({after})
-        names.keep(message.names)
         try:
             nodes = await asyncio.to_thread(self._nodes.read, message.checkpoints, message.limit_s, message.used)
             self._answer(Nodes(nodes))

@@ -52,6 +52,10 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluste
 class Planner(Protocol):
     """What knows where else an engine may be."""
 
+    @property
+    def node_names(self) -> dict[str, str]:
+        """The names of the nodes of the plan by their ids, also of those that are left out."""
+
     def elsewhere(
         self,
         start: StartEngine,
@@ -87,7 +91,7 @@ class ClusterDriver:
         self._connected: asyncio.Future[None] | None = None
         self._nodes: asyncio.Future[list[ClusterNode]] | None = None  # of a question after the first
         self._left_out: set[str] = set()  # nodes with a problem
-        self._node_names: dict[str, str] = {}  # by node id; another driver calls them the same
+        self._node_names = planner.node_names  # by node id; another driver calls them the same
         self._checkpoints: set[str] = set()  # of engines that may be started elsewhere
         self._asked: list[str] = []  # of these, in the last question
         self._running: dict[int, StartEngine] = {}
@@ -113,7 +117,9 @@ class ClusterDriver:
             self._connected = asyncio.get_running_loop().create_future()
             self._connected.add_done_callback(lambda future: future.cancelled() or future.exception())
             self._reading = asyncio.create_task(self._read(self._process))
-            self._send(ReadNodes([], _PROBE_LIMIT_S, self._node_names, self._used_nodes))
+            # All names stay at first: the plan has engines there that are still to be started.
+            known = sorted(set(self._node_names.values()))
+            self._send(ReadNodes([], _PROBE_LIMIT_S, self._node_names, known))
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
                     await asyncio.shield(self._connected)

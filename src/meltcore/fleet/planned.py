@@ -88,6 +88,13 @@ class FleetPlanner:
         """What it plans from. GPUs of a cluster keep their numbers with it."""
         return PlannedFrom(str(self.path), self.ray, self._machine, self._cluster)
 
+    @property
+    def node_names(self) -> dict[str, str]:
+        """The names of the cluster's nodes by their ids, also of those that are left out."""
+        if self._cluster is None:
+            return {}
+        return {node.node_id: node.name for node in (*self._cluster.nodes, *self._cluster.left_out)}
+
     def checkpoints(self) -> list[str]:
         """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
         return node_checkpoints(load_fleet(self.path))
