@@ -107,13 +107,12 @@ def start(
         planned = msgspec.Raw(msgspec.json.encode(None if planner is None else planner.planned_from))
         process.stdin.write(msgspec.json.encode(_Served(config, planned)))
         process.stdin.close()
-        record = _wait_ready(process, log, limit_s)
+        record, rows = _wait_ready(process, log, limit_s)
     except BaseException:
         process.kill()
         process.wait()
         raise
     print(f"meltcore: listening on {record.url} (pid {record.pid}, log {record.log})")
-    rows = _rows(record) if record.fleet else []
     failed = [row for row in rows if row["status"] == "failed"]
     for row in failed:
         # An engine that never started, as of a checkpoint that is not there, has no log.
@@ -169,7 +168,10 @@ def _open_log(path: Path) -> BinaryIO:
         raise ConfigError(f"--log {path} cannot be written: {error.strerror}") from error
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path, limit_s: float | None) -> DaemonRecord:
+def _wait_ready(
+    process: subprocess.Popen[bytes], log: Path, limit_s: float | None
+) -> tuple[DaemonRecord, list[dict[str, Any]]]:
+    """Return the server's record, and of a fleet the rows of `ps` that say that it has answered."""
     record: DaemonRecord | None = None
     started_s = time.monotonic()
     while True:
@@ -179,8 +181,8 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path, limit_s: float | No
             raise ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
         if record is None:
             record = next((record for record in running() if record.pid == process.pid), None)
-        elif _is_ready(record):
-            return record
+        elif (rows := _answered_rows(record)) is not None:
+            return record, rows
         time.sleep(POLL_S)
 
 
@@ -208,19 +210,21 @@ def _has_answered(rows: list[dict[str, Any]]) -> bool:
     )
 
 
-def _is_ready(record: DaemonRecord) -> bool:
+def _answered_rows(record: DaemonRecord) -> list[dict[str, Any]] | None:
+    """Return the rows of a fleet that has answered, and none of a ready server of one model; None: not yet."""
     if record.fleet:
         try:
-            return _has_answered(_rows(record))
+            rows = _rows(record)
         except ConfigError:  # not up yet
-            return False
+            return None
+        return rows if _has_answered(rows) else None
     parts = urlsplit(record.url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
+        return [] if connection.getresponse().status == http.client.OK else None
     except OSError:
-        return False  # not up yet, or just gone: the caller looks at the process
+        return None  # not up yet, or just gone: the caller looks at the process
     finally:
         connection.close()
 

@@ -60,6 +60,8 @@ def nearest(
     found = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=True)
     if found is None:
         return None, ()
+    if found.is_cut:
+        return found, ()
     if has_smaller_settings(found.changes):
         other = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=False)
     else:
