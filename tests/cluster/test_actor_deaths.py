@@ -6,15 +6,20 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from scripted_cluster import Node, ScriptedCluster, starts
+from scripted_cluster import Node, ScriptedCluster, noted, starts
 from scripted_fleet import POLICY, fleet, rows, states
 from server_harness import RunningServer, wait_until
 
+from meltcore.backends.engine_process import EXIT_LIMIT_S
+from meltcore.fleet.admin import call_admin
+from meltcore.fleet.daemon import find_fleet
 from meltcore.process import start_ticks
+from meltcore.protocol.cluster import EngineEnded, KillEngine
 from meltcore.protocol.tcp import ORPHAN_S
 
 pytestmark = pytest.mark.slow
@@ -43,6 +48,67 @@ def kill_actor(cluster: ScriptedCluster, node: str, *, is_evicted: bool = False)
 
 def pid_on(server: RunningServer, node: str) -> int | None:
     return next((row["pid"] for row in rows(server).values() if row["node"] == node), None)
+
+
+@contextmanager
+def one_engine(folder: Path) -> Iterator[tuple[RunningServer, int]]:
+    """A server with one engine, and its process id. No two engines may have the memory of the device together."""
+    cluster, device = ScriptedCluster(folder, a=Node("a", [40])), folder / "device"
+    device.mkdir()
+    with fleet(folder, cluster, "  gpu: {LOAD, memory: 30GiB}\n", "--device-folder", str(device)) as server:
+        wait_until(lambda: states(server) == ["ready"], "ready")
+        pid = pid_on(server, "a")
+        assert pid is not None
+        yield server, pid
+    overcommitted = device / "overcommitted"
+    assert not overcommitted.exists(), overcommitted.read_text()
+
+
+def restart(server: RunningServer) -> None:
+    call_admin(find_fleet(server.port).admin, "POST", "/restart", 60, model="gpu")
+
+
+def lose_actors(server: RunningServer) -> None:
+    """Kill the driver; the one that is started again knows no engine, and none has an actor."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children}
+    (driver,) = [pid for pid, command in commands.items() if "scripted_cluster" in command]
+    os.kill(driver, signal.SIGKILL)
+    wait_until(lambda: "the cluster can be changed again" in server.stderr, "another driver")
+
+
+def test_restarted_engine_exits_by_itself(tmp_path: Path) -> None:
+    with one_engine(tmp_path) as (server, before):
+        restart(server)
+        assert pid_on(server, "a") != before
+        ends = [message for message in noted(tmp_path) if isinstance(message, EngineEnded)]
+        assert [end.reason for end in ends] == ["exit status 0"]
+        assert not any(isinstance(message, KillEngine) for message in noted(tmp_path))
+
+
+def test_restart_ends_an_engine_without_an_actor_first(tmp_path: Path) -> None:
+    with one_engine(tmp_path) as (server, before):
+        lose_actors(server)
+        began_s = time.monotonic()
+        restart(server)
+        assert time.monotonic() - began_s < EXIT_LIMIT_S + ORPHAN_S, "it is asked to end"
+        assert start_ticks(before) is None
+        assert pid_on(server, "a") not in (None, before)
+
+
+def test_restart_waits_for_an_engine_without_an_actor_that_hangs(tmp_path: Path) -> None:
+    with one_engine(tmp_path) as (server, before), ThreadPoolExecutor(1) as pool:
+        lose_actors(server)
+        os.kill(before, signal.SIGSTOP)
+        wait_until(lambda: "the connection is lost" in server.stderr, "the lost connection")
+        restarted = pool.submit(restart, server)  # while the end of the first engine is waited for
+        try:
+            time.sleep(ORPHAN_S / 2)
+            assert starts(tmp_path, "gpu") == ["a"], "the first one has its memory"
+        finally:
+            os.kill(before, signal.SIGKILL)
+        restarted.result(ORPHAN_S / 2)
+        assert pid_on(server, "a") not in (None, before)
 
 
 def test_engine_ends_with_its_actor_before_another_is_started(tmp_path: Path) -> None:

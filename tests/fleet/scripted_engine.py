@@ -15,6 +15,7 @@ import msgspec
 
 from meltcore.config import EngineConfig
 from meltcore.engine.host.client_sockets import open_sockets
+from meltcore.process import start_ticks
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -167,7 +168,7 @@ class ScriptedEngine:
         """Note the memory in the folder of all engines of a device; it must be that of one."""
         if self.options.device_folder:
             folder = Path(self.options.device_folder)
-            holders = [path.name for path in folder.glob("[0-9]*") if Path("/proc", path.name).exists()]
+            holders = [path.name for path in folder.glob("[0-9]*") if start_ticks(int(path.name)) is not None]
             if holders:
                 (folder / "overcommitted").write_text(f"{os.getpid()} beside {holders}")
             (folder / str(os.getpid())).touch()

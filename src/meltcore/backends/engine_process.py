@@ -116,10 +116,8 @@ class EngineProcess(ABC):
         """Close the sockets to an engine that has ended. Can be called twice."""
         self.close_link()
 
-    @property
-    def orphan_s(self) -> float:
-        """For how long an engine that has ended may still have its memory."""
-        return 0.0
+    async def wait_freed(self) -> None:  # noqa: B027 - the process of an engine of this machine has ended
+        """Wait until an engine that has ended, and was left, can have no memory any more."""
 
     @property
     def is_evicted(self) -> bool:

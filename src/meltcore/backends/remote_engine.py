@@ -20,6 +20,7 @@ from meltcore.protocol.tcp import ORPHAN_S, EngineAddress, write_address
 
 _REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
 _POLL_S = 0.02
+_FREED_POLL_S, _CONNECT_S = 0.25, 1.0  # the port of an engine that was left is tried so often, and has so long
 _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its node may be gone
 
 
@@ -88,7 +89,7 @@ class RemoteEngineProcess(EngineProcess):
         self._on_place, self._failed_nodes = on_place, failed_nodes
         self._run: RemoteRun | None = None
         self._is_left = False
-        self._orphaned_s = 0.0  # when it has ended by itself at the latest (monotonic)
+        self._orphaned_s: float | None = None  # when it has ended by itself at the latest (monotonic), once it is left
 
     async def prepare(self) -> None:
         """Start the process. Raises EngineDeadError."""
@@ -106,7 +107,7 @@ class RemoteEngineProcess(EngineProcess):
     async def leave(self) -> None:
         """Close the connection. An engine that lives on after what has watched it is asked to end before.
 
-        Its actor may have died alone. Where the engine does not end, it is an orphan from now on.
+        Its actor may have died alone. What does not end is an orphan from now on.
         """
         if self._is_left:
             return
@@ -115,18 +116,26 @@ class RemoteEngineProcess(EngineProcess):
             if self._link is not None and self._link.is_connected:
                 self._link.send(Shutdown())
                 self._link.flush()
-                async with asyncio.timeout(EXIT_LIMIT_S):
-                    while self._link.is_connected:  # noqa: ASYNC110 - it has no event
-                        await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            self._orphaned_s = time.monotonic() + ORPHAN_S
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EXIT_LIMIT_S):
+                        while self._link.is_connected:  # noqa: ASYNC110 - it has no event
+                            await asyncio.sleep(_POLL_S)
         finally:
             self.close_link()
+            self._orphaned_s = time.monotonic() + ORPHAN_S  # also where this was cancelled
 
-    @property
-    def orphan_s(self) -> float:
-        """For how long an engine that has ended may still have its memory."""
-        return max(0.0, self._orphaned_s - time.monotonic())
+    async def wait_freed(self) -> None:
+        """Wait until an engine that was left has closed its port, or has ended as an orphan.
+
+        A lost connection says nothing of the process: it may hang, or the network may have had a gap.
+        """
+        if self._run is None:
+            return
+        address = self._run.address
+        while self._orphaned_s is not None and (left_s := self._orphaned_s - time.monotonic()) > 0:
+            if await _is_closed(address.host, address.port, min(left_s, _CONNECT_S)):
+                return
+            await asyncio.sleep(_FREED_POLL_S)
 
     @property
     def is_evicted(self) -> bool:
@@ -176,3 +185,16 @@ class RemoteEngineProcess(EngineProcess):
         if self._run is not None and not self._run.ended.done():
             self._run.ended.set_result(RunEnded(reason))
             self._cluster.kill_engine(self._start.engine)
+
+
+async def _is_closed(host: str, port: int, limit_s: float) -> bool:
+    """Return whether a node refuses connections to a port: the process that listened there has closed it."""
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):  # of a node that cannot be reached
+        return False
+    writer.close()
+    return False

@@ -132,7 +132,7 @@ class ServedModel(SupervisedModel[Replica]):
                 self._give_up(replica, failure)
                 self._starts.note()
                 return
-            await asyncio.sleep(max(pause_s, engine.orphan_s))  # not beside one that still has the memory
+            await asyncio.gather(asyncio.sleep(pause_s), engine.wait_freed())  # not beside one that has the memory
             replica.restarts += 1
 
     async def _start(self, replica: Replica) -> ServedReady:
@@ -268,10 +268,12 @@ class ServedModel(SupervisedModel[Replica]):
 
     def _on_replaced(self, replica: Replica) -> None:
         self._end_requests(replica, REPLICA_REPLACED)
-        self.engines[replica.index].close_link()
 
     async def _stop_process(self, replica: Replica) -> None:
         await self.engines[replica.index].stop()
+
+    async def _wait_freed(self, replica: Replica) -> None:
+        await self.engines[replica.index].wait_freed()
 
     async def _wait_started(self, replica: Replica) -> None:
         await self._starts.wait(replica)

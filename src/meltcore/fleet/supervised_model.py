@@ -158,6 +158,10 @@ class SupervisedModel(ABC, Generic[_R]):
             await asyncio.gather(replica.task, return_exceptions=True)
         self._on_replaced(replica)
         await self._stop_process(replica)
+        await self._wait_freed(replica)
+
+    async def _wait_freed(self, replica: _R) -> None:
+        """Wait until a process that was ended can have no memory any more: another one is started."""
 
     def _on_replaced(self, replica: _R) -> None:
         """End the requests of a replica whose process is about to be ended."""
