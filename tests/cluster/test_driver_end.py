@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,14 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from meltcore.cluster import driver, nodes
+from meltcore.cluster import driver, engine_actor, nodes
 from meltcore.cluster.driver import Driver
 from meltcore.cluster.engine_actor import EngineActor
-from meltcore.cluster.node_folder import NodeFolder
 from meltcore.cluster.node_names import NodeNames
 from meltcore.config import EngineConfig
 from meltcore.process import start_ticks
-from meltcore.protocol.cluster import EngineListening, StartEngine
+from meltcore.protocol.cluster import EngineEnded, EngineListening, StartEngine
 from meltcore.protocol.tcp import KeyPair
 
 WITHOUT_READER = """
@@ -147,21 +148,93 @@ def test_driver_whose_reader_was_killed_ends_quietly() -> None:
     assert (process.returncode, printed) == (0, b"")
 
 
-def test_folder_that_a_process_keeps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("meltcore.cluster.engine_actor._REMOVE_LIMIT_S", 1.0)
+def run_engine(command: list[str]) -> tuple[list[EngineEnded], float]:
+    """Let a driver run an engine. Returns its answers, and the seconds until the last."""
+    answers: list[Any] = []
+    order = StartEngine(0, "a", command, EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f", model="chat")
+    begin_s = time.monotonic()
+    asyncio.run(Driver(answers.append)._keep_engine(order))
+    return answers, time.monotonic() - begin_s
 
-    async def closed(*, ends: bool) -> str:
-        actor = EngineActor()
-        other = NodeFolder(actor._folder.path.name.removeprefix("meltcore-"))
-        if ends:
-            asyncio.get_running_loop().call_later(0.3, other.close)
-        left = await actor.close()
-        if not ends:
-            assert left == str(other.path)
-            other.close()
-        return left
 
-    assert asyncio.run(closed(ends=True)) == "", "it is waited for"
-    assert asyncio.run(closed(ends=False))
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_processes_that_an_engine_leaves_are_killed_or_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    scripted_ray: list[Handle],
+    *,
+    is_stuck: bool,
+) -> None:
+    """is_stuck: whether a rank of the engine is in a call of the kernel, which no signal ends."""
+    noted = tmp_path / "rank"
+    rank = "subprocess.Popen(['sleep', '60'], stdout=-3, stderr=-3).pid"  # it outlives the engine, in its group
+    monkeypatch.setattr(driver, "EngineActor", EngineActor)
+    monkeypatch.setattr(engine_actor, "_GROUP_LIMIT_S", 0.5)
+    if is_stuck:
+        monkeypatch.setattr(engine_actor, "signal_group", lambda _group, _signal: None)
+    try:
+        answers, _ = run_engine(
+            ["-c", f"import pathlib, subprocess; pathlib.Path({str(noted)!r}).write_text(str({rank}))"]
+        )
+    finally:
+        pid = int(noted.read_text())
+        is_left = start_ticks(pid) is not None
+        if is_left:
+            os.kill(pid, signal.SIGKILL)
+    (ended,) = answers
+    assert ended.reason.endswith("the engine ended before it listened (exit status 0)")
+    assert is_left == is_stuck
+    line = f"meltcore: node a: chat: its engine has ended, and these processes of it have not: {pid}\n"
+    assert capfd.readouterr().err == (line if is_stuck else "")
     assert not list(tmp_path.glob("meltcore-*"))
+    assert len(scripted_ray) == 1
+
+
+class LateActor(EngineActor):
+    """An actor that dies before it can end its engine."""
+
+    async def close(self) -> str:
+        assert not await super().close()
+        raise sys.modules["ray"].exceptions.RayError("the actor is dead")
+
+
+def test_actor_that_is_gone_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    scripted_ray: list[Handle],
+) -> None:
+    monkeypatch.setattr(driver, "EngineActor", LateActor)
+    run_engine(["-c", ""])
+    line = "its actor is gone; the next start there removes the files that its engine leaves"
+    assert capfd.readouterr().err == f"meltcore: node a: chat: {line}\n"
+    assert not list(tmp_path.glob("meltcore-*"))
+    assert len(scripted_ray) == 1
+
+
+class Unstarted:
+    """The handle of an actor for which Ray starts no worker: it answers nothing."""
+
+    def __init__(self, _actor: EngineActor) -> None:
+        pass
+
+    def __getattr__(self, _name: str) -> Any:
+        return SimpleNamespace(remote=lambda *_values: asyncio.get_running_loop().create_future())
+
+
+def test_actor_without_a_worker_is_not_waited_for_twice(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    scripted_ray: list[Handle],
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Handle", Unstarted)
+    monkeypatch.setattr(driver, "EngineActor", EngineActor)
+    monkeypatch.setattr(driver, "_READY_LIMIT_S", 0.2)
+    answers, duration_s = run_engine(["-c", ""])
+    assert answers == [EngineEnded(0, "Ray has started no worker on a within 0.2 s", no_room=True)]
+    assert duration_s < driver._REST_S
+    assert capfd.readouterr().err == ""
+    assert not list(tmp_path.glob("meltcore-*"))
+    assert len(scripted_ray) == 1

@@ -14,6 +14,7 @@ import pytest
 from meltcore.cluster.engine_actor import EngineActor
 from meltcore.config import EngineConfig
 from meltcore.errors import EngineDeadError
+from meltcore.process import end_group, ended_within, start
 from meltcore.protocol.cluster import StartEngine
 
 LIMIT_S = 20.0
@@ -45,3 +46,17 @@ def test_start_that_is_cancelled_leaves_no_process(
 
     asyncio.run(run())
     assert not list(tmp_path.glob("meltcore-*"))
+
+
+def test_process_that_has_the_id_of_an_ended_engine_is_left_alone() -> None:
+    other = start(["sleep", "60"])  # it leads a group, as the engine did
+    try:
+        actor = EngineActor()
+        actor._process = SimpleNamespace(pid=other.pid, returncode=0)  # type: ignore[assignment]
+        actor.kill()
+        assert not ended_within(other, 0.3)
+        actor._process = SimpleNamespace(pid=other.pid, returncode=None)  # type: ignore[assignment]
+        actor.kill()
+        assert ended_within(other, LIMIT_S), "it is the engine"
+    finally:
+        end_group(other, 0)

@@ -203,6 +203,7 @@ class Driver:
             .remote()
         )
         output = asyncio.create_task(self._pass_output(message.engine, actor))
+        is_ready = False
         try:
             try:
                 async with asyncio.timeout(_READY_LIMIT_S):
@@ -210,6 +211,7 @@ class Driver:
             except TimeoutError:
                 reason = f"Ray has started no worker on {message.node} within {_READY_LIMIT_S:g} s"
                 return EngineEnded(message.engine, reason, no_room=True)
+            is_ready = True
             try:
                 async with asyncio.timeout(_START_LIMIT_S):
                     host, listening, pid = await actor.start.remote(msgspec.json.encode(message))
@@ -221,7 +223,7 @@ class Driver:
             return EngineEnded(message.engine, str(await actor.wait.remote()))
         finally:
             # It goes on where this task is cancelled, also in the middle of it.
-            await asyncio.shield(self._keep(self._close(message, output), self._closing))
+            await asyncio.shield(self._keep(self._close(message, output, is_ready=is_ready), self._closing))
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
         """Answer what an engine prints, until it has ended or its actor is gone."""
@@ -231,20 +233,24 @@ class Driver:
             while data := await actor.read_output.remote():
                 self._answer(EngineOutput(engine, data))
 
-    async def _close(self, message: StartEngine, output: asyncio.Task[None]) -> None:
-        """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come."""
+    async def _close(self, message: StartEngine, output: asyncio.Task[None], *, is_ready: bool) -> None:
+        """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come.
+
+        is_ready: whether the actor has answered. One that has not has no engine, and no files.
+        """
         import ray
 
-        actor = self._actors.pop(message.engine)
-        await asyncio.wait({output}, timeout=_REST_S)
-        try:
-            async with asyncio.timeout(_CLOSE_LIMIT_S):
-                if folder := await actor.close.remote():
-                    _print(f"node {message.node}: the folder {folder} is left: a process has it")
-        except TimeoutError:
-            _print(f"node {message.node}: an actor has not ended its engine within {_CLOSE_LIMIT_S:g} s")
-        except ray.exceptions.RayError:  # it is gone: the next start on the node removes its files
-            pass
+        actor, where = self._actors.pop(message.engine), f"node {message.node}: {message.model}"
+        if is_ready:
+            await asyncio.wait({output}, timeout=_REST_S)
+            try:
+                async with asyncio.timeout(_CLOSE_LIMIT_S):
+                    if left := await actor.close.remote():
+                        _print(f"{where}: its engine has ended, and these processes of it have not: {left}")
+            except TimeoutError:
+                _print(f"{where}: its actor has not ended its engine within {_CLOSE_LIMIT_S:g} s")
+            except ray.exceptions.RayError:
+                _print(f"{where}: its actor is gone; the next start there removes the files that its engine leaves")
         await asyncio.to_thread(ray.kill, actor)  # it asks the head node
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -16,12 +17,12 @@ from meltcore.cluster.node_folder import NodeFolder
 from meltcore.errors import EngineDeadError
 from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.process import describe_exit, signal_group, start_async
+from meltcore.process import describe_exit, group_members, signal_group, start_async
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports
-_REMOVE_LIMIT_S = 3.0  # for processes of an engine that has ended, such as its ranks
+_GROUP_LIMIT_S = 3.0  # for the other processes of an engine that has ended, such as its ranks
 _POLL_S = 0.02
 _OUTPUT_POLL_S = 0.2
 _BLOCK_BYTES = 1 << 16
@@ -34,11 +35,11 @@ class EngineActor:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         # The engine inherits the locks of both folders: it may outlive the actor.
-        self._folder = NodeFolder(f"engine-{secrets.token_hex(8)}")
-        # A file, and no pipe: an engine that outlives the actor can print.
-        self._output = self._folder.path / "output"
-        self._output_at = 0
+        self._folder: NodeFolder | None = None
         self._marks: NodeFolder | None = None
+        # A file, and no pipe: an engine that outlives the actor can print.
+        self._output: Path | None = None
+        self._output_at = 0
         self._is_closed = False
         self._spawning = asyncio.Lock()  # `close` leaves no process that `start` is about to have
 
@@ -53,34 +54,37 @@ class EngineActor:
         host = ray.util.get_node_ip_address()
         async with self._spawning:
             process = await self._spawn(message, host)
-        listening = await self._wait_listening(process)
+        assert self._folder is not None
+        listening = await self._wait_listening(process, self._folder.path)
         return host, listening, process.pid
 
     async def _spawn(self, message: StartEngine, host: str) -> asyncio.subprocess.Process:
         if self._is_closed:
             raise EngineDeadError("its start was cancelled")
-        write_binding(self._folder.path, Binding(host, message.client_key))
+        folder = self._folder = NodeFolder(f"engine-{secrets.token_hex(8)}")
+        write_binding(folder.path, Binding(host, message.client_key))
+        self._output = folder.path / "output"
         self._marks = NodeFolder(f"marks-{message.fleet}")
         placement = Placement(message.config, {}, "node", tuple(message.gpus))
         config = shared_engine(placement, message.sharing, message.priority_class, self._marks.path)
         with self._output.open("ab") as output:
             process = self._process = await start_async(
-                [sys.executable, *message.command, str(self._folder.path), str(message.client_count)],
+                [sys.executable, *message.command, str(folder.path), str(message.client_count)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 environment=engine_environment(message),
-                pass_fds=(self._folder.descriptor, self._marks.descriptor),
+                pass_fds=(folder.descriptor, self._marks.descriptor),
             )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.close()
         return process
 
-    async def _wait_listening(self, process: asyncio.subprocess.Process) -> Listening:
+    async def _wait_listening(self, process: asyncio.subprocess.Process, folder: Path) -> Listening:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LISTEN_LIMIT_S):
-                while (found := read_listening(self._folder.path)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
+                while (found := read_listening(folder)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
                     await asyncio.sleep(_POLL_S)
                 if found is not None:
                     return found
@@ -103,7 +107,7 @@ class EngineActor:
             await asyncio.sleep(_OUTPUT_POLL_S)
 
     def _new_output(self) -> bytes:
-        if not self._output.exists():  # the process has not been started
+        if self._output is None or not self._output.exists():  # the process has not been started
             return b""
         with self._output.open("rb") as file:
             file.seek(self._output_at)
@@ -115,29 +119,36 @@ class EngineActor:
         return data
 
     async def close(self) -> str:
-        """End the process where it still runs, and remove its files. None starts later.
+        """End the process with its group where they still run, and remove its files. None starts later.
 
-        Returns the folder that could not be removed, as a process has it; "": it is removed.
+        Returns the ids of processes that have not ended; "": all have.
         """
         self._is_closed = True
         async with self._spawning:
             self.kill()
         if self._process is not None:
             await self._process.wait()  # it holds the locks
-        if self._marks is not None:  # other engines may have it
-            self._marks.close()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_REMOVE_LIMIT_S):
-                while not self._folder.remove():  # noqa: ASYNC110 - a process of its group may still end
+            async with asyncio.timeout(_GROUP_LIMIT_S):
+                while self._group():  # noqa: ASYNC110 - the kernel may take long, as in a driver call
                     await asyncio.sleep(_POLL_S)
-        is_left = not self._folder.remove()
-        self._folder.close()
-        return str(self._folder.path) if is_left else ""
+        for folder in (self._folder, self._marks):  # other engines may have the marks
+            if folder is not None:
+                folder.close()
+        return ", ".join(map(str, self._group()))
 
     def kill(self) -> None:
-        """End the process and its group now."""
-        if self._process is not None and self._process.returncode is None:
+        """End the process and its group now, also what is left of the group after the process."""
+        if self._process is not None and self._group():
             signal_group(self._process.pid, signal.SIGKILL)
+
+    def _group(self) -> list[int]:
+        """Return the ids of the process and of its group, those that have ended left out."""
+        if self._process is None:
+            return []
+        members = group_members(self._process.pid)
+        # Another process has the id of one that has ended: it leads another group, and this one was empty before.
+        return [] if self._process.returncode is not None and self._process.pid in members else members
 
 
 def engine_environment(message: StartEngine) -> dict[str, str]:

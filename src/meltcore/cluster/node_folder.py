@@ -16,7 +16,8 @@ _KINDS = ("engine-", "node-", "marks-", "ray-")  # what names begin with
 class NodeFolder:
     """A folder that its processes share. Who leaves it last removes it; those of dead owners, the next one made here.
 
-    Each owner holds a shared lock on `descriptor`, and so does every process that inherits it. SIGKILL drops the locks.
+    Each owner holds a shared lock on `descriptor`. SIGKILL drops it, once no process that has inherited it lives: such
+    a process keeps the folder from others, but not from `close` of the owner whose lock it shares.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,14 +37,9 @@ class NodeFolder:
                 os.close(self.descriptor)
 
     def close(self) -> None:
-        """Leave the folder."""
-        self.remove()
-        os.close(self.descriptor)
-
-    def remove(self) -> bool:
-        """Remove the folder unless another process has it. Returns whether it is removed."""
+        """Leave the folder, and remove it unless another owner has it."""
         _remove_unlocked(self.path, self.descriptor)
-        return not _is_open(self.path, self.descriptor)
+        os.close(self.descriptor)
 
 
 def remove_abandoned() -> None:
