@@ -55,5 +55,12 @@ class EnginePendingError(MeltcoreError):
     """
 
 
+class EngineEvictedError(EnginePendingError):
+    """Reports that the cluster has ended the start of an engine for lack of memory on its node.
+
+    No other node is tried in its place. Its process may go on for FIRST_CLIENT_S.
+    """
+
+
 class RankError(MeltcoreError):
     """Reports that a rank of a tensor-parallel group has ended or hangs. The engine cannot continue."""

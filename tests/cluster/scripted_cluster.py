@@ -62,7 +62,8 @@ class Node(msgspec.Struct):
 
     is_faulty: its engines die. used_gib: of each GPU, by others and the driver; reserved_gib: by other Ray jobs, that
     NVML does not show. missing: why it cannot load a checkpoint. problem: why it cannot be used. actor_deaths: at each
-    more its actors die, and leave their engines; evictions: those by Ray's memory monitor.
+    more its actors die, and leave their engines; evictions: those by Ray's memory monitor. evicts_starts: it ends those
+    that start an engine.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Node(msgspec.Struct):
     problem: str = ""
     actor_deaths: int = 0
     evictions: int = 0
+    evicts_starts: bool = False
 
 
 class State(msgspec.Struct):
@@ -156,7 +158,7 @@ class Driver:
                     del self._engines[start.engine]
                     is_evicted = node.evictions > last.evictions
                     reason = "its memory is low" if is_evicted else "its actor has died"
-                    answer(EngineEnded(start.engine, f"node {start.node}: {reason}", no_room=is_evicted))
+                    answer(EngineEnded(start.engine, f"node {start.node}: {reason}", is_evicted=is_evicted))
 
     def _node(self, key: str, node: Node) -> ClusterNode:
         if node.problem:
@@ -197,6 +199,10 @@ class Driver:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(message.config) + b"\n")
         process.stdin.close()
+        if self.state.nodes[message.node].evicts_starts:
+            del self._engines[message.engine]
+            answer(EngineEnded(message.engine, f"node {message.node}: its memory is low", is_evicted=True))
+            return
         while (listening := read_listening(folder)) is None and process.returncode is None:  # noqa: ASYNC110 - a file
             await asyncio.sleep(_POLL_S)
         if listening is not None:

@@ -7,11 +7,11 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from scripted_cluster import Node, ScriptedCluster, noted, starts
+from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts
 from scripted_fleet import POLICY, fleet, rows, states
 from server_harness import RunningServer, wait_until
 
@@ -20,7 +20,7 @@ from meltcore.fleet.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
 from meltcore.process import start_ticks
 from meltcore.protocol.cluster import EngineEnded, KillEngine
-from meltcore.protocol.tcp import ORPHAN_S
+from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S
 
 pytestmark = pytest.mark.slow
 MODELS = "  gpu: {LOAD, memory: 30GiB, replicas: 2}\n"
@@ -152,3 +152,38 @@ def test_eviction_is_no_death(tmp_path: Path) -> None:
         assert server.stderr.count("node a: its memory is low") >= POLICY.max_deaths + 1
         assert "is not started again" not in server.stderr
         assert starts(tmp_path, "gpu")[2:] == ["a"] * (POLICY.max_deaths + 1), "it stays on its node"
+
+
+def engine_processes(folder: Path) -> set[int]:
+    """The processes of scripted engines whose sockets are in a folder; those that have ended have no command."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_text()
+            if "scripted_engine.py\0" in command and f"\0{folder}/" in command and "scripted_cluster" not in command:
+                found.add(int(path.parent.name))
+    return found
+
+
+def test_evicted_start_leaves_one_process_and_is_tried_nowhere_else(tmp_path: Path) -> None:
+    cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40]))
+    with fleet(tmp_path, cluster, "  gpu: {LOAD, memory: 30GiB}\n") as server:
+        wait_until(lambda: states(server) == ["ready"], "ready")
+        (node,) = starts(tmp_path, "gpu")
+        with cluster.change() as there:
+            there.nodes[node].evicts_starts = True
+        (before,) = engine_processes(tmp_path)
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: len(starts(tmp_path, "gpu")) == 2, "a start")
+        wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
+        assert "its memory is low" in rows(server)["gpu.0"]["reason"]
+        (left,) = engine_processes(tmp_path) - {before}
+        time.sleep(10 * ROOM_POLL_S)
+        assert starts(tmp_path, "gpu") == [node] * 2
+        with cluster.change() as there:
+            there.nodes[node].evicts_starts = False
+        wait_until(lambda: len(starts(tmp_path, "gpu")) == 3, "the next start", 2 * FIRST_CLIENT_S)
+        assert starts(tmp_path, "gpu") == [node] * 3
+        wait_until(lambda: start_ticks(left) is None, "the end of the first one without a client", 5)
+        wait_until(lambda: states(server) == ["ready"], "ready")
+        assert "is not started again" not in server.stderr

@@ -25,7 +25,7 @@ from meltcore.cluster.node_names import NodeNames
 from meltcore.config import EngineConfig
 from meltcore.process import start_ticks
 from meltcore.protocol.cluster import EngineEnded, EngineListening, StartEngine
-from meltcore.protocol.tcp import KeyPair
+from meltcore.protocol.tcp import KeyPair, Listening
 
 WITHOUT_READER = """
 import contextlib, sys
@@ -131,6 +131,41 @@ def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
         asyncio.run(run())
     assert not any(map(start_ticks, pids))
     assert not list(tmp_path.glob("meltcore-*"))
+    assert len(scripted_ray) == 1
+
+
+class EvictedActor(EngineActor):
+    """An actor that the memory monitor of Ray ends while it waits for its engine to listen."""
+
+    async def start(self, encoded: bytes) -> tuple[str, Listening, int]:
+        del encoded
+        raise sys.modules["ray"].exceptions.OutOfMemoryError
+
+
+def test_eviction_of_a_start_is_told_apart_from_a_node_without_room(
+    monkeypatch: pytest.MonkeyPatch, scripted_ray: list[Handle]
+) -> None:
+    monkeypatch.setattr(driver, "EngineActor", EvictedActor)
+    reading, writing = os.pipe()
+    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f")
+    answers: list[Any] = []
+
+    async def run() -> None:
+        running = asyncio.create_task(Driver(answers.append).run())
+        os.write(writing, msgspec.json.encode(order) + b"\n")
+        async with asyncio.timeout(LIMIT_S):
+            while not answers:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.02)
+        os.close(writing)
+        await running
+
+    with io.TextIOWrapper(os.fdopen(reading, "rb")) as lines:
+        monkeypatch.setattr(sys, "stdin", lines)
+        asyncio.run(run())
+    (ended,) = answers
+    assert isinstance(ended, EngineEnded)
+    assert (ended.is_evicted, ended.no_room) == (True, False), "its process may live, and no other node is tried"
+    assert "the node a is low on memory" in ended.reason
     assert len(scripted_ray) == 1
 
 

@@ -13,10 +13,11 @@ from typing import NamedTuple, Protocol
 
 from meltcore.backends.engine_link import EngineLink
 from meltcore.backends.engine_process import EXIT_LIMIT_S, EngineProcess
+from meltcore.errors import EngineEvictedError
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.shell import Shutdown
-from meltcore.protocol.tcp import ORPHAN_S, EngineAddress, write_address
+from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S, EngineAddress, write_address
 
 _REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
 _POLL_S = 0.02
@@ -90,11 +91,17 @@ class RemoteEngineProcess(EngineProcess):
         self._run: RemoteRun | None = None
         self._is_left = False
         self._orphaned_s: float | None = None  # when it has ended by itself at the latest (monotonic), once it is left
+        self._unseen_s = 0.0  # when one whose address is not known has ended by itself, where its start was evicted
 
     async def prepare(self) -> None:
-        """Start the process. Raises EngineDeadError."""
+        """Start the process. Raises EngineDeadError, and EnginePendingError where none is started."""
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
-        self._run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
+        try:
+            run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
+        except EngineEvictedError:
+            self._unseen_s = time.monotonic() + FIRST_CLIENT_S
+            raise
+        self._run = run
         write_address(self._directory, self._run.address)
 
     async def _launch(self) -> None:
@@ -127,9 +134,11 @@ class RemoteEngineProcess(EngineProcess):
     async def wait_freed(self) -> None:
         """Wait until an engine that was left has closed its port, or has ended as an orphan.
 
-        A lost connection says nothing of the process: it may hang, or the network may have had a gap.
+        A lost connection says nothing of the process: it may hang, or the network may have had a gap. One whose start
+        was evicted ends without a first client.
         """
         if self._run is None:
+            await asyncio.sleep(self._unseen_s - time.monotonic())
             return
         address = self._run.address
         while self._orphaned_s is not None and (left_s := self._orphaned_s - time.monotonic()) > 0:

@@ -155,7 +155,7 @@ class Driver:
         except ray.exceptions.RayTaskError as error:
             ended = EngineEnded(message.engine, f"node {message.node}: {error.cause}")
         except ray.exceptions.OutOfMemoryError:
-            ended = EngineEnded(message.engine, _LOW_ON_MEMORY.format(message.node), no_room=True)
+            ended = EngineEnded(message.engine, _LOW_ON_MEMORY.format(message.node), is_evicted=True)
         except (ray.exceptions.RayError, EngineDeadError) as error:
             first_line = str(error).strip().partition("\n")[0]
             was_started = message.engine not in self._starting

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from meltcore.backends.remote_engine import RemoteRun, RunEnded
-from meltcore.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
+from meltcore.errors import ConfigError, EngineDeadError, EngineEvictedError, EnginePendingError, MeltcoreError
 from meltcore.fleet.cluster import left_out_text
 from meltcore.fleet.first_fit import Place
 from meltcore.models.checkpoint import is_on_hub
@@ -164,7 +164,7 @@ class ClusterDriver:
 
         failed_nodes: where it is not started while another node has room, with its deaths there. Raises
         EnginePendingError where nothing was started: no node has room, or the cluster cannot be changed. Raises
-        EngineDeadError where the engine does not run.
+        EngineEvictedError where the cluster has ended the start, EngineDeadError where the engine does not run.
         """
         self._outputs[start.engine] = on_output
         try:
@@ -172,15 +172,19 @@ class ClusterDriver:
                 reason = f"it has died {failed_nodes[start.node]} times on {start.node}"
                 try:
                     return await self._start_elsewhere(start, reason, on_place, failed_nodes)
+                except EngineEvictedError:
+                    raise
                 except EnginePendingError as error:
                     self._report(f"{start.model}: {error}: it is started there again")
                     on_place(start.node, start.gpus)
             try:
                 return await self._start_on_node(start)
+            except EngineEvictedError:  # its process may go on: another beside it would take more of the memory
+                raise
             except EnginePendingError as error:
                 return await self._start_elsewhere(start, str(error), on_place, failed_nodes)
         except MeltcoreError as error:
-            if isinstance(error, EnginePendingError):  # nothing was started: it is tried again from there
+            if isinstance(error, EnginePendingError):  # it is tried again from there
                 on_place(start.node, start.gpus)
             self._outputs.pop(start.engine, None)
             raise
@@ -359,9 +363,10 @@ class ClusterDriver:
             if not message.no_room or run is not None:  # else it may be started elsewhere
                 self._outputs.pop(message.engine, None)
             if run is not None and not run.done():
-                run.set_result(RunEnded(message.reason, is_evicted=message.no_room))
+                run.set_result(RunEnded(message.reason, is_evicted=message.is_evicted))
             elif (entry := self._starts.get(message.engine)) is not None and not entry[1].done():
-                entry[1].set_exception((EnginePendingError if message.no_room else EngineDeadError)(message.reason))
+                error = EngineEvictedError if message.is_evicted else EngineDeadError
+                entry[1].set_exception((EnginePendingError if message.no_room else error)(message.reason))
         elif not isinstance(message, Pong):
             self._on_nodes(message)
 

@@ -173,7 +173,7 @@ class ServedModel(SupervisedModel[Replica]):
         return limits
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
-        """Wait until the engine of a replica is tried again, of which nothing was started. That is no death."""
+        """Wait until the engine of a replica is tried again, which was not started. That is no death."""
         await self.engines[replica.index].stop()
         self._remove_sockets(replica)
         if (replica.state, replica.reason) != ("pending", reason):
@@ -182,7 +182,7 @@ class ServedModel(SupervisedModel[Replica]):
             self.report(f"{self.describe(replica.index, 'the engine')} is pending: {reason}")
         self._starts.note()
         self.update_status()
-        await asyncio.sleep(ROOM_POLL_S)
+        await asyncio.gather(asyncio.sleep(ROOM_POLL_S), self.engines[replica.index].wait_freed())
 
     def _on_ready(self, replica: Replica, limits: ServedReady) -> None:
         replica.limits, replica.state, replica.reason = limits, "ready", ""

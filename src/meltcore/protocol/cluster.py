@@ -144,13 +144,14 @@ class EngineOutput(msgspec.Struct, tag="output", frozen=True):
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
     """An engine process has ended, or could not be started.
 
-    no_room: nothing was started, as its node is gone or has no room, so another node may take it; or the cluster has
-    ended it for lack of memory on its node.
+    no_room: nothing was started, as its node is gone or has no room, so another node may take it. is_evicted: the
+    cluster has ended it, or its start, for lack of memory on its node; the process may live on.
     """
 
     engine: int
     reason: str
     no_room: bool = False
+    is_evicted: bool = False
 
 
 class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):

@@ -18,6 +18,9 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 ORPHAN_S = 10.0  # without any connection, an engine on another machine ends: its server is gone or cannot reach it
+# As long, an engine waits for its first client. It listens before it loads, and the supervisor gives up after 10 s; the
+# rest is for the cluster to tell where it listens.
+FIRST_CLIENT_S = 15.0
 CLOCK = struct.Struct("<d")  # time.monotonic() of the sender, before each message
 CLOCK_BYTES = CLOCK.size
 # ZeroMQ asks for a sign of life this often, and takes a connection without one for lost. Open requests of an engine

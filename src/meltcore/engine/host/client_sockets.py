@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from meltcore.protocol.sockets import socket_address
 from meltcore.protocol.tcp import (
+    FIRST_CLIENT_S,
     ORPHAN_S,
     Binding,
     KeyPair,
@@ -33,7 +34,6 @@ from meltcore.protocol.tcp import (
 _SEND_TIMEOUT_MS = 30_000
 # Time for messages that are queued at the end of the process.
 LINGER_MS = 1000
-_FIRST_CLIENT_S = 60.0  # until the supervisor must have connected to an engine on another machine
 _WATCH_MS = 200
 _HANDSHAKE_MS = 5000  # for a connection to show its key
 _EXIT_ORPHANED = 4
@@ -206,7 +206,7 @@ class _OrphanWatch(threading.Thread):
         # Only one with the right key is a client. Others, such as port scanners, keep a connection for _HANDSHAKE_MS.
         connections: set[int] = set()
         has_client = False
-        deadline_s = time.monotonic() + _FIRST_CLIENT_S
+        deadline_s = time.monotonic() + FIRST_CLIENT_S
         while not self._stopped:
             if self._monitor.poll(_WATCH_MS):
                 event = recv_monitor_message(self._monitor)
