@@ -19,10 +19,11 @@ from meltcore.load.record import RecordFile, RequestRecord
 from meltcore.load.runner import PROGRESS_INTERVAL_S, RELEASE_DELAY_S
 from meltcore.load.summary import LevelMeasurement, summarize
 from meltcore.load.timeline import InFlight
-from meltcore.load.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSettings, first_interrupt, gc_disabled
+from meltcore.load.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSettings, first_interrupt
 from meltcore.load.worker_process import WorkerProcess
 from meltcore.load.workload import Workload
 from meltcore.load.workloads import open_workload
+from meltcore.process import without_collection
 from meltcore.results.schema import FleetLevel, Part, StreamLoad
 
 MAX_REQUESTS = 10_000_000  # of one stream of a level; its time ends it long before
@@ -189,7 +190,8 @@ class StreamRunner:
                 for worker in self._workers:
                     worker.stop()
             released_s = time.monotonic() + (RELEASE_DELAY_S if self._processes > 1 else 0.0)
-            with gc_disabled():  # for all: the first worker of this process that ends would turn it on for the others
+            # For all: the first worker of this process that ends would turn it on for the others.
+            with without_collection():
                 worker_results = await asyncio.gather(*(worker.run(released_s) for worker in self._workers))
         finally:
             progress.cancel()
