@@ -21,7 +21,6 @@ DebugSwitch = Literal[
     "no-peer-memory",
     "no-persistent-decode",
     "uniform-routing",
-    "compile-workers",
 ]
 _ENGINE_GROUP, _HTTP_GROUP, _LIMITS_GROUP = "engine", "HTTP server", "limits"
 _AT_LEAST_ONE = {"minimum": 1}
@@ -133,6 +132,7 @@ class EngineConfig:
         limits={"minimum": 0, "maximum": 2**63 - 1},
     )
     sharing: SharingConfig | None = None  # None: the engine waits for no other
+    node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
     debug: tuple[DebugSwitch, ...] = option(
         (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=_ENGINE_GROUP
     )

@@ -19,7 +19,7 @@ from meltcore.backends.open_requests import REQUEST_TOKENS, OpenRequests
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.fleet.placement import Placement, cpu_environment, place_replicas, shared_engine, visible_gpus
+from meltcore.fleet.placement import Placement, cpu_environment, gpu_ranks, place_replicas, shared_engine, visible_gpus
 from meltcore.models.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
@@ -182,6 +182,20 @@ def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert threads(on_gpu, alone) is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads(alone) is None  # the engine inherits it
+
+
+def test_engines_on_gpus_know_how_many_ranks_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    pair, on_cpu = model_config(dp=2, tensor_parallel_size=2), model_config(dp=3, tensor_parallel_size=1, device="cpu")
+    named = dataclasses.replace(model_config(dp=2, tensor_parallel_size=1), replica_gpus=((0,), (1,)))
+    on_nodes = dataclasses.replace(
+        model_config(dp=3, tensor_parallel_size=2), replica_gpus=((0, 1),) * 3, replica_nodes=("a", "b", "a")
+    )
+    on_cpu_of_node = dataclasses.replace(model_config(dp=1, tensor_parallel_size=1), replica_nodes=("a",))
+    config = ServerConfig(models=(pair, on_cpu, named, on_nodes, on_cpu_of_node))
+    assert [gpu_ranks(config, node) for node in ("", "a", "b", "c")] == [6, 4, 2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_ranks(ServerConfig(models=(pair, on_cpu)), "") == 0
 
 
 def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meltcore.kernels.launch import force_implementation
+from meltcore.kernels.nvrtc import CudaKernel
+from meltcore.process import stat_fields
 
 
 class AbsentGPU:
@@ -36,6 +39,19 @@ class AbsentGPU:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def store_kernel(folder: Path) -> CudaKernel:
+    """A kernel in CUDA C++ that needs the macro SIZE."""
+    path = folder / "store.cu"
+    path.write_text('extern "C" __global__ void store(float* out) { out[0] = SIZE; }')
+    return CudaKernel([path], "store")
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started, in the order of their ids."""
+    ids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in ids if (fields := stat_fields(pid)) is not None and int(fields[1]) == parent]
 
 
 class Binary(NamedTuple):

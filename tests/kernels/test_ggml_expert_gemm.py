@@ -9,6 +9,7 @@ import torch
 from test_ggml import random_weight, stacked, there
 from test_ggml_skinny_gemm import FORMATS, TYPES, expected
 
+from meltcore.engine.worker.compile_workers import CompileWorkers
 from meltcore.engine.worker.warm_up import EXPERT_TOKENS, PROMPT_TOKENS, compile_ahead
 from meltcore.kernels import nvrtc
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
@@ -121,7 +122,7 @@ def test_recorded_launches_are_compiled_and_not_launched(monkeypatch: pytest.Mon
         launch()
         launch()
 
-    assert compile_ahead(steps, lambda: None) == 1
+    assert compile_ahead(steps, lambda: None, CompileWorkers(0)) == 1
     assert compiled == [({"TOKEN_TILES": 2}, 90)]
     monkeypatch.setattr(nvrtc, "_load", Mock(side_effect=RuntimeError("launched")))
     with pytest.raises(RuntimeError, match="launched"):

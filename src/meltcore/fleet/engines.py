@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 from meltcore.backends.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.backends.remote_engine import RemoteEngineProcess
 from meltcore.config import PriorityClass
-from meltcore.fleet.placement import shared_engine
+from meltcore.fleet.placement import Placement, shared_engine
 from meltcore.fleet.replica import Replica, ServerParts
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
@@ -33,7 +34,7 @@ def new_engine(
             failed_nodes=failed,
         )
     return LocalEngineProcess(
-        shared_engine(replica.placement, parts.sharing, priority_class, parts.sockets),
+        shared_engine(_placement(parts, replica), parts.sharing, priority_class, parts.sockets),
         parts.engine_command,
         on_message,
         directory=directory,
@@ -43,10 +44,17 @@ def new_engine(
     )
 
 
+def _placement(parts: ServerParts, replica: Replica) -> Placement:
+    """Return where an engine is to start, with the number of ranks that may compile there at the same time."""
+    placement = replica.placement
+    engine = dataclasses.replace(placement.engine, node_ranks=parts.gpu_ranks(placement.node))
+    return placement._replace(engine=engine)
+
+
 def _start(parts: ServerParts, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
     """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
     assert parts.cluster is not None
-    placement = replica.placement
+    placement = _placement(parts, replica)
     size_bytes = placement.engine.memory_bytes or 0
     return StartEngine(
         engine=int(number) if number.isdigit() else -1,

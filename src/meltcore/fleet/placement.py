@@ -133,6 +133,20 @@ def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> in
     return awake if member is not None else max([awake, *(model.data_parallel_size for model in models)])
 
 
+def gpu_ranks(config: ServerConfig, node: str) -> int:
+    """Return the number of ranks of all engines on GPUs of a node, "" for this machine. Engines of one GPU have one."""
+    count = 0
+    for model in config.models:
+        if model.replica_nodes:
+            replicas = model.replica_nodes.count(node) if model.replica_gpus else 0
+        elif not node and (model.replica_gpus or (model.engine.device != "cpu" and visible_gpus())):
+            replicas = model.data_parallel_size
+        else:
+            continue
+        count += replicas * model.engine.tensor_parallel_size
+    return count
+
+
 def placed_gpus(placement: Placement) -> frozenset[str]:
     """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them, in a cluster after the node's name.
 

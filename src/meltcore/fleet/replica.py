@@ -174,5 +174,6 @@ class ServerParts:
     log_folder: Path | None = None  # with a file per engine; None: our standard error
     cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
     cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
+    gpu_ranks: Callable[[str], int] = lambda _node: 1  # of all engines on GPUs of a node
     on_moved: Callable[[], None] = lambda: None  # an engine of a cluster has another place
     sharing: SharingConfig | None = None  # of engines among each other; None: none waits

@@ -44,6 +44,7 @@ from meltcore.fleet.operations import FleetOperations, check_startable
 from meltcore.fleet.placement import (
     Placement,
     cpu_environment,
+    gpu_ranks,
     place_replicas,
     placed_gpus,
     visible_gpus,
@@ -185,6 +186,7 @@ class Supervisor:
             log_folder=fleet.log_folder if fleet is not None else None,
             cluster=_cluster_driver(fleet, self._report),
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
+            gpu_ranks=lambda node: gpu_ranks(self.config, node),
             on_moved=lambda: self.turns.update_devices(),
             sharing=config.sharing,
         )

@@ -18,7 +18,7 @@ from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.ranks import LaunchWatch, Ranks
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs
 from meltcore.engine.worker.sampler import SampleResult
-from meltcore.engine.worker.warm_up import StepLimits, warm_up_steps
+from meltcore.engine.worker.warm_up import StepLimits, rehearse
 from meltcore.errors import ConfigError, RankError
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.protocol.generation import AddRequest
@@ -152,7 +152,7 @@ def check_warm_up(seen: tools.SeenEngine) -> list[int]:
     A warm-up does not involve the other rank, which receives nothing: its next step is the first.
     """
     if isinstance(seen.engine.runner, GroupRunner):
-        warm_up_steps(seen.engine.runner, StepLimits(0, 300, 140))  # decode steps have no torch body
+        rehearse(seen.engine.runner, StepLimits(0, 300, 140))  # decode steps have no torch body
     allowed = torch.zeros(tools.VOCAB, dtype=torch.bool)
     allowed[ALLOWED] = True
     message = AddRequest("masked", tools.random_prompt(30, 0), SamplingParams(max_tokens=8, ignore_eos=True))

@@ -9,17 +9,20 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.engine.core import engine as engine_file
 from meltcore.engine.worker import sampler as sampler_file
 from meltcore.engine.worker.warm_up import (
     EXPERT_TOKENS,
     PROMPT_TOKENS,
     PROMPTS_PER_STEP,
+    CompileOrder,
+    KernelCompiler,
     StepLimits,
     _max_tile_prompts,
+    rehearse,
     warm_up,
-    warm_up_few_layers,
-    warm_up_steps,
 )
+from meltcore.errors import ConfigError
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
@@ -38,8 +41,7 @@ def test_warm_up_does_not_change_answers(checkpoint: Path, max_model_len: int) -
     for warm in (False, True):
         seen = tools.open_engine(checkpoint, max_model_len=max_model_len)
         if warm:
-            for rehearsal in (warm_up_steps, warm_up_few_layers):
-                rehearsal(seen.engine.runner, StepLimits(0, max_model_len, 140))  # decode steps have no torch body
+            rehearse(seen.engine.runner, StepLimits(0, max_model_len, 140))  # decode steps have no torch body
             assert not seen.engine.runner._last_token.any()
             warm_up(seen.engine.runner, StepLimits(4, max_model_len, 140))
             seen.logits.clear()
@@ -54,12 +56,32 @@ def test_rehearsal_launches_penalties_and_counts_no_token(checkpoint: Path, monk
     seen = tools.open_engine(checkpoint, max_model_len=300)
     sampler, launches = seen.engine.runner.sampler, []
     monkeypatch.setattr(sampler_file, "apply_penalties", lambda *arguments: launches.append(arguments))
-    warm_up_few_layers(seen.engine.runner, StepLimits(0, 300, 140))
+    rehearse(seen.engine.runner, StepLimits(0, 300, 140))
     counts = sampler._penalties._output_counts
     assert launches
     assert not counts[0].any(), "a skipped kernel leaves values that are no token ids"
     warm_up(seen.engine.runner, StepLimits(4, 300, 140))
     assert counts[0].sum() == 1
+
+
+@pytest.mark.parametrize("failing", ["make_sleep_memory", "load"])
+def test_failed_start_ends_the_processes_that_compile(
+    failing: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[KernelCompiler] = []
+
+    def make(*_: object) -> KernelCompiler:
+        made.append(KernelCompiler(CompileOrder(), 1))
+        return made[0]
+
+    def fail(*_: object) -> None:
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(engine_file, "make_compiler", make)
+    monkeypatch.setattr(engine_file, failing, fail)
+    with pytest.raises(ConfigError, match="no memory"):
+        tools.open_engine(checkpoint)
+    assert made[0].workers.is_closed
 
 
 def test_warm_up_writes_only_the_padding_page(checkpoint: Path) -> None:

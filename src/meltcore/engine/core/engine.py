@@ -83,9 +83,11 @@ class GenerationEngine:
         self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
-        self._compiler = make_compiler(config, device)
-        self._sleep_memory = make_sleep_memory(config, device, lambda: (self.runner.weights, self.runner.cache_tensors))
         try:
+            self._compiler = make_compiler(config, device)
+            self._sleep_memory = make_sleep_memory(
+                config, device, lambda: (self.runner.weights, self.runner.cache_tensors)
+            )
             with nullcontext() if self._sleep_memory is None else self._sleep_memory.building():
                 self._prepare(device, progress, pages, recurrent_slots)
             if self._sleep_memory is not None:

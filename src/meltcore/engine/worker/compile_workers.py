@@ -2,11 +2,19 @@
 
 They are forked from the engine's process, which has imported everything, before it uses the GPU. Until a kernel is
 missing there is one process, which waits. A worker leaves its kernels in Triton's cache folder, where the engine finds
-them. What a worker cannot compile the engine compiles itself, with the error that belongs to it.
+them. What a worker cannot compile the engine compiles itself, with the error that belongs to it. No wait for a worker
+is longer than `_LIMIT_S`.
+
+Every engine on a GPU compiles in this way. With one core there is one worker, for which the engine waits. Where no
+process can be forked, the threads that would ask the workers compile.
+
+The engine's end of a pipe is all that keeps the processes alive: they end when the engine closes it, or dies. They stay
+in the engine's process group and ignore what ends the engine in order.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -15,8 +23,10 @@ import queue
 import signal
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,10 +39,13 @@ from triton.runtime.driver import driver
 
 from meltcore.kernels.nvrtc import Binary
 
-# A worker that takes longer for one kernel is given up. The slowest of Qwen3-0.6B takes 2 s of CPU time.
-_LIMIT_S = 30.0
-# With more, workers wait for the slowest kernel. With fewer than two, threads of the engine do as well.
-_MAX_WORKERS, _MIN_WORKERS = 16, 2
+# A worker that takes longer for one kernel is given up. The slowest kernels take 2.5 s of CPU time, and more where
+# other processes have the cores.
+_LIMIT_S = 60.0
+_END_LIMIT_S = 5.0  # for the processes to end, from closing their pipe to SIGKILL
+# With more, workers wait for the slowest kernel.
+_MAX_WORKERS = 16
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
 
 class KernelSource(NamedTuple):
@@ -45,86 +58,130 @@ class KernelSource(NamedTuple):
 
 
 def worker_count(num_processes: int) -> int:
-    """Return the number of workers for each of `num_processes` engine processes that compile on this machine; or 0."""
-    count = min(_MAX_WORKERS, (len(os.sched_getaffinity(0)) - 1) // num_processes)
-    return count if count >= _MIN_WORKERS and sys.platform == "linux" else 0
+    """Return the number of workers for each of `num_processes` engine processes that may compile at the same time.
+
+    They share the cores but one.
+    """
+    return max(1, min(_MAX_WORKERS, (len(os.sched_getaffinity(0)) - 1) // num_processes))
+
+
+def _print_reason(reason: str) -> None:
+    print(f"meltcore: {reason}; the engine compiles instead", file=sys.stderr, flush=True)
 
 
 class CompileWorkers:
-    """The workers of an engine, or none. Threads may ask at the same time, each for one kernel."""
+    """The workers of an engine. Threads may ask at the same time, each for one kernel.
 
-    def __init__(self, count: int) -> None:
-        """Fork the process that forks `count` workers, once there is work for them. None where no process may start."""
+    They end with `close`, when this object is collected, or with the engine's process, whichever is first.
+    """
+
+    def __init__(self, count: int, *, report: Callable[[str], None] = _print_reason) -> None:
+        """Fork the process that forks `count` workers once there is work for them.
+
+        count: 0 for none. report: receives why the engine has to compile what a worker should.
+        """
         self.count = count
-        self._pid = 0
-        self._connections: list[Connection] = []
+        self._report = report
+        self._reported: set[str] = set()
         self._starting = threading.Lock()
         self._is_started = False
+        self._starter: Connection | None = None
         self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._end: Callable[[], object] = lambda: None
+        self.is_closed = False
         if not count:
             return
-        pipes = []
+        pipes: list[tuple[Connection, Connection]] = []
         try:
             pipes += [multiprocessing.Pipe() for _ in range(count + 1)]
             with warnings.catch_warnings():
                 # Of threads: the child has none, and it uses neither the GPU nor the locks of torch.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
-        except OSError:  # no memory, or too many processes or open files
-            self.count = 0
+        except OSError as error:  # no memory, or too many processes or open files
+            self._report_once(f"no process that compiles kernels can be started: {error.strerror}")
             return
         if pid == 0:
             try:
                 _serve([theirs for _, theirs in pipes])
             finally:
                 os._exit(0)
-        self._pid = pid
         for _, theirs in pipes:
             theirs.close()
-        self._connections = [ours for ours, _ in pipes]
-        for ours in self._connections[1:]:
+        self._starter, *others = (ours for ours, _ in pipes)
+        for ours in others:
             self._idle.put(ours)
+        self._end = weakref.finalize(self, _end, os.getpid(), pid, self._starter, self._idle)
 
     def compile(self, job: KernelSource | Binary) -> bool:
         """Compile a kernel. Returns whether the cache folder has it now; a failed worker is not asked again."""
         try:
             connection = self._idle.get_nowait()
-        except queue.Empty:
+        except queue.Empty:  # the others have failed, and have been reported
             return False
         try:
             with self._starting:
-                if not self._is_started:
+                if not self._is_started and self._starter is not None:
                     self._is_started = True
-                    self._connections[0].send(None)
+                    self._starter.send(None)
             connection.send(job)
             if not connection.poll(_LIMIT_S):
-                return False
-            compiled: bool = connection.recv()
-        except (OSError, EOFError):  # it has ended
-            return False
+                failure = f"a process that compiles kernels has not answered within {_LIMIT_S:g} s"
+                return self._failed(connection, failure)
+            error: str | None = connection.recv()
+        except (OSError, EOFError):
+            return self._failed(connection, "a process that compiles kernels has ended")
         self._idle.put(connection)
-        return compiled
+        if error is not None:
+            self._report_once(f"a process that compiles kernels has failed with {error}")
+        return error is None
+
+    def _failed(self, connection: Connection, failure: str) -> bool:
+        connection.close()
+        if not self.is_closed:
+            self._report_once(failure)
+        return False
+
+    def _report_once(self, reason: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            self._report(reason)
 
     def close(self) -> None:
-        """End the workers. Those that still compile end after it."""
-        for connection in self._connections:
-            connection.close()
-        if self._pid:
-            pid, self._pid = self._pid, 0
-            with suppress(OSError):
+        """End the workers, also those that compile. Can be called twice."""
+        self.is_closed = True
+        self._end()
+
+
+def _end(owner: int, pid: int, starter: Connection, idle: queue.SimpleQueue[Connection]) -> None:
+    """End the process that has forked the workers, which ends them: first by closing its pipe, then with SIGKILL."""
+    if os.getpid() != owner:  # forked from the engine by something else
+        return
+    starter.close()
+    with suppress(queue.Empty):
+        while True:
+            idle.get_nowait().close()
+    deadline_s = time.monotonic() + _END_LIMIT_S
+    with suppress(ChildProcessError):
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline_s:
                 os.kill(pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+                return
+            time.sleep(0.005)
 
 
 # --- in the children -----------------------------------------------------------------------------------------------
 
 
 def _serve(connections: Sequence[Connection]) -> None:
-    """Fork a worker per connection once the first connection says so. Returns when it is closed."""
+    """Fork a worker per connection once the first connection says so. Kills them and returns when it is closed."""
     gc.disable()  # nothing of the engine is freed here: its tensors are the GPU's
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the engine ends this process
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what a user of the engine has set would not keep ids of workers
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # the end of the engine ends this process
     _close_other_files({connection.fileno() for connection in connections})
     starter, *others = connections
     with suppress(Exception):
@@ -133,17 +190,34 @@ def _serve(connections: Sequence[Connection]) -> None:
         starter.recv()
     except (EOFError, OSError):
         return
+    server, workers = os.getpid(), []
     for connection in others:
-        if os.fork() == 0:
-            for other in connections:
-                if other is not connection:
-                    other.close()
-            _work(connection)
-            os._exit(0)
-    for connection in others:
+        with suppress(OSError):  # too many processes: the engine sees that its connection is closed
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    _end_with(server)
+                    for other in connections:
+                        if other is not connection:
+                            other.close()
+                    _work(connection)
+                finally:
+                    os._exit(0)
+            workers.append(pid)
         connection.close()
     with suppress(EOFError, OSError):
         starter.recv()
+    for pid in workers:  # not waited for before: no other process can have their ids
+        os.kill(pid, signal.SIGKILL)
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent has ended, also when that was killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _close_other_files(kept: set[int]) -> None:
@@ -166,10 +240,14 @@ def _work(connection: Connection) -> None:
             return
         try:
             _compile(job)
-            connection.send(True)
-        except Exception:
-            with suppress(OSError):
-                connection.send(False)
+            error = None
+        except Exception as raised:
+            first_line = str(raised).strip().partition("\n")[0]
+            error = f"{type(raised).__name__}: {first_line}"
+        try:
+            connection.send(error)
+        except OSError:  # the engine has ended
+            return
 
 
 def _compile(job: KernelSource | Binary) -> None:

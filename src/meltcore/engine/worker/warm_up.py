@@ -1,9 +1,8 @@
 """Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
 
-A rehearsal first goes through the launches of serving. Triton's hook before its compiler records the kernels that are
-missing and skips them, as kernels in CUDA C++ are. A few threads compile them in parallel; with the debug switch
-compile-workers, worker processes. Ranks that need the same kernels start at different ones, and find in Triton's cache
-those of the others.
+A rehearsal first goes through the launches of serving, with one layer of each kind. Triton's hook before its compiler
+records the kernels that are missing and skips them, as kernels in CUDA C++ are. Worker processes compile them in
+parallel. Ranks that need the same kernels start at different ones, and find in Triton's cache those of the others.
 
 Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
 distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
@@ -11,7 +10,6 @@ distinguish, and every way to sample, all on the padding row, whose page and rec
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,9 +33,6 @@ from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.kernels.nvrtc import Binary, record_launches
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
-
-# With more threads than this only the part under Python's lock is left.
-_MAX_THREADS = 8
 
 # One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
 # kernels/quant/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.
@@ -83,7 +78,6 @@ class CompileOrder(NamedTuple):
 
 
 _SINGLE = CompileOrder()
-_NO_WORKERS = CompileWorkers(0)
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------
@@ -92,22 +86,21 @@ _NO_WORKERS = CompileWorkers(0)
 class KernelCompiler:
     """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
 
-    def __init__(self, order: CompileOrder = _SINGLE, *, in_workers: bool = False) -> None:
-        """Prepare threads; or fork workers, and begin in a thread what the first launch needs of Triton."""
+    def __init__(self, order: CompileOrder, num_processes: int) -> None:
+        """Fork workers, and begin in a thread what the first launch needs of Triton.
+
+        num_processes: those that may compile on this machine at the same time, of other engines too.
+        """
         self.order = order
-        self.workers = CompileWorkers(worker_count(order.num_processes) if in_workers else 0)
-        self._in_workers = in_workers
+        self.workers = CompileWorkers(worker_count(num_processes))
         self._preparing = Thread(target=_prepare_triton, daemon=True)
-        if in_workers:
-            self._preparing.start()
+        self._preparing.start()
 
     def compile_kernels(self, runner: ModelRunner, limits: StepLimits) -> None:
         """Compile the kernels that serving is known to launch on this GPU, in parallel."""
-        if self._in_workers:
-            self._preparing.join()
+        self._preparing.join()
         use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-        rehearsal = partial(warm_up_few_layers if self._in_workers else warm_up_steps, runner, limits)
-        compile_ahead(rehearsal, use_device, self.order, self.workers)
+        compile_ahead(partial(rehearse, runner, limits), use_device, self.workers, self.order)
 
     def close(self) -> None:
         """End the workers."""
@@ -119,7 +112,7 @@ def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> 
     if device.type != "cuda" or "reference-kernels" in config.debug:
         return None
     order = CompileOrder(rank, config.tensor_parallel_size)
-    return KernelCompiler(order, in_workers="compile-workers" in config.debug)
+    return KernelCompiler(order, max(config.tensor_parallel_size, config.node_ranks))
 
 
 def _prepare_triton() -> None:
@@ -130,15 +123,16 @@ def _prepare_triton() -> None:
 
 
 def compile_ahead(
-    warm_up_steps: Callable[[], None],
+    rehearsal: Callable[[], None],
     use_device: Callable[[], None],
+    workers: CompileWorkers,
     order: CompileOrder = _SINGLE,
-    workers: CompileWorkers = _NO_WORKERS,
 ) -> int:
-    """Compile the kernels that `warm_up_steps` launches and that are not compiled yet. Returns their number.
+    """Compile the kernels that `rehearsal` launches and that are not compiled yet. Returns their number.
 
     Missing kernels are skipped in the rehearsal, so their outputs are uninitialized memory. use_device: makes the
-    device current in a thread. Without workers, a few threads compile.
+    device current in a thread. A thread per worker asks it, and compiles what it cannot. An error, also one of the
+    rehearsal, ends the workers.
     """
     missing_kernels: dict[tuple[JITFunction[Any], str], None] = {}
 
@@ -146,24 +140,28 @@ def compile_ahead(
         missing_kernels[fn.jit_function, compile["specialization_data"]] = None
         return True  # neither compile nor launch it
 
-    threads = workers.count or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
     jobs: list[Future[None]] = []
     previous_hook = knobs.runtime.jit_cache_hook
-    with _asking(workers), ThreadPoolExecutor(threads, initializer=use_device) as pool:
-        knobs.runtime.jit_cache_hook = record
+    with _asking(), ThreadPoolExecutor(max(1, workers.count), initializer=use_device) as pool:
         try:
-            # CUDA C++ meanwhile: the persistent decode kernel takes longer than any other. Triton would call the hook.
-            with record_launches(lambda binary: jobs.append(pool.submit(_compile_binary, binary, workers))):
-                warm_up_steps()
-        finally:
-            knobs.runtime.jit_cache_hook = previous_hook
-        jobs += [
-            pool.submit(_compile, function, specialization, workers, launchers)
-            for function, specialization in order.order(list(missing_kernels))
-        ]
-    for job in jobs:
-        job.result()
+            knobs.runtime.jit_cache_hook = record
+            try:
+                # CUDA C++ meanwhile: the persistent decode kernel takes longest. Triton would call the hook.
+                with record_launches(lambda binary: jobs.append(pool.submit(_compile_binary, binary, workers))):
+                    rehearsal()
+            finally:
+                knobs.runtime.jit_cache_hook = previous_hook
+            jobs += [
+                pool.submit(_compile, function, specialization, workers, launchers)
+                for function, specialization in order.order(list(missing_kernels))
+            ]
+            for job in jobs:
+                job.result()
+        except BaseException:  # the start has failed, or is interrupted: each thread ends with its kernel
+            pool.shutdown(wait=False, cancel_futures=True)
+            workers.close()
+            raise
     return len(jobs)
 
 
@@ -171,11 +169,15 @@ class _NotCompiledError(Exception):
     """Triton's cache folder does not have a kernel."""
 
 
+class _ClosedError(Exception):
+    """Nothing is to be compiled any more."""
+
+
 _thread = local()
 
 
 @contextmanager
-def _asking(workers: CompileWorkers) -> Iterator[None]:
+def _asking() -> Iterator[None]:
     """Let Triton's compiler, where it would compile in a thread that asks workers, raise _NotCompiledError."""
 
     def refuse(*_: object) -> None:
@@ -185,8 +187,7 @@ def _asking(workers: CompileWorkers) -> Iterator[None]:
             previous_hook(*_)
 
     previous_hook = knobs.runtime.add_stages_inspection_hook
-    if workers.count:
-        knobs.runtime.add_stages_inspection_hook = refuse
+    knobs.runtime.add_stages_inspection_hook = refuse
     try:
         yield
     finally:
@@ -196,6 +197,8 @@ def _asking(workers: CompileWorkers) -> Iterator[None]:
 def _compile_binary(binary: Binary, workers: CompileWorkers) -> None:
     if binary.is_compiled() or workers.compile(binary):
         return
+    if workers.is_closed:
+        raise _ClosedError
     binary.compile()
 
 
@@ -209,38 +212,28 @@ def _compile(
 
     The first launch finds it in Triton's cache. launchers: a lock per signature, so that none is compiled twice.
     """
-    _thread.asks = workers.count > 0
+    _thread.asks = True
     try:
         kernel = function.preload(specialization)
     except _NotCompiledError:
         _thread.asks = False
         target = driver.active.get_current_target()
         workers.compile(KernelSource(function.module, function.fn.__qualname__, specialization, target))
+        if workers.is_closed:
+            raise _ClosedError from None
         kernel = function.preload(specialization)
     if kernel is not None:
         with launchers[tuple(map(str, kernel.src.signature.values()))]:
             driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
-def warm_up_steps(runner: ModelRunner, limits: StepLimits) -> None:
+def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
     """Launch the steps of `warm_up` and decode steps with kernels skipped, so that their results are invalid.
 
-    So no sampled token may be used as an index: no penalties and no log-probabilities. Each rank does this alone.
+    So no sampled token is used as an index: penalties count none, and there are no log-probabilities, which have no
+    kernel of ours. Layers of a kind launch the same kernels, so one of each kind runs. Each rank does this alone.
     """
-    # A small limit is a size of its own: 8 sequences run other kernels than 4.
-    decodes = {*DECODES, min(limits.max_num_seqs, 16)}
-    with runner.without_collectives():
-        runner.warm_up_decodes(sorted(count for count in decodes if 0 < count <= limits.max_num_seqs))
-        _launch_prompts(runner, limits)
-        _launch_sampling(runner, EVERY_SAMPLING[:3])
-    runner.reset_last_tokens()
-
-
-def warm_up_few_layers(runner: ModelRunner, limits: StepLimits) -> None:
-    """As `warm_up_steps`, with one layer of each kind, and with the largest decode step and penalties.
-
-    Tokens are not counted, and there are no log-probabilities, which have no kernel of ours.
-    """
+    # The largest step is a size of its own: 8 sequences run other kernels than 4.
     decodes = sorted({count for count in (*DECODES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
     with runner.without_collectives(), runner.model.one_layer_per_kind(), runner.sampler.without_counts():
         runner.warm_up_decodes(decodes)
