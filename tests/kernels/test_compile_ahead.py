@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from kernel_tools import ModelShape
 from triton.runtime.jit import JITFunction
 
 from meltcore.engine.worker.compile_workers import CompileWorkers
-from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead
+from meltcore.engine.worker.warm_up import CompileOrder, _Jobs, compile_ahead
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.nvrtc import Binary
 
@@ -28,15 +29,8 @@ SHAPE = ModelShape(hidden_size=64, intermediate_size=96, heads=4, kv_heads=2, he
 
 
 def without_gpu() -> None:
-    """What is compiled is not launched."""
     triton.runtime.driver._active = AbsentGPU(90)
     force_implementation("triton")
-    run = JITFunction.run
-
-    def compiled(function: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
-        run(function, *args, grid=grid, warmup=True, **kwargs)
-
-    JITFunction.run = compiled  # type: ignore[method-assign]
 
 
 def warm_up_kernels(dtype: torch.dtype) -> None:
@@ -136,16 +130,53 @@ def test_workers_compile_all_kernels_while_they_live(
     assert reasons == (["a process that compiles kernels has ended"] if dead else [])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_processes_start_compiling_at_different_kernels(count: int) -> None:
-    orders = [CompileOrder(number, count).order(range(20)) for number in range(count)]
-    assert all(sorted(order) == list(range(20)) for order in orders)
-    shares = [order[: 20 // count] for order in orders]
-    assert len({item for share in shares for item in share}) == sum(map(len, shares)), (
-        "two processes begin with one kernel"
-    )
-    assert orders[0] == list(range(20))
+COSTS = (30, 50, 10, 40, 20, 60)  # of jobs, in the order in which they are found
+
+
+def begun(order: CompileOrder) -> tuple[list[int], list[int]]:
+    """The costs of jobs that one thread begins while they are found, which all wait for the first one, and after."""
+    costs: list[int] = []
+    go_on, early = threading.Event(), 0
+    with ThreadPoolExecutor(1) as pool:
+        jobs = _Jobs(pool, order)
+        for index, cost in enumerate(COSTS):
+            jobs.add(cost, lambda cost=cost: (costs.append(cost), go_on.wait(60)))
+            while order.is_own(index) and not costs:
+                time.sleep(0.001)
+        early = len(costs)
+        go_on.set()
+        assert jobs.finish() == len(COSTS)
+    return costs[:early], costs[early:]
+
+
+def test_first_job_begins_immediately_then_the_longest() -> None:
+    assert begun(CompileOrder()) == ([30], [60, 50, 40, 20, 10])
+
+
+def test_ranks_begin_with_different_jobs_and_do_all() -> None:
+    """Where another rank is busy with its longest ones, the rest of them, the shortest first."""
+    assert begun(CompileOrder(0, 2)) == ([30], [20, 10, 40, 50, 60])
+    assert begun(CompileOrder(1, 2)) == ([50], [60, 40, 10, 20, 30])
+    for count in (1, 3, 8):
+        first = [begun(CompileOrder(rank, count))[0] for rank in range(count)]
+        assert sorted(cost for costs in first for cost in costs) == sorted(COSTS[:count])
+
+
+def test_error_of_a_job_is_raised_and_none_begins_after_cancel() -> None:
+    begun = []
+
+    def fail() -> None:
+        raise ValueError("no such instruction")
+
+    with ThreadPoolExecutor(1) as pool:
+        jobs = _Jobs(pool, CompileOrder())
+        jobs.add(2, fail)
+        with pytest.raises(ValueError, match="no such instruction"):
+            jobs.finish()
+        jobs.cancel()
+        with pytest.raises(RuntimeError):
+            jobs.add(1, lambda: begun.append(1))
+    assert begun == []
 
 
 def compiled_during_rehearsal(folder: Path) -> tuple[int, bool]:
@@ -167,6 +198,52 @@ def compiled_during_rehearsal(folder: Path) -> tuple[int, bool]:
         return compile_ahead(steps, lambda: None, CompileWorkers(0)), done
     finally:
         del os.environ["TRITON_CACHE_DIR"]
+
+
+def launched_during_rehearsal(folder: Path) -> tuple[int, list[bool], bool]:
+    """(missing kernels, of each launch whether it would run on the GPU, whether workers compiled meanwhile)."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
+    triton.runtime.driver._active = NumberedGPU(93)
+    launched: list[bool] = []
+    run = JITFunction.run
+
+    def note(function: JITFunction, *args: object, warmup: bool, **kwargs: object) -> object:
+        launched.append(not warmup)
+        return run(function, *args, warmup=True, **kwargs)
+
+    JITFunction.run = note  # type: ignore[method-assign]
+    workers, done = CompileWorkers(2), False
+
+    def steps() -> None:
+        nonlocal done
+        warm_up_kernels(torch.bfloat16)
+        end_s = time.monotonic() + 60
+        while not done and time.monotonic() < end_s:
+            done = any(folder.glob("*/*.cubin"))
+        time.sleep(0.5)  # for this process to load it
+        warm_up_kernels(torch.bfloat16)
+
+    try:
+        missing = compile_ahead(steps, lambda: None, workers)
+        during = list(launched)
+        warm_up_kernels(torch.bfloat16)
+    finally:
+        workers.close()
+        JITFunction.run = run  # type: ignore[method-assign]
+        del os.environ["TRITON_CACHE_DIR"]
+    assert len(launched) * 2 == len(during) * 3
+    assert all(launched[len(during) :]), "after it, kernels are launched"
+    return missing, during, done
+
+
+@pytest.mark.slow
+def test_kernels_compile_during_the_rehearsal_which_launches_none(
+    elsewhere: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    missing, launched, done = elsewhere.submit(launched_during_rehearsal, tmp_path).result(timeout=240)
+    assert done, "a worker compiles while the rehearsal goes on"
+    assert len(launched) > missing > 3
+    assert not any(launched), "also those that are compiled by then"
 
 
 @pytest.mark.slow

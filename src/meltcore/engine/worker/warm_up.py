@@ -1,8 +1,9 @@
 """Compiles and runs, before serving, every kernel that serving launches: compiling during a step delays all requests.
 
-A rehearsal first goes through the launches of serving, with one layer of each kind. Triton's hook before its compiler
-records the kernels that are missing and skips them, as kernels in CUDA C++ are. Worker processes compile them in
-parallel. Ranks that need the same kernels start at different ones, and find in Triton's cache those of the others.
+A rehearsal first goes through the launches of serving, with one layer of each kind, and launches nothing. Triton's hook
+before its compiler, and the launches of CUDA C++, tell which kernels are missing. Worker processes compile them while
+the rehearsal goes on, the longest first. Ranks that need the same kernels have a part each, and then find in Triton's
+cache those of the others.
 
 Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
 distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from threading import Lock, Thread, local
-from typing import Any, NamedTuple, TypeVar
+from queue import PriorityQueue
+from threading import Lock, Thread, get_ident, local
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -46,6 +48,8 @@ PROMPTS_PER_STEP = (2, 4, 8, 16)
 # Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py,
 # kernels/persistent/decode_layers.py and layer_gemms.py).
 DECODES = (1, 2, 4, 12, 16, 24, 48, 96, 160, 320)
+# Kernels in CUDA C++ compile first: the persistent decode kernel takes as long as the slowest one of Triton.
+_CUDA_COST = 1_000_000
 EVERY_SAMPLING = (
     SamplingParams(),
     SamplingParams(temperature=1.0),
@@ -53,8 +57,6 @@ EVERY_SAMPLING = (
     SamplingParams(frequency_penalty=0.1),
     SamplingParams(logprobs=1),
 )
-
-_Item = TypeVar("_Item")
 
 
 class StepLimits(NamedTuple):
@@ -71,10 +73,9 @@ class CompileOrder(NamedTuple):
     process_index: int = 0
     num_processes: int = 1
 
-    def order(self, items: Sequence[_Item]) -> list[_Item]:
-        """Return all items, starting at this process's part."""
-        start = len(items) * self.process_index // self.num_processes
-        return [*items[start:], *items[:start]]
+    def is_own(self, index: int) -> bool:
+        """Return whether this process compiles a kernel first that all find as the one of this index."""
+        return index % self.num_processes == self.process_index
 
 
 _SINGLE = CompileOrder()
@@ -87,20 +88,27 @@ class KernelCompiler:
     """Compiles the kernels of an engine. Make it before the engine uses the GPU: it forks processes."""
 
     def __init__(self, order: CompileOrder, num_processes: int) -> None:
-        """Fork workers, and begin in a thread what the first launch needs of Triton.
+        """Fork workers, and begin in threads what Triton needs first.
 
         num_processes: those that may compile on this machine at the same time, of other engines too.
         """
         self.order = order
         self.workers = CompileWorkers(worker_count(num_processes))
-        self._preparing = Thread(target=_prepare_triton, daemon=True)
-        self._preparing.start()
+        self._loading_driver = Thread(target=_load_driver, daemon=True)
+        self._hashing = Thread(target=triton_key, daemon=True)
+        self._loading_driver.start()
+        self._hashing.start()
 
     def compile_kernels(self, runner: ModelRunner, limits: StepLimits) -> None:
         """Compile the kernels that serving is known to launch on this GPU, in parallel."""
-        self._preparing.join()
-        use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-        compile_ahead(partial(rehearse, runner, limits), use_device, self.workers, self.order)
+        device_index = torch.cuda.current_device()
+
+        def prepare_thread() -> None:
+            self._hashing.join()  # or each thread would compute it
+            torch.cuda.set_device(device_index)
+
+        self._loading_driver.join()
+        compile_ahead(partial(rehearse, runner, limits), prepare_thread, self.workers, self.order)
 
     def close(self) -> None:
         """End the workers."""
@@ -115,54 +123,115 @@ def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> 
     return KernelCompiler(order, max(config.tensor_parallel_size, config.node_ranks))
 
 
-def _prepare_triton() -> None:
-    """Compute what Triton keeps after its first launch: a hash of all its files, and its driver, compiled from C."""
+def _load_driver() -> None:
+    """Load Triton's driver, which is compiled from C, before its first launch does."""
     with suppress(Exception):  # the first launch has the error again
-        triton_key()
         _ = driver.active
+
+
+class _Jobs:
+    """Runs jobs in threads: of those that wait, the most costly first. Other ranks' own jobs follow, the least first.
+
+    Each rank does the same: what it finds of others' when it is done with its own is not yet begun there.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, order: CompileOrder) -> None:
+        self._pool, self._order = pool, order
+        self._waiting: PriorityQueue[tuple[bool, int, int, Callable[[], None]]] = PriorityQueue()
+        self._others: list[tuple[int, Callable[[], None]]] = []
+        self._futures: list[Future[None]] = []
+        self._num_jobs = 0
+
+    def add(self, cost: int, job: Callable[[], None]) -> None:
+        """Run a job, or keep it where another rank does so first. cost: compared with that of others."""
+        if self._order.is_own(self._num_jobs):
+            self._submit(False, -cost, job)
+        else:
+            self._others.append((cost, job))
+        self._num_jobs += 1
+
+    def finish(self) -> int:
+        """Run the jobs that were kept, and wait for all. Returns their number. Raises the error of a job."""
+        for cost, job in self._others:
+            self._submit(True, cost, job)
+        for future in self._futures:
+            future.result()
+        return self._num_jobs
+
+    def cancel(self) -> None:
+        """Begin no job any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, is_others: bool, rank: int, job: Callable[[], None]) -> None:
+        self._waiting.put((is_others, rank, len(self._futures), job))
+        self._futures.append(self._pool.submit(self._run_next))  # one for each job, but not for this one
+
+    def _run_next(self) -> None:
+        *_, job = self._waiting.get_nowait()
+        job()
 
 
 def compile_ahead(
     rehearsal: Callable[[], None],
-    use_device: Callable[[], None],
+    prepare_thread: Callable[[], None],
     workers: CompileWorkers,
     order: CompileOrder = _SINGLE,
 ) -> int:
     """Compile the kernels that `rehearsal` launches and that are not compiled yet. Returns their number.
 
-    Missing kernels are skipped in the rehearsal, so their outputs are uninitialized memory. use_device: makes the
-    device current in a thread. A thread per worker asks it, and compiles what it cannot. An error, also one of the
-    rehearsal, ends the workers.
+    The rehearsal launches nothing, so outputs of kernels are uninitialized memory. prepare_thread: makes the device
+    current in a thread. A thread per worker asks it, and compiles what it cannot. An error, also one of the rehearsal,
+    ends the workers.
     """
-    missing_kernels: dict[tuple[JITFunction[Any], str], None] = {}
-
-    def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        missing_kernels[fn.jit_function, compile["specialization_data"]] = None
-        return True  # neither compile nor launch it
-
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
-    jobs: list[Future[None]] = []
-    previous_hook = knobs.runtime.jit_cache_hook
-    with _asking(), ThreadPoolExecutor(max(1, workers.count), initializer=use_device) as pool:
+    with _asking(), ThreadPoolExecutor(max(1, workers.count), initializer=prepare_thread) as pool:
+        jobs = _Jobs(pool, order)
+
+        def add(function: JITFunction[Any], specialization: str) -> None:
+            # The length of the source tells which take long: see docs/decisions/host-overhead.md.
+            jobs.add(len(function.src), partial(_compile, function, specialization, workers, launchers))
+
+        def add_binary(binary: Binary) -> None:
+            jobs.add(_CUDA_COST, partial(_compile_binary, binary, workers))
+
         try:
-            knobs.runtime.jit_cache_hook = record
-            try:
-                # CUDA C++ meanwhile: the persistent decode kernel takes longest. Triton would call the hook.
-                with record_launches(lambda binary: jobs.append(pool.submit(_compile_binary, binary, workers))):
-                    rehearsal()
-            finally:
-                knobs.runtime.jit_cache_hook = previous_hook
-            jobs += [
-                pool.submit(_compile, function, specialization, workers, launchers)
-                for function, specialization in order.order(list(missing_kernels))
-            ]
-            for job in jobs:
-                job.result()
+            with _recording(add), record_launches(add_binary):
+                rehearsal()
+            return jobs.finish()
         except BaseException:  # the start has failed, or is interrupted: each thread ends with its kernel
-            pool.shutdown(wait=False, cancel_futures=True)
+            jobs.cancel()
             workers.close()
             raise
-    return len(jobs)
+
+
+@contextmanager
+def _recording(report: Callable[[JITFunction[Any], str], None]) -> Iterator[None]:
+    """Report each Triton kernel that this thread launches and that is not compiled, and launch none.
+
+    Not those either that another thread has compiled since: what skipped kernels leave may hold invalid indices.
+    """
+    thread, reported = get_ident(), set[tuple[JITFunction[Any], str]]()
+    run, previous_hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def record(*, fn: Any, compile: dict[str, Any], **details: Any) -> bool | None:
+        if get_ident() != thread:
+            return None if previous_hook is None else previous_hook(fn=fn, compile=compile, **details)
+        kernel = fn.jit_function, compile["specialization_data"]
+        if kernel not in reported:
+            reported.add(kernel)
+            report(*kernel)
+        return True  # do not compile it here
+
+    def run_without_launch(function: JITFunction[Any], *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(function, *args, warmup=warmup or get_ident() == thread, **kwargs)
+
+    knobs.runtime.jit_cache_hook = record
+    JITFunction.run = run_without_launch
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_cache_hook = previous_hook
+        JITFunction.run = run
 
 
 class _NotCompiledError(Exception):
