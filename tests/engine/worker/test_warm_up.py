@@ -84,6 +84,21 @@ def test_failed_start_ends_the_processes_that_compile(
     assert made[0].workers.is_closed
 
 
+def test_engine_forks_before_it_makes_a_context_on_its_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def fail(device: torch.device) -> None:
+        calls.append(device)
+        raise ConfigError("no such GPU")
+
+    monkeypatch.setattr(engine_file, "choose_device", lambda *_, **__: torch.device("cuda", 1))
+    monkeypatch.setattr(engine_file, "make_compiler", lambda *_: calls.append("fork"))
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    with pytest.raises(ConfigError, match="no such GPU"):
+        tools.open_engine(checkpoint)
+    assert calls == ["fork", torch.device("cuda", 1)]
+
+
 def test_warm_up_writes_only_the_padding_page(checkpoint: Path) -> None:
     seen = tools.open_engine(checkpoint, max_model_len=300)
     warm_up(seen.engine.runner, StepLimits(4, 300, 2048))

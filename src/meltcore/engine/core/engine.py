@@ -75,8 +75,6 @@ class GenerationEngine:
         files: CheckpointFiles = "config" if config.load_format == "dummy" else "all"
         self.checkpoint = open_checkpoint(config.model, files=files, tokenizer=config.tokenizer)
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size)
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread
         if config.tensor_parallel_size > 1:
             check_shards(config, self.checkpoint, device)
         self._compiler: KernelCompiler | None = None
@@ -84,7 +82,9 @@ class GenerationEngine:
         if self._ranks is not None:
             atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
         try:
-            self._compiler = make_compiler(config, device)
+            self._compiler = make_compiler(config, device)  # it forks, so before the GPU has a context of this process
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread
             self._sleep_memory = make_sleep_memory(
                 config, device, lambda: (self.runner.weights, self.runner.cache_tensors)
             )
