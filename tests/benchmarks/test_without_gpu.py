@@ -15,9 +15,9 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "_
 # Others run on a CPU, take --device, or need vLLM first.
 NEED_A_GPU = [
     "attention",
-    "batch_layers",
     "block_fp8",
     "certify_check",
+    "decode_layers",
     "delta_net",
     "experts",
     "fp8",

@@ -1,5 +1,5 @@
-// Runs the blocks of a cooperative launch on the CPU: it takes the place of instructions.cu and
-// batch_layers_instructions.cu in the source of a kernel (test_batch_layers.py).
+// Runs the blocks of a cooperative launch on the CPU: it takes the place of instructions.cu in the source of a kernel
+// (test_decode_layers_on_cpu.py).
 //
 // Each thread is a fiber, and one loop switches between all of them. Blocks advance at random rates, and a copy to
 // shared memory ends some rounds after its start. A store is visible to all threads immediately. So neither the order
@@ -422,6 +422,7 @@ inline uint4 load_values(u32 at) {
 
 // What has no meaning here.
 inline void fence() {}
+inline void fence_reads() {}
 inline void fence_barriers() {}
 inline void forget_value(int&) {}
 template <int COUNT> void take_registers() {}

@@ -55,33 +55,10 @@ __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, in
              ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ u64 tagged(u32 value, u32 tag) { return (u64)tag << 32 | value; }
-
-__device__ __forceinline__ void publish(u64* to, u32 value, u32 tag) {
-    VOLATILE("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(tagged(value, tag)) : "memory");
-}
-
-__device__ __forceinline__ void publish2(u64* to, u32 first, u32 second, u32 tag) {
-    VOLATILE("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};"
-             ::"l"(to), "l"(tagged(first, tag)), "l"(tagged(second, tag)) : "memory");
-}
-
-__device__ __forceinline__ void read2(const u64* from, u64& first, u64& second) {
-    VOLATILE("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
-}
-
-__device__ __forceinline__ bool has(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
-
 __device__ __forceinline__ uint4 load4(u32 at) {
     uint4 value;
     VOLATILE("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
              : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(at) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint2 load2(u32 at) {
-    uint2 value;
-    VOLATILE("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(at) : "memory");
     return value;
 }
 
@@ -101,20 +78,9 @@ __device__ __forceinline__ void store_float(u32 at, float value) {
     VOLATILE("st.shared.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_float2(u32 at, float x, float y) {
-    VOLATILE("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
-}
-
 __device__ __forceinline__ void store_float4(u32 at, float x, float y, float z, float w) {
     VOLATILE("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
-
-__device__ __forceinline__ void store_half(u32 at, u16 value) {
-    VOLATILE("st.shared.u16 [%0], %1;" ::"r"(at), "h"(value) : "memory");
-}
-
-template <int ID, int WARPS>
-__device__ __forceinline__ void arrive_named() { VOLATILE("bar.arrive %0, %1;" ::"n"(ID), "n"(32 * WARPS) : "memory"); }
 
 template <int ID, int WARPS>
 __device__ __forceinline__ void sync_named() { VOLATILE("bar.sync %0, %1;" ::"n"(ID), "n"(32 * WARPS) : "memory"); }
@@ -122,6 +88,86 @@ __device__ __forceinline__ void sync_named() { VOLATILE("bar.sync %0, %1;" ::"n"
 __device__ __forceinline__ void store_words(u32 at, u32 first, u32 second) {
     VOLATILE("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(first), "r"(second) : "memory");
 }
+
+__device__ __forceinline__ uint4 load_piece(const char* from) {
+    u64 first, second;
+    VOLATILE("{ .reg .b128 piece; ld.relaxed.gpu.global.b128 piece, [%2]; mov.b128 {%0, %1}, piece; }"
+             : "=l"(first), "=l"(second) : "l"(from) : "memory");
+    return make_uint4((u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32));
+}
+
+__device__ __forceinline__ uint2 load_half_piece(const char* from) {
+    u64 words;
+    VOLATILE("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words) : "l"(from) : "memory");
+    return make_uint2((u32)words, (u32)(words >> 32));
+}
+
+__device__ __forceinline__ void store_piece(char* to, u64 first, u64 second) {
+    VOLATILE("{ .reg .b128 piece; mov.b128 piece, {%1, %2}; st.relaxed.gpu.global.b128 [%0], piece; }"
+             ::"l"(to), "l"(first), "l"(second) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_global(const void* from) {
+    uint4 value;
+    VOLATILE("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+             : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 load_word(u32 at) {
+    u32 word;
+    VOLATILE("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    return word;
+}
+
+// Copies what is read once per step: it is the first to leave L2.
+__device__ __forceinline__ void copy_once(u32 to, const void* from, int bytes, u32 barrier) {
+    VOLATILE("{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy; "
+             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+             "[%0], [%1], %2, [%3], policy; }"
+             ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Loads four matrices of 8 keys and 8 dims, transposed: a lane has keys 2 * (lane % 4) and the next of dim lane / 4.
+__device__ __forceinline__ uint4 load_values(u32 at) {
+    uint4 value;
+    VOLATILE("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+             : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint2 load_half_global(const void* from) {
+    uint2 value;
+    VOLATILE("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u32 load_relaxed(const u32* from) {
+    u32 word;
+    VOLATILE("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void load_addresses(const u64* from, u64& first, u64& second) {
+    VOLATILE("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void fence() { VOLATILE("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Orders this thread's reads of shared memory before bulk copies that follow them.
+__device__ __forceinline__ void fence_reads() { VOLATILE("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void fence_barriers() { VOLATILE("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Registers per thread, which the warps of a group of four change together.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() { VOLATILE("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+template <int COUNT>
+__device__ __forceinline__ void release_registers() { VOLATILE("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// Makes the compiler compute what depends on a value anew.
+__device__ __forceinline__ void forget_value(int& value) { VOLATILE("" : "+r"(value)); }
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -147,16 +193,18 @@ __device__ __forceinline__ void unpack(uint4 words, float* values) {
     values[4] = low(words.z), values[5] = high(words.z), values[6] = low(words.w), values[7] = high(words.w);
 }
 
-// Adds to the sums of 8 rows their products with 32 columns of a vector.
-//
-// A lane has 16 bytes of row lane / 4, of which it multiplies two halves: the matrix instruction has 16 rows, and takes
-// the halves for rows lane / 4 and 8 + lane / 4. The order of columns does not matter as long as weights and factors
-// have the same. Each of the instruction's 8 columns has other factors (see `factors_of`), of which a row needs some.
-__device__ __forceinline__ void multiply(float* sums, uint4 weights, uint2 factors) {
+__device__ __forceinline__ u32 product(u32 first, u32 second) {
+    u32 pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(first), "r"(second));
+    return pair;
+}
+
+// Adds products to 4 of the 16 x 8 sums that a warp has: of 16 rows of the first operand and 8 rows of the second.
+__device__ __forceinline__ void multiply(float* sums, uint4 first, uint2 second) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(weights.x), "r"(weights.y), "r"(weights.z), "r"(weights.w), "r"(factors.x), "r"(factors.y));
+        : "r"(first.x), "r"(first.y), "r"(first.z), "r"(first.w), "r"(second.x), "r"(second.y));
 }
 
 __device__ __forceinline__ float power_of_two(float value) {

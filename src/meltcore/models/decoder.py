@@ -15,9 +15,10 @@ from torch import nn
 
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.launch import use_triton
+from meltcore.kernels.persistent.decode_layers import MAX_TOKENS, DecodeLayers
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers.attention import Attention
-from meltcore.layers.decode_layers import PersistentLayers, persistent_layers
+from meltcore.layers.decode_layers import persistent_layers
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.gated_delta_net import GatedDeltaNet
@@ -193,7 +194,7 @@ class Decoder(Model):
         tie_word_embeddings = config.tie_word_embeddings
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
         self.rotary = self.local_rotary = torch.empty(0)
-        self._decode_layers: PersistentLayers | None = None
+        self._decode_layers: DecodeLayers | None = None
         self._chosen_layers: frozenset[int] | None = None  # None: all
 
     @property
@@ -231,7 +232,7 @@ class Decoder(Model):
             )
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let decode steps of few sequences run in few launches, where their kernels support the model."""
+        """Let decode steps of few sequences run in one launch, where the kernel supports the model."""
         layers = [(block.attention, block.mlp) for block in self._blocks()]
         self._decode_layers = persistent_layers(layers, caches, self.rotary)
 
@@ -265,7 +266,7 @@ class Decoder(Model):
         """
         residual: ResidualStream = self.embedding(token_ids)
         few, num_decodes = self._decode_layers, metadata[0].num_decodes
-        if few is not None and len(positions) == num_decodes <= few.max_tokens and use_triton(positions):
+        if few is not None and len(positions) == num_decodes <= MAX_TOKENS and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
             return ResidualStream(few.run(residual.values, positions, table, rows)).normalized(self.norm)
         sliding_layers, chosen_layers = self.config.sliding_layers, self._chosen_layers

@@ -45,8 +45,8 @@ PROMPT_TOKENS = (1, 2, 17, 33, 65, 129, 257, 1024, 2048)
 EXPERT_TOKENS = (3, 5, 9, 114, 228, 456, 513, 912, 3656)
 # Of recurrent layers: states are split by the number of prompts in a step (kernels/gated_delta/state_scan.py).
 PROMPTS_PER_STEP = (2, 4, 8, 16)
-# Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py,
-# kernels/persistent/decode_layers.py and layer_gemms.py).
+# Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py and
+# kernels/persistent/decode_layers.py).
 DECODES = (1, 2, 4, 12, 16, 24, 48, 96, 160, 320)
 # Kernels in CUDA C++ compile first: the persistent decode kernel takes as long as the slowest one of Triton.
 _CUDA_COST = 1_000_000

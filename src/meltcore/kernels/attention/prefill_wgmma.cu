@@ -248,19 +248,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_attention_wgmma
         init(VALUES_EMPTY, VALUE_STAGES, 8);
         init(QUERIES_FULL, 2, QUERY_WARPS);
         init(QUERIES_EMPTY, 2, 8);
-        VOLATILE("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     if (NORM && warp == 1 && lane < HEAD_DIM / 8)
         store4(shared + AT_WEIGHT + 16 * lane, __ldg((const uint4*)params.weight + lane));
     __syncthreads();
     if (warp < 8) {
-        VOLATILE("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        release_registers<LOADER_REGISTERS>();
         if (warp == 0)
             load_keys_and_values(params, shared, lane);
         else
             load_queries(params, shared, warp - 1, lane);
     } else {
-        VOLATILE("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGISTERS));
+        take_registers<COMPUTE_REGISTERS>();
         Head{params, shared, warp / 4 - 2, warp % 4, lane}.run();
     }
 }

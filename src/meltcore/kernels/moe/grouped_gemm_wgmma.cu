@@ -282,21 +282,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_grouped_gemm_wgmma(
             init_barrier(shared + AT_BARRIERS + 8 * (FULL + i), GATED ? 1 + 128 : 1);
             init_barrier(shared + AT_BARRIERS + 8 * (EMPTY + i), 8);
         }
-        VOLATILE("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     start_dependents();
     wait_for_kernels();
     __syncthreads();
     Params params{&weight, &activated, tokens, outputs, pairs, expert_ids, num_valid, __ldg(num_tiles)};
     if (warp < 4) {
-        VOLATILE("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        release_registers<LOADER_REGISTERS>();
 #if GATED
         load_tokens(params, shared, threadIdx.x);
 #else
         if (threadIdx.x == 0) load_activated(params, shared);
 #endif
     } else {
-        VOLATILE("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGISTERS));
+        take_registers<COMPUTE_REGISTERS>();
         Group{params, shared, warp / 4 - 1, warp % 4, lane}.run();
     }
 }

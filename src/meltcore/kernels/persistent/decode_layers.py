@@ -1,7 +1,7 @@
-"""All layers of a dense decoder in one launch, for one new token of each of a few sequences, in CUDA C++.
+"""All layers of a dense decoder in one launch, for one new token of each of up to 16 sequences, in CUDA C++.
 
-A chain of kernels waits between any two of them, while the memory idles. Here the weights of later GEMVs are on their
-way to shared memory while blocks wait for each other (docs/decisions/persistent-decode.md).
+A chain of kernels waits between any two of them, while the memory idles. Here weights, keys and values of what follows
+are on their way to shared memory while blocks exchange values (docs/decisions/persistent-decode.md).
 """
 
 from __future__ import annotations
@@ -19,57 +19,19 @@ from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.norm import Norm, rms_norm_reference
 from meltcore.kernels.nvrtc import INSTRUCTIONS, CudaKernel
-from meltcore.kernels.tensor_map import tensor_map
 
-
-class Instance(NamedTuple):
-    """How the kernel is compiled for up to `tokens` sequences.
-
-    exchangers: warps that exchange values with other blocks; slots: of the ring, what is left of shared memory.
-    """
-
-    tokens: int
-    exchangers: int
-    slots: int
-    max_tiles: int
-
-    @property
-    def kernel(self) -> CudaKernel:
-        """Return the kernel of its sources."""
-        return _ONE_TOKEN if self.tokens == 1 else _SEVERAL_TOKENS
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block: warps that compute, one that copies, and the exchangers."""
-        return 32 * (_CONSUMERS + 1 + self.exchangers)
-
-
-def _kernel(gemv: str) -> CudaKernel:
-    names = ("sizes", "exchange", "exchanger", "warp", gemv, "attention", "consumer", "decode_layers")
-    return CudaKernel([INSTRUCTIONS, *(Path(__file__).with_name(f"{name}.cu") for name in names)], "decode_layers")
-
-
-_ONE_TOKEN, _SEVERAL_TOKENS = _kernel("one_token"), _kernel("several_tokens")
-MAX_CONTEXT = 131_072  # tokens
+KERNEL = CudaKernel([INSTRUCTIONS, Path(__file__).with_name("decode_layers.cu")], "decode_layers", suffix="a")
+MAX_TOKENS = 16
 SHARED_BYTES = 227 * 1024
 _CAPABILITY = 90  # bulk copies; measured there
-_CONSUMERS = 8
-_TEAM, _TEAMS = 16, 8  # blocks of a team
-_IN_FLIGHT = 2
-_HEAD_DIM, _TILE_KEYS = 128, 16
-_EXCHANGE_WORDS = 2**19
-_BOX_BYTES = {"output": 16384, "down": 12288}  # of a part of the weight's columns, as in sizes.cu
-_ALL_TILES = MAX_CONTEXT // (_TILE_KEYS * _TEAM)
-INSTANCES = (
-    Instance(1, 1, 12, _ALL_TILES),
-    Instance(2, 2, 12, _ALL_TILES // 2),
-    Instance(4, 2, 11, _ALL_TILES // 2),
-)
-MAX_TOKENS = INSTANCES[-1].tokens
+_BLOCKS, _THREADS, _SLOTS = 128, 12 * 32, 12
+_IN_FLIGHT, _IN_FLIGHT_LONG = 2, 4
+_HEAD_DIM, _TILE_KEYS = 128, 8
+_SETS = 3  # of exchanged values, as in decode_layers.cu
 
 
 class LayerSizes(NamedTuple):
-    """The sizes of a layer whose parts each team holds in shared memory."""
+    """The sizes of a layer."""
 
     hidden: int
     heads: int
@@ -77,8 +39,13 @@ class LayerSizes(NamedTuple):
     intermediate: int
 
 
-# What fits into the sizes of sizes.cu: Qwen3-0.6B's.
+# Those whose rows the blocks share equally: Qwen3-0.6B's.
 SIZES = LayerSizes(1024, 16, 8, 3072)
+# A block has parts of the attention of at most two sequences that it shares: sums, maximum and total of each head.
+_PART_BYTES = _BLOCKS * 2 * SIZES.heads * (4 * _HEAD_DIM + 16)
+_QKV_ROWS = (SIZES.heads + 2 * SIZES.kv_heads) * _HEAD_DIM
+_TOKEN_BYTES = 2 * (_QKV_ROWS + SIZES.heads * _HEAD_DIM + 2 * SIZES.hidden + SIZES.intermediate)
+_SET_BYTES = MAX_TOKENS * _TOKEN_BYTES + _PART_BYTES
 
 
 class DecodeLayer(NamedTuple):
@@ -112,17 +79,13 @@ class DecodeLayer(NamedTuple):
         )
 
 
-def supports(layers: Sequence[DecodeLayer], max_context: int) -> bool:
-    """Return whether the kernel supports these layers: on Hopper with an SM per block, in bfloat16, of SIZES.
-
-    max_context: tokens of a sequence.
-    """
+def supports(layers: Sequence[DecodeLayer]) -> bool:
+    """Return whether the kernel supports these layers: on Hopper with an SM per block, in bfloat16, of SIZES."""
     first = layers[0]
     return (
         first.qkv.is_cuda
         and capability(first.qkv.device) == _CAPABILITY
-        and sm_count(first.qkv.device) >= _TEAM * _TEAMS
-        and max_context <= MAX_CONTEXT
+        and sm_count(first.qkv.device) >= _BLOCKS
         and all(
             layer.sizes == SIZES
             and layer.keys.shape[3] == _HEAD_DIM
@@ -156,23 +119,19 @@ def decode_layers_reference(
 
 
 @cache
-def kernel_macros(instance: Instance, layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the constants that an instance is compiled with."""
+def kernel_macros(layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
+    """Return the constants that the kernel is compiled with."""
     return (
-        ("TOKENS", instance.tokens),
-        ("EXCHANGERS", instance.exchangers),
         ("HIDDEN", SIZES.hidden),
         ("HEADS", SIZES.heads),
         ("KV_HEADS", SIZES.kv_heads),
         ("INTERMEDIATE", SIZES.intermediate),
         ("LAYERS", layers),
         ("PAGE_SIZE", page_size),
-        ("TEAM", _TEAM),
-        ("TEAMS", _TEAMS),
-        ("SLOTS", instance.slots),
+        ("BLOCKS", _BLOCKS),
+        ("SLOTS", _SLOTS),
         ("IN_FLIGHT", _IN_FLIGHT),
-        ("MAX_TILES", instance.max_tiles),
-        ("EXCHANGE_WORDS", _EXCHANGE_WORDS),
+        ("IN_FLIGHT_LONG", _IN_FLIGHT_LONG),
     )
 
 
@@ -183,13 +142,21 @@ class DecodeLayers:
         """Take layers that `supports` returns True for. scale: of the scores; rotary: see `rotary_table`."""
         device = rotary.device
         self._layers, self._rotary, self._scale = layers, rotary, scale
-        page_size = layers[0].keys.shape[1]
-        self._macros = {each: kernel_macros(each, len(layers), page_size) for each in INSTANCES}
-        self._pointers = torch.tensor([_pointers(layer) for layer in layers], dtype=torch.int64, device=device)
-        maps = [word for layer in layers for word in _tensor_maps(layer)]
-        self._maps = torch.tensor(maps, dtype=torch.uint64).view(torch.int64).to(device)
-        self._exchange = torch.zeros(_EXCHANGE_WORDS, dtype=torch.int64, device=device)
-        self._epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        self._macros = kernel_macros(len(layers), layers[0].keys.shape[1])
+        addresses = [
+            [each.data_ptr() for each in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.keys, layer.values)]
+            for layer in layers
+        ]
+        self._pointers = torch.tensor(addresses, dtype=torch.int64, device=device)
+        # Copies, next to each other: an address that must be loaded first would delay every layer.
+        norms = [
+            (layer.attention_norm.weight, layer.mlp_norm.weight, layer.head_norms.query, layer.head_norms.key)
+            for layer in layers
+        ]
+        self._norms = torch.cat([weight for of_layer in norms for weight in of_layer])
+        # -1 is EMPTY: no block has written it yet.
+        self._exchange = torch.full((_SETS * _SET_BYTES // 2,), -1, dtype=torch.int16, device=device)
+        self._first_set = torch.zeros(1, dtype=torch.int32, device=device)
 
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, page_table: torch.Tensor, rows: torch.Tensor
@@ -201,15 +168,14 @@ class DecodeLayers:
         run at the same time.
         """
         first, out = self._layers[0], torch.empty_like(hidden)
-        instance = next(each for each in INSTANCES if each.tokens >= len(hidden))
-        instance.kernel.launch(
-            (_TEAM * _TEAMS,),
-            instance.threads,
-            self._macros[instance],
+        KERNEL.launch(
+            (_BLOCKS,),
+            _THREADS,
+            self._macros,
             [
-                *(self._pointers, self._maps, hidden, out, positions, rows, page_table, self._rotary, self._exchange),
-                *(self._epoch, len(hidden), page_table.stride(0), first.attention_norm.eps, first.head_norms.eps),
-                self._scale * math.log2(math.e),
+                *(self._pointers, self._norms, hidden, out, positions, rows, page_table, self._rotary),
+                *(self._exchange, self._first_set, len(hidden), page_table.stride(0)),
+                *(first.attention_norm.eps, first.head_norms.eps, self._scale * math.log2(math.e)),
             ],
             hidden.device,
             shared_bytes=SHARED_BYTES,
@@ -217,24 +183,3 @@ class DecodeLayers:
             pdl=False,
         )
         return out
-
-
-def _pointers(layer: DecodeLayer) -> list[int]:
-    """Return the addresses in the order of struct Layer (exchange.cu)."""
-    norms = layer.attention_norm.weight, layer.mlp_norm.weight, layer.head_norms.query, layer.head_norms.key
-    return [tensor.data_ptr() for tensor in (layer.qkv, layer.gate_up, *norms, layer.keys, layer.values)]
-
-
-def _tensor_maps(layer: DecodeLayer) -> list[int]:
-    """Return the tensor maps of what a block copies in parts of rows."""
-
-    def words_of(matrix: torch.Tensor, columns: int, rows: int) -> list[int]:
-        return [int(word) for word in tensor_map(matrix, columns, rows).opaque]
-
-    words = []
-    for weight, box_bytes in ((layer.output, _BOX_BYTES["output"]), (layer.down, _BOX_BYTES["down"])):
-        columns = weight.shape[1] // _TEAMS
-        words += words_of(weight, columns, box_bytes // (2 * columns))
-    for cache_tensor in (layer.keys, layer.values):
-        words += words_of(cache_tensor.flatten(2).flatten(0, 1), _HEAD_DIM, _TILE_KEYS)
-    return words

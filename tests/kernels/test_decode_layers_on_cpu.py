@@ -1,7 +1,6 @@
-"""The prepared kernel of all decode layers for up to 16 sequences: compilation, and its results on a CPU.
+"""The persistent kernel of all decode layers without a GPU: compilation, and its results.
 
-The engine does not use it (benchmarks/batch_layers.py). Here its CUDA C++ is compiled for the CPU, where
-cuda_emulation.h runs all threads of all blocks.
+Its CUDA C++ is compiled for the CPU too, where cuda_emulation.h runs all threads of all blocks.
 """
 
 from __future__ import annotations
@@ -12,21 +11,27 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import batch_layers
 import pytest
 import torch
-from batch_layers import KERNEL, BatchLayers, as_float, kernel_macros
-from test_decode_layers import PAGE_SIZE, random_layers
+from test_decode_layers import PAGE_SIZE, as_float, random_layers
 
 from meltcore.kernels.nvrtc import Argument, compile_source
-from meltcore.kernels.persistent.decode_layers import SIZES, DecodeLayer, decode_layers_reference
+from meltcore.kernels.persistent import decode_layers
+from meltcore.kernels.persistent.decode_layers import (
+    KERNEL,
+    SIZES,
+    DecodeLayer,
+    DecodeLayers,
+    decode_layers_reference,
+    kernel_macros,
+)
 from meltcore.kernels.rotary import rotary_table
 
 LAYERS, PAGES, SCALE = 2, 40, 128**-0.5
 COMPILER = shutil.which("c++")
 ENTRY = """
 extern "C" const char* emulate(void** arguments, u32 seed) {
-    return launch(batch_layers, arguments, BLOCKS, THREADS, SHARED_BYTES, seed);
+    return launch(decode_layers, arguments, BLOCKS, THREADS, SHARED_BYTES, seed);
 }
 """
 
@@ -41,7 +46,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel as a function of the CPU."""
     assert COMPILER is not None
     folder = tmp_path_factory.mktemp("emulated")
-    kernel = Path(batch_layers.__file__).with_suffix(".cu").read_text()
+    kernel = Path(decode_layers.__file__).with_suffix(".cu").read_text()
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(Path(__file__).with_name("cuda_emulation.h").read_text() + kernel + ENTRY)
     macros = [f"-D{key}={value}" for key, value in kernel_macros(LAYERS, PAGE_SIZE)]
@@ -82,7 +87,7 @@ def test_computes_the_reference_on_a_cpu(launches: list[int]) -> None:
     """Several launches of one object: a launch meets what those before it have left."""
     layers = random_layers(LAYERS, PAGES, "cpu")
     rotary = rotary_table(128, PAGES * PAGE_SIZE, 1e6, torch.device("cpu"))
-    kernel = BatchLayers(layers, rotary, SCALE)
+    kernel = DecodeLayers(layers, rotary, SCALE)
     for positions in ([700, -1, 0], [3, 64, 129, 8, 0, -1, 17, 300, 1, 63, 500, 7, 65, 2, 9, 31], [1500]):
         count = len(positions)
         hidden = torch.randn(count, SIZES.hidden).bfloat16()
