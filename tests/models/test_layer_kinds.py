@@ -1,4 +1,4 @@
-"""The layers that a rehearsal runs: each kind, after each kind that it follows."""
+"""The layers that run for their kernels alone: each kind, after each kind that it follows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.kernels.attention.metadata import AttentionMetadata
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, open_checkpoint
 from meltcore.models.decoder import Block, Decoder, layers_of_all_kinds
 from meltcore.models.loader import build_meta_model
+from meltcore.models.quantization import quantize_as_stored, tensors_of_layers
 
 
 def pairs(kinds: Sequence[str]) -> set[tuple[str, str]]:
@@ -32,54 +35,105 @@ def test_equal_layers_run_three_times() -> None:
     assert layers_of_all_kinds("gggf" * 10) == [0, 1, 2, 3, 4, 39]
 
 
-def decoder(name: str) -> Decoder:
-    model = build_meta_model(open_checkpoint(name, files="config"), torch.float32, torch.device("cpu"))
+def decoder(name: str, rank: int | None = None) -> Decoder:
+    """A model without weights. rank: of two that share it."""
+    group = None if rank is None else TensorParallelGroup(rank, 2)
+    model = build_meta_model(open_checkpoint(name, files="config"), torch.bfloat16, META, group=group)
     assert isinstance(model, Decoder)
     return model
 
 
-@pytest.mark.parametrize("name", ["meltcore/sums", "meltcore/sums-gemma", "meltcore/sums-hybrid"])
-def test_kinds_are_those_of_the_configuration(name: str) -> None:
-    model = decoder(name)
+def metadata_of(tokens: torch.Tensor) -> AttentionMetadata:
+    return AttentionMetadata(*[tokens] * 4, 0, *[tokens] * 2, [], *[tokens] * 3)  # type: ignore[arg-type]
+
+
+META = torch.device("meta")
+TOKENS = torch.zeros(3, dtype=torch.int64, device=META)
+
+
+@pytest.mark.parametrize(
+    "name", [*PUBLISHED_CONFIG_FOLDERS, "meltcore/sums", "meltcore/sums-gemma", "meltcore/sums-hybrid"]
+)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_kinds_are_those_of_the_configuration(name: str, rank: int | None) -> None:
+    """On each rank: where the number of layers differed, one would wait for another's reduction."""
+    model = decoder(name, rank)
     sliding, recurrent = model.config.sliding_layers, model.config.recurrent
     kinds = [
         (index in sliding, recurrent is not None and index in recurrent.layers) for index in range(len(model.blocks))
     ]
-    assert model._layers_of_all_kinds == set(layers_of_all_kinds(kinds))
+    assert layers_of_all_kinds(model._kinds) == layers_of_all_kinds(kinds)
+    assert len(set(model._kinds)) == len(set(kinds)) <= 2
 
 
 def test_a_layer_of_other_shape_or_setting_is_another_kind() -> None:
-    model = decoder("meltcore/sums")
-    same = len(model._layers_of_all_kinds)
     for change in ("shape", "setting"):
         other = decoder("meltcore/sums")
         middle = other.blocks[len(other.blocks) // 2]
         assert isinstance(middle, Block)
+        assert len(set(other._kinds)) == 1
+        del other._kinds
         if change == "shape":
             weight = middle.mlp.norm.weight
             middle.mlp.norm.weight = torch.nn.Parameter(weight.new_empty(len(weight) + 1))
         else:
             middle.mlp.norm.eps *= 2
-        assert len(other._layers_of_all_kinds) > same
+        assert other._kinds == [0, 0, 1, 0]
 
 
-def test_layers_are_skipped_within_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = decoder("meltcore/sums")
-    ran: list[Block] = []
+@pytest.mark.parametrize("part", ["v_proj", "o_proj", "down_proj"])
+@pytest.mark.parametrize("stored", ["Q6_K", "BF16"])
+def test_a_layer_of_another_format_is_another_kind(part: str, stored: str) -> None:
+    """As in GGUF files, where some layers have more bits, and in published files that leave some unquantized."""
+    model = decoder("Qwen/Qwen3-0.6B")
+    formats = {name: "Q4_K" for _, names in tensors_of_layers(model) for name in names}
+    for name in formats:
+        if f"layers.7.{'mlp' if part == 'down_proj' else 'self_attn'}.{part}" in name:
+            formats[name] = stored
+    assert sorted(formats.values()).count(stored) == 1
+    with META:
+        quantize_as_stored(model, formats)
+    assert layers_of_all_kinds(model._kinds) == [0, 1, 6, 7, 8, 27]
+
+
+def run(model: Decoder, metadata: Sequence[AttentionMetadata], caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    model(TOKENS, TOKENS, caches, list(metadata))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+    """The blocks that run, which compute nothing."""
+    blocks: list[Block] = []
 
     def forward(block: Block, *_: Any) -> None:
-        ran.append(block)
+        blocks.append(block)
 
     monkeypatch.setattr(Block, "forward", forward)
-    tokens, metadata = torch.zeros(3, dtype=torch.int64, device="meta"), [FakeMetadata()] * len(model.blocks)
-    caches = [(tokens, tokens)] * len(model.blocks)
+    return blocks
+
+
+def test_layers_are_skipped_within_the_context_only(ran: list[Block]) -> None:
+    model = decoder("Qwen/Qwen3-0.6B")
+    metadata, caches = [metadata_of(TOKENS)] * len(model.blocks), [(TOKENS, TOKENS)] * len(model.blocks)
     with model.one_layer_per_kind():
-        model(tokens, tokens, caches, metadata)
-    assert [block for index, block in enumerate(model.blocks) if index in model._layers_of_all_kinds] == ran
+        run(model, metadata, caches)
+    assert ran == [model.blocks[index] for index in (0, 1, 27)]
     ran.clear()
-    model(tokens, tokens, caches, metadata)
-    assert list(model.blocks) == ran
+    run(model, metadata, caches)
+    assert ran == list(model.blocks)
 
 
-class FakeMetadata:
-    num_decodes = 0
+@pytest.mark.parametrize("unaligned", ["metadata", "cache"])
+def test_a_layer_whose_tensors_have_another_alignment_runs(unaligned: str, ran: list[Block]) -> None:
+    """Triton compiles another kernel for it: a sub-group's slots of an odd number of tokens begin in a 16-byte line."""
+    model = decoder("Qwen/Qwen3-0.6B")
+    aligned = torch.zeros(4, dtype=torch.int64)
+    assert aligned.data_ptr() % 16 == 0
+    metadata, caches = [metadata_of(aligned[:3])] * len(model.blocks), [(aligned, aligned)] * len(model.blocks)
+    if unaligned == "metadata":
+        metadata[7] = metadata[7]._replace(slot_mapping=aligned[1:])
+    else:
+        caches[7] = aligned, aligned[1:]
+    with model.one_layer_per_kind():
+        run(model, metadata, caches)
+    assert ran == [model.blocks[index] for index in (0, 1, 6, 7, 8, 27)]

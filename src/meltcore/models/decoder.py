@@ -6,7 +6,7 @@ dense feed-forwards) and by `recurrent` layers (Gated DeltaNet instead of attent
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -38,6 +38,9 @@ from meltcore.models.tensor_names import (
     named_tensors,
     norm_tensors,
 )
+
+# Triton compiles a kernel for tensors that begin at a multiple of it, and another one for the others.
+_ALIGNMENT_BYTES = 16
 
 
 class Block(nn.Module):
@@ -120,14 +123,19 @@ def _kind(block: Block) -> Hashable:
 
 
 def _setting(value: object) -> Hashable:
-    """Return a value that is equal for equal settings, and for tensors of one shape."""
+    """Return a value that is equal for equal settings, and for tensors of one shape and alignment."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.dtype, *_alignments([value])
     if isinstance(value, tuple | list):
         return tuple(map(_setting, value))
     if isinstance(value, dict):
         return tuple((key, _setting(item)) for key, item in value.items())
     return repr(value)
+
+
+def _alignments(values: Iterable[object]) -> tuple[int, ...]:
+    """Return by how many bytes the tensors among `values` miss an aligned address."""
+    return tuple(value.data_ptr() % _ALIGNMENT_BYTES for value in values if isinstance(value, torch.Tensor))
 
 
 def _attention(config: DecoderConfig, layer_idx: int) -> Attention | GatedDeltaNet:
@@ -195,7 +203,7 @@ class Decoder(Model):
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
         self.rotary = self.local_rotary = torch.empty(0)
         self._decode_layers: DecodeLayers | None = None
-        self._chosen_layers: frozenset[int] | None = None  # None: all
+        self._runs_few_layers = False
 
     @property
     def local_vocab_size(self) -> int:
@@ -239,15 +247,34 @@ class Decoder(Model):
     @contextmanager
     def one_layer_per_kind(self) -> Iterator[None]:
         """Return a context in which `forward` launches the kernels of all layers, but few of the layers."""
-        before, self._chosen_layers = self._chosen_layers, self._layers_of_all_kinds
+        before, self._runs_few_layers = self._runs_few_layers, True
         try:
             yield
         finally:
-            self._chosen_layers = before
+            self._runs_few_layers = before
 
     @cached_property
-    def _layers_of_all_kinds(self) -> frozenset[int]:
-        return frozenset(layers_of_all_kinds([_kind(block) for block in self._blocks()]))
+    def _kinds(self) -> list[int]:
+        """The number of each layer's kind."""
+        numbers: dict[Hashable, int] = {}
+        return [numbers.setdefault(_kind(block), len(numbers)) for block in self._blocks()]
+
+    def _layers_to_run(
+        self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], metadata: Sequence[AttentionMetadata]
+    ) -> Collection[int]:
+        """Return the indices of the layers that `forward` runs.
+
+        Layers of one kind have caches and metadata of one shape, but the alignment may differ: sub-groups of layers
+        have a part each of one tensor, and so have recurrent layers. Ranks have shards of equal sizes, so all return
+        the same and wait for no layer that another rank leaves out.
+        """
+        if not self._runs_few_layers:
+            return range(len(self.blocks))
+        kinds = [
+            (kind, _alignments(cache), _alignments(layer_metadata))
+            for kind, cache, layer_metadata in zip(self._kinds, caches, metadata, strict=True)
+        ]
+        return frozenset(layers_of_all_kinds(kinds))
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Return what each layer caches per sequence."""
@@ -269,9 +296,9 @@ class Decoder(Model):
         if few is not None and len(positions) == num_decodes <= MAX_TOKENS and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
             return ResidualStream(few.run(residual.values, positions, table, rows)).normalized(self.norm)
-        sliding_layers, chosen_layers = self.config.sliding_layers, self._chosen_layers
+        sliding_layers, layers_to_run = self.config.sliding_layers, self._layers_to_run(caches, metadata)
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
-            if chosen_layers is not None and layer_idx not in chosen_layers:
+            if layer_idx not in layers_to_run:
                 continue
             rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary
             block(residual, positions, rotary, cache, layer_metadata)
