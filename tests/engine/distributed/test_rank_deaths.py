@@ -18,6 +18,7 @@ from meltcore.protocol.generation import AddRequest, StepOutputs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import EngineFailed, Loading, Shutdown
 
+RANK_MODULE = "meltcore.engine.distributed"
 TIMEOUT_S = 4.0
 # From a rank's end to the engine's: the limit of a step, the search for its cause, and the end of the process. Wide,
 # for busy machines: an unnoticed end would never be over.
@@ -44,9 +45,11 @@ def start(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Path) -> I
 
 
 def rank_of(client: EngineClient) -> int:
-    """The process id of rank 1, the only child of the engine process."""
-    (rank,) = map(int, Path(f"/proc/{client.process.pid}/task/{client.process.pid}/children").read_text().split())
-    return rank
+    """The process id of rank 1. On GPUs the engine process has another child, a fork of it that compiles kernels."""
+    engine = Path(f"/proc/{client.process.pid}")
+    pids = [pid for task in engine.glob("task/*/children") for pid in task.read_text().split()]
+    (rank,) = (pid for pid in pids if RANK_MODULE in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    return int(rank)
 
 
 def ends(process: int) -> bool:
