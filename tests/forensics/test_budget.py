@@ -126,6 +126,7 @@ def test_budget_is_shown_per_step_where_steps_are_known() -> None:
         ("_moe_grouped_gemm_kernel", "MoE"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collectives"),
         ("_all_reduce_kernel", "collectives"),
+        ("_all_reduce_exchange_kernel", "collectives"),
         ("void vllm::rms_norm_kernel<c10::BFloat16>", "norm and activation"),
         ("_swiglu_kernel", "norm and activation"),
         ("_store_kv_kernel", "KV cache and embedding"),

@@ -13,7 +13,8 @@ import torch
 
 from meltcore.kernels.comm import all_reduce as all_reduce_file
 from meltcore.kernels.comm.all_reduce import all_reduce, all_reduce_max, all_reduce_rms_norm
-from meltcore.kernels.comm.symmetric_memory import SymmetricMemory, buffer_bytes
+from meltcore.kernels.comm.buffer_sizes import chunk_words
+from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.norm import Norm, rms_norm
 
 COUNTS = (8, 1504, 64, 520, 1024)
@@ -21,7 +22,7 @@ COUNTS = (8, 1504, 64, 520, 1024)
 
 def main(folder: Path, rank: int, ranks: int, steps: int) -> None:
     buffers = [
-        np.memmap(folder / f"buffer-{each}", dtype=np.uint8, mode="r+", shape=(buffer_bytes(ranks),))
+        np.memmap(folder / f"buffer-{each}", dtype=np.uint8, mode="r+", shape=(4 * chunk_words(ranks),))
         for each in range(ranks)
     ]
     memory = SymmetricMemory.of([buffer.ctypes.data for buffer in buffers], rank, torch.device("cpu"))

@@ -12,7 +12,7 @@ import triton
 from kernel_tools import CompileCase, ModelShape
 
 from meltcore.kernels.capability import capability
-from meltcore.kernels.comm import all_reduce
+from meltcore.kernels.comm import all_reduce, staged_all_reduce
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.gemm import gemv, split_k, tma
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
@@ -348,11 +348,15 @@ def routing_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     ]
 
 
-def all_reduce_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
-    size = model.hidden_size
-    partial_sum = meta(8, size, dtype=dtype)
+def symmetric_memory() -> SymmetricMemory:
+    """Of rank 3 of eight."""
     pointers, steps = (meta(9, dtype=kind) for kind in (torch.int64, torch.int32))
-    memory = SymmetricMemory(pointers, steps, 3, steps)
+    return SymmetricMemory(pointers, steps, pointers, 3, steps)
+
+
+def all_reduce_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    size, memory = model.hidden_size, symmetric_memory()
+    partial_sum = meta(8, size, dtype=dtype)
     wide = Norm(meta(size), 1e-6)
     many = meta(all_reduce._MAX_PROGRAMS_WITHOUT_BACKOFF + 1, size, dtype=dtype)
     weights = meta(8, model.choices + model.shared_expert)
@@ -366,6 +370,19 @@ def all_reduce_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
         partial(fused, partial_sum, memory, Norm(partial_sum[0], 1e-6), partial_sum),
         partial(fused, partial_sum, memory, wide),
         partial(all_reduce.all_reduce_max, meta(64, dtype=torch.int64), memory),
+    ]
+
+
+def staged_all_reduce_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
+    residual, memory = meta(600, model.hidden_size, dtype=dtype), symmetric_memory()
+    weights = meta(600, model.choices + model.shared_expert)
+    outputs = meta(weights.numel(), model.hidden_size, dtype=dtype)
+    norm = Norm(residual[0], 1e-6)
+    sums, experts = staged_all_reduce.staged_all_reduce_rms_norm, staged_all_reduce.staged_combine_all_reduce_rms_norm
+    return [
+        partial(sums, residual, memory, norm, residual),
+        partial(sums, residual, memory, Norm(meta(model.hidden_size), 1e-6)),
+        *([partial(experts, outputs, memory, weights, norm, residual)] if model.experts else []),
     ]
 
 
@@ -394,5 +411,6 @@ CASES = {
     router: if_experts(router_cases),
     routing: if_experts(routing_cases),
     all_reduce: all_reduce_cases,
+    staged_all_reduce: staged_all_reduce_cases,
 }
 BY_NAME = {module.__name__: cases for module, cases in CASES.items()}

@@ -1,6 +1,7 @@
-"""One rank of a staged all-reduce over processes, interpreted: `... FOLDER RANK RANKS STEPS`.
+"""One rank of a staged all-reduce over processes, interpreted: `... FOLDER RANK RANKS STEPS [STAGE]`.
 
 The buffers are files that all ranks map. Prints "equal" if every result is right. Ranks pause at different times.
+STAGE: 0 or 1, after which no rank tells that its data has arrived, and none waits.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ import time
 from pathlib import Path
 
 import numpy as np
-import staged_all_reduce as staged_file
 import torch
-from staged_all_reduce import (
-    StagedMemory,
-    buffer_bytes,
-    staged_all_reduce_rms_norm,
-    staged_combine_all_reduce_rms_norm,
-)
 
+from meltcore.kernels.comm import staged_all_reduce as staged_file
+from meltcore.kernels.comm.buffer_sizes import buffer_bytes
+from meltcore.kernels.comm.staged_all_reduce import staged_all_reduce_rms_norm, staged_combine_all_reduce_rms_norm
+from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.norm import Norm, rms_norm
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def main(folder: Path, rank: int, ranks: int, steps: int) -> None:
+def main(folder: Path, rank: int, ranks: int, steps: int, missing: int | None = None) -> None:
+    exchange = staged_file._exchange
+    staged_file._exchange = lambda stage, memory: None if stage == missing else exchange(stage, memory)
     buffers = [
-        np.memmap(folder / f"buffer-{each}", dtype=np.uint8, mode="r+", shape=(buffer_bytes(),))
+        np.memmap(folder / f"buffer-{each}", dtype=np.uint8, mode="r+", shape=(buffer_bytes(ranks),))
         for each in range(ranks)
     ]
-    memory = StagedMemory.of([buffer.ctypes.data for buffer in buffers], rank, torch.device("cpu"))
+    memory = SymmetricMemory.of([buffer.ctypes.data for buffer in buffers], rank, torch.device("cpu"))
     staged_file.MESSAGE_WORDS, staged_file._TILE_WORDS = 512, 64
     for step in range(steps):
         dtype = DTYPES[step % len(DTYPES)]
         size = (64, 40, 32)[step % 3]
-        rows = 2 * staged_file.max_rows(size * dtype.itemsize // 4, ranks) + 1 + step  # the third message is short
+        rows = (
+            2 * staged_file.rows_per_message(size * dtype.itemsize // 4, ranks) + 1 + step
+        )  # the third message is short
         norm = Norm(torch.full((size,), 2.0, dtype=dtype), 1e-6)
         numbers = torch.arange(rows * size).view(rows, size).remainder(7).to(dtype)  # small enough for exact sums
         residual = torch.full((rows, size), 2.0, dtype=dtype)

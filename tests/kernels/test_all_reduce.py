@@ -25,7 +25,8 @@ from meltcore.kernels.comm.all_reduce import (
     can_fuse_norm,
     combine_all_reduce_rms_norm,
 )
-from meltcore.kernels.comm.symmetric_memory import PHASES_IN_TURN, SymmetricMemory, aborted_memory, buffer_bytes
+from meltcore.kernels.comm.buffer_sizes import chunk_words
+from meltcore.kernels.comm.symmetric_memory import PHASES_IN_TURN, SymmetricMemory, aborted_memory
 from meltcore.kernels.moe.combine import combine_reference
 from meltcore.kernels.norm import Norm
 
@@ -35,7 +36,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 def make_ranks(ranks: int, device: torch.device) -> tuple[list[torch.Tensor], list[SymmetricMemory]]:
     """Buffers, which must live as long as their addresses, and each rank's view of them."""
-    size = buffer_bytes(ranks)
+    size = 4 * chunk_words(ranks)
     buffers = [torch.full((size,), symmetric_memory.EMPTY_BYTE, dtype=torch.uint8, device=device) for _ in range(ranks)]
     addresses = [each.data_ptr() for each in buffers]
     return buffers, [SymmetricMemory.of(addresses, rank, device) for rank in range(ranks)]
@@ -290,7 +291,7 @@ def test_rank_processes_wait_for_each_other(tmp_path: Path) -> None:
     """Two processes map the same buffers and interpret the kernels, one-shot and two-shot: both send and receive in one
     launch. Five steps of each are one of every count."""
     for rank in range(2):
-        (tmp_path / f"buffer-{rank}").write_bytes(bytes([symmetric_memory.EMPTY_BYTE]) * buffer_bytes(2))
+        (tmp_path / f"buffer-{rank}").write_bytes(bytes([symmetric_memory.EMPTY_BYTE]) * 4 * chunk_words(2))
     command = [sys.executable, str(Path(__file__).parent / "all_reduce_rank.py"), str(tmp_path)]
     ranks = [
         subprocess.Popen(

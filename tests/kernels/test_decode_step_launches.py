@@ -117,7 +117,7 @@ def test_decode_step_of_a_rank_has_the_documented_number_of_kernels(
     """An all-reduce follows attention and experts; one of the two is a launch that one GPU does not have."""
     group = TensorParallelGroup(0, ranks)
     pointers, steps = (torch.empty(size, dtype=torch.int64, device=META) for size in (ranks + 1, 512))
-    group.symmetric_memory = SymmetricMemory(pointers, steps, 0, steps)
+    group.symmetric_memory = SymmetricMemory(pointers, steps, steps, 0, steps)
     model = build_model(open_checkpoint(MODEL, files="config"), torch.bfloat16, META, group=group)
     model.prepare(4096)
     layout = ModelRunnerConfig(64, 8, 1024, 4096, 8192, 1024)

@@ -22,7 +22,7 @@ from meltcore.kernels import (
 )
 from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
-from meltcore.kernels.comm import all_reduce
+from meltcore.kernels.comm import all_reduce, staged_all_reduce
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
@@ -174,7 +174,8 @@ def cases() -> Iterator[Task]:
             yield Task(module.__name__, smallest, MODELS[model], torch.bfloat16, is_once=model in SMALL_MODELS)
     for model in ("Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B, an eighth"):
         yield Task(grouped_gemm.__name__, 90, MODELS[model], torch.bfloat16)  # by the table of launches
-    yield Task(all_reduce.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)  # shares summed over choices
+    for module in (all_reduce, staged_all_reduce):  # sums over experts
+        yield Task(module.__name__, 90, MODELS["Qwen3.5-35B-A3B"], torch.bfloat16)
     for module in OF_THREE:
         for capability in (80, 90, 120):
             if capability >= getattr(module, "MIN_CAPABILITY", 0):

@@ -1,28 +1,30 @@
-"""benchmarks/staged_all_reduce.py: in processes that wait for each other, and compiled for Hopper."""
+"""All-reduces in stages: in processes that wait for each other, and of one rank whose peer is lost."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import staged_all_reduce as staged_file
 import torch
-from compile_tools import CompilePool
-from staged_all_reduce import (
-    MESSAGE_WORDS,
-    StagedMemory,
-    buffer_bytes,
+
+from meltcore.kernels.comm import staged_all_reduce as staged_file
+from meltcore.kernels.comm.buffer_sizes import MESSAGE_WORDS, buffer_bytes
+from meltcore.kernels.comm.staged_all_reduce import (
+    can_stage,
     staged_all_reduce_rms_norm,
     staged_combine_all_reduce_rms_norm,
 )
-
-from meltcore.kernels.comm import symmetric_memory
+from meltcore.kernels.comm.symmetric_memory import EMPTY_BYTE, SymmetricMemory, aborted_memory
 from meltcore.kernels.norm import Norm
 
-COMPILE_LIMIT_S = 240  # on one slow core
+PROCESS_LIMIT_S = 120
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -30,59 +32,98 @@ COMPILE_LIMIT_S = 240  # on one slow core
 def test_longest_message_fits_into_the_buffer(ranks: int, row: int) -> None:
     """Rows of all ranks, padded to whole tiles for each, and sums have a region each; what is left holds no more."""
     _, tile_rows = staged_file._tile_size(row)
-    rows = staged_file.max_rows(row, ranks)
+    rows = staged_file.rows_per_message(row, ranks)
     tiles = -(-rows // tile_rows)
     tiles_per_rank = -(-tiles // ranks)
     assert ranks * tiles_per_rank * tile_rows * row <= MESSAGE_WORDS
     assert (tiles + ranks) * tile_rows * row > MESSAGE_WORDS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 3), (4, 1)])
-def test_rank_processes_wait_for_each_other(ranks: int, steps: int, tmp_path: Path) -> None:
-    """Processes map the same buffers and interpret the kernels; every call takes several messages."""
+def test_can_stage_checks_rows() -> None:
+    assert can_stage(torch.empty(3, 16384, dtype=torch.bfloat16))
+    assert not can_stage(torch.empty(3, 16392, dtype=torch.bfloat16)), "more than a program holds"
+    assert not can_stage(torch.empty(3, 1004, dtype=torch.bfloat16)), "not aligned to 16 bytes"
+    assert not can_stage(torch.empty(16, 3).t())
+
+
+@contextmanager
+def rank_processes(folder: Path, ranks: int, steps: int, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that map the same buffers and interpret the kernels; every call takes several messages."""
     for rank in range(ranks):
-        (tmp_path / f"buffer-{rank}").write_bytes(bytes([symmetric_memory.EMPTY_BYTE]) * buffer_bytes())
-    command = [sys.executable, str(Path(__file__).parent / "staged_all_reduce_rank.py"), str(tmp_path)]
-    paths = [str(Path(staged_file.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+        (folder / f"buffer-{rank}").write_bytes(bytes([EMPTY_BYTE]) * buffer_bytes(ranks))
+    command = [sys.executable, str(Path(__file__).parent / "staged_all_reduce_rank.py"), str(folder)]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(ranks), str(steps)],
+            [*command, str(rank), str(ranks), str(steps), *options],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | environment,
+            env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         for rank in range(ranks)
     ]
     try:
-        assert [process.communicate(timeout=120)[0] for process in processes] == ["equal\n"] * ranks
+        yield processes
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-
-
-def launch(top_k: int) -> None:
-    pointers, messages = (torch.empty(9, dtype=torch.int64, device="meta") for _ in range(2))
-    memory = StagedMemory(pointers, messages, 3, messages)
-    residual = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta")
-    norm = Norm(residual[0], 1e-6)
-    if top_k == 0:
-        staged_all_reduce_rms_norm(residual, memory, norm, residual)
-    else:
-        weights = torch.empty(8192, top_k, device="meta")
-        outputs = torch.empty(8192 * top_k, 2048, dtype=torch.bfloat16, device="meta")
-        staged_combine_all_reduce_rms_norm(outputs, memory, weights, norm, residual)
+            process.communicate()
 
 
 @pytest.mark.slow
-def test_all_stages_compile_for_hopper(pool: CompilePool) -> None:
-    binaries = pool.launch(90, launch, 0, 9).result(timeout=COMPILE_LIMIT_S)
-    assert all(binary.has_code for binary in binaries)
-    assert {binary.kernel for binary in binaries} == {
-        "_send_rows_kernel",
-        "_exchange_kernel",
-        "_reduce_rows_kernel",
-        "_receive_sums_kernel",
-    }
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 3), (4, 1)])
+def test_rank_processes_wait_for_each_other(ranks: int, steps: int, tmp_path: Path) -> None:
+    with rank_processes(tmp_path, ranks, steps) as processes:
+        ended = [process.communicate(timeout=PROCESS_LIMIT_S) for process in processes]
+        assert [output for output, _ in ended] == ["equal\n"] * ranks, ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["0", "1"], ids=["rows", "sums"])
+def test_results_are_wrong_without_the_wait_of_a_stage(stage: str, tmp_path: Path) -> None:
+    """So the test above checks that each rank waits. The other rank may then wait for one that has ended."""
+    until = time.monotonic() + PROCESS_LIMIT_S
+    with rank_processes(tmp_path, 2, 3, stage) as processes:
+        while not (ended := [process for process in processes if process.poll() is not None]):
+            assert time.monotonic() < until, "no rank has ended"
+            time.sleep(0.05)
+        assert "AssertionError" in ended[0].communicate()[1]
+
+
+def message(device: torch.device) -> tuple[torch.Tensor, Norm]:
+    rows = torch.ones(4, 64, device=device)
+    return rows, Norm(rows[0].clone(), 1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1], ids=["for-rows", "for-sums"])
+def test_abort_ends_the_wait_for_a_lost_rank(stage: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All later reductions end as well."""
+    monkeypatch.setattr(staged_file, "POLLS", 8)  # the interpreter takes a millisecond each
+    buffers = [torch.full((buffer_bytes(2),), EMPTY_BYTE, dtype=torch.uint8, device=device) for _ in range(2)]
+    memory = SymmetricMemory.of([buffer.data_ptr() for buffer in buffers], 0, device)
+    if stage == 1:  # rank 1 has told that its rows have arrived, then is lost
+        counters = buffers[0].view(torch.int64)[-(2 * MESSAGE_WORDS + 8) // 2 :]
+        counters[0] += 1
+    rows, norm = message(device)
+    timer = threading.Timer(0.2, memory.abort)
+    timer.start()
+    for _ in range(2):
+        staged_all_reduce_rms_norm(rows, memory, norm)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert memory.abort_flag.item() == 1  # the wait had not ended before
+    timer.join()
+    assert memory.messages.tolist() == [2, 2]
+    assert buffers[1].view(torch.int64)[-(2 * MESSAGE_WORDS + 8) // 2].item() == 1, "rank 0 has told twice, from -1 on"
+
+
+def test_detached_memory_neither_sends_nor_waits(device: torch.device) -> None:
+    buffers = [torch.full((buffer_bytes(2),), EMPTY_BYTE, dtype=torch.uint8, device=device) for _ in range(2)]
+    alone = aborted_memory(SymmetricMemory.of([buffer.data_ptr() for buffer in buffers], 0, device))
+    rows, norm = message(device)
+    total, normalized = staged_all_reduce_rms_norm(rows, alone, norm, rows.clone())
+    weights = torch.ones(2, 2, device=device)
+    staged_combine_all_reduce_rms_norm(rows, alone, weights, norm, rows[:2].clone())
+    assert total.shape == normalized.shape == rows.shape
+    assert not alone.messages.any()
+    assert all(buffer.eq(EMPTY_BYTE).all() for buffer in buffers)

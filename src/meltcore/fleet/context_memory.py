@@ -11,6 +11,7 @@ from importlib import resources
 
 import msgspec
 
+from meltcore.engine.host.memory_needs import peer_bytes
 from meltcore.protocol.fleet_spec import FleetTask
 
 _MIB = 2**20
@@ -21,8 +22,8 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
 
     driver_bytes: what the driver keeps of a GPU without a process; processes: of an engine process of each task, beside
-    its budget; nccl_bytes: of each rank of a tensor-parallel engine, for NCCL's buffers and peers' memory, assumed
-    unless a row has it; measured: the date.
+    its budget; nccl_bytes: of each rank of a tensor-parallel engine, for NCCL's buffers, assumed unless a row has it;
+    measured: the date.
     """
 
     gpu: str = ""
@@ -34,13 +35,20 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_other_driver: bool = False
 
     def process_bytes(self, task: FleetTask, ranks: int = 1) -> int:
-        """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group."""
-        return self.processes[task] + (self.nccl_bytes if ranks > 1 else 0)
+        """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group.
+
+        With several, each also holds a buffer that the others write to.
+        """
+        return self.processes[task] + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
 
     @property
     def nccl_note(self) -> str:
         """What ranks of tensor-parallel engines take besides, in a sentence."""
-        return f"Each rank of a tensor-parallel engine takes {self.nccl_bytes / _MIB:.0f} MiB more for NCCL, assumed."
+        two, eight = (f"{peer_bytes(ranks) / _MIB:.0f} MiB" for ranks in (2, 8))
+        return (
+            f"Each rank of a tensor-parallel engine takes {self.nccl_bytes / _MIB:.0f} MiB more for NCCL, assumed, "
+            f"and {two} of two ranks to {eight} of eight for what its peers write."
+        )
 
     @property
     def note(self) -> str:

@@ -29,7 +29,13 @@ from meltcore.kernels.comm.all_reduce import (
     can_fuse_norm,
     combine_all_reduce_rms_norm,
 )
-from meltcore.kernels.comm.symmetric_memory import EMPTY_BYTE, SymmetricMemory, aborted_memory, buffer_bytes
+from meltcore.kernels.comm.buffer_sizes import buffer_bytes
+from meltcore.kernels.comm.staged_all_reduce import (
+    can_stage,
+    staged_all_reduce_rms_norm,
+    staged_combine_all_reduce_rms_norm,
+)
+from meltcore.kernels.comm.symmetric_memory import EMPTY_BYTE, SymmetricMemory, aborted_memory
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.norm import Norm, add_rms_norm, rms_norm
 
@@ -46,7 +52,7 @@ class TensorParallelGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.on_gpus = self.aborted = self._without_collectives = False
-        # Used by small reductions; without it torch.distributed does all of them.
+        # Without it torch.distributed does all reductions.
         self.symmetric_memory: SymmetricMemory | None = None
 
     # --- shards ---
@@ -76,7 +82,7 @@ class TensorParallelGroup:
     def join(self, rendezvous: Path, device: torch.device, timeout_s: float, *, peer_memory: bool = True) -> None:
         """Connect to the other ranks. rendezvous: a file that all ranks use, and that no other group has used.
 
-        peer_memory: small reductions use symmetric memory if the GPUs have peer access. Raises RuntimeError if other
+        peer_memory: reductions use symmetric memory if the GPUs have peer access. Raises RuntimeError if other
         ranks do not join within `timeout_s`. Raises ConfigError if this process is in a group already, since
         torch.distributed allows one per process.
         """
@@ -141,7 +147,8 @@ class TensorParallelGroup:
 
         Results of collectives are undefined.
 
-        Reductions launch the same kernels, in a separate symmetric memory whose waits are skipped.
+        Small reductions launch the same kernels, in a separate symmetric memory whose waits are skipped. Those of long
+        messages are compiled and not run.
         """
         memory, self._without_collectives = self.symmetric_memory, True
         if memory is not None:
@@ -159,7 +166,7 @@ class TensorParallelGroup:
         """Return residual + the sum of all ranks' partial sums, and the norm of the result.
 
         All tensors are [tokens, hidden_size]. The result replaces `residual` if it is given. `partial_sum` is
-        overwritten.
+        overwritten. The way is chosen by shapes and types alone, so that all ranks choose the same.
         """
         memory = self.symmetric_memory
         if memory is not None and can_fuse_norm(partial_sum, self.size):
@@ -167,6 +174,8 @@ class TensorParallelGroup:
         if memory is not None and can_all_reduce(partial_sum):
             total = all_reduce(partial_sum, memory, residual)
             return total, rms_norm(total, *norm)
+        if memory is not None and can_stage(partial_sum):
+            return staged_all_reduce_rms_norm(partial_sum, memory, norm, residual)
         if not self._without_collectives:
             dist.all_reduce(partial_sum)
         if residual is None:
@@ -180,8 +189,11 @@ class TensorParallelGroup:
 
         outputs: [tokens * top_k, hidden_size]; topk_weights: [tokens, top_k] float32.
         """
-        if self.symmetric_memory is not None and can_fuse_norm(residual, self.size):
-            return combine_all_reduce_rms_norm(outputs, self.symmetric_memory, topk_weights, norm, residual)
+        memory = self.symmetric_memory
+        if memory is not None and can_fuse_norm(residual, self.size):
+            return combine_all_reduce_rms_norm(outputs, memory, topk_weights, norm, residual)
+        if memory is not None and not can_all_reduce(residual) and can_stage(residual):
+            return staged_combine_all_reduce_rms_norm(outputs, memory, topk_weights, norm, residual)
         return self.all_reduce_add_rms_norm(residual, combine(outputs, topk_weights), norm)
 
     def all_reduce_max(self, values: torch.Tensor) -> torch.Tensor:
@@ -270,12 +282,13 @@ def verify_symmetric_memory(memory: SymmetricMemory, device: torch.device) -> No
 
     Raises RuntimeError if a result is late or wrong.
     """
-    values = torch.arange(4096, dtype=torch.float32, device=device).view(4, 1024)
+    values = torch.arange(2**14, dtype=torch.float32, device=device).view(16, 1024)  # each rank owns some
     norm = Norm(values[1], 1e-6)
     int64_values = torch.arange(-50, 50, device=device)
     for _ in range(3):
         total = all_reduce(values + memory.rank, memory)
         normalized = all_reduce_rms_norm(values + memory.rank, memory, norm)
+        staged = staged_all_reduce_rms_norm(values + memory.rank, memory, norm)
         maximum = all_reduce_max(int64_values * (1 if memory.rank == 0 else -1), memory)
     done_event = torch.cuda.Event()
     done_event.record()
@@ -287,11 +300,10 @@ def verify_symmetric_memory(memory: SymmetricMemory, device: torch.device) -> No
                 f"no data arrives through peer memory within {_VERIFY_TIMEOUT_S:g} s; {_PEER_MEMORY_ADVICE}"
             )
         time.sleep(0.001)
-    expected = all_reduce_rms_norm_reference([values + rank for rank in range(memory.ranks)], norm)
+    expected_total, expected_norm = all_reduce_rms_norm_reference([values + rank for rank in range(memory.ranks)], norm)
     is_correct = (
-        torch.equal(total, expected[0])
-        and torch.equal(normalized[0], expected[0])
-        and torch.allclose(normalized[1], expected[1], rtol=1e-5)
+        all(torch.equal(each, expected_total) for each in (total, normalized[0], staged[0]))
+        and all(torch.allclose(each, expected_norm, rtol=1e-5) for each in (normalized[1], staged[1]))
         and torch.equal(maximum, int64_values.abs())
     )
     if not is_correct:

@@ -30,6 +30,7 @@ from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.core.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION, ModelShape, plan_memory
 from meltcore.engine.core.workspace import PENALTY_BYTES, sleep_rounding_bytes
 from meltcore.errors import ConfigError
+from meltcore.kernels.comm.buffer_sizes import buffer_bytes
 from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
     TRANSLATION_ARCHITECTURE,
@@ -112,6 +113,11 @@ def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
         needs = _awake_needs(msgspec.structs.replace(model, memory=int(model.memory) - lost_bytes), on_cpu)
     rows = [*needs.rows, MemoryRow("rounding", lost_bytes, "of weights that can sleep, to 2 MiB")]
     return needs._replace(budget_bytes=needs.budget_bytes + lost_bytes, rows=rows)
+
+
+def peer_bytes(ranks: int) -> int:
+    """Return the bytes of the buffer that each of several ranks has beside its budget, which the others write to."""
+    return buffer_bytes(ranks) if ranks > 1 else 0
 
 
 def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import torch
 
+from meltcore.kernels.comm.buffer_sizes import CHUNK, CHUNKS
 from meltcore.kernels.comm.symmetric_memory import (
     ALL_PHASES,
-    CHUNK,
     CHUNK_WARPS,
-    CHUNKS,
     POLLS,
     Phases,
     SymmetricMemory,
@@ -30,9 +29,20 @@ from meltcore.kernels.comm.symmetric_memory import (
     slot_pointers,
     wait_for,
 )
+from meltcore.kernels.comm.words import (
+    ALIGNMENT_BYTES,
+    as_words,
+    norm_weights,
+    normalize,
+    pack,
+    partial_sum_words,
+    row_words,
+    triton_dtype,
+    unpack,
+)
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait
-from meltcore.kernels.norm import Norm, rms_norm, round_before_weight
+from meltcore.kernels.norm import Norm, rms_norm
 
 # Chunks of a normalized row, and chunks that its program waits for: more would not fit into its registers.
 _MAX_ROW_CHUNKS, _MAX_AWAITED_CHUNKS = 8, 32
@@ -44,7 +54,6 @@ _MAX_PROGRAMS = 256
 _MAX_PROGRAMS_WITHOUT_BACKOFF, _BACKOFF_NS = 128, 200
 MAX_BYTES = CHUNKS * CHUNK * 4  # of a message to sum
 MAX_INT64 = CHUNKS * CHUNK // 4  # numbers of a message to take the maximum of
-_ALIGNMENT_BYTES = 16  # of a load
 # Bytes that two-shot must save a rank. On four H200s the second trip takes 2 us and more: 512 KiB, of which it would
 # save 768, are faster in one shot, 1 MiB in two.
 _TWO_SHOT_SAVES_BYTES = 1152 * 1024
@@ -53,14 +62,14 @@ _TWO_SHOT_SAVES_BYTES = 1152 * 1024
 def can_all_reduce(values: torch.Tensor) -> bool:
     """Return whether `all_reduce` supports a tensor of this size and layout."""
     message_bytes = values.numel() * values.element_size()
-    return message_bytes <= MAX_BYTES and message_bytes % _ALIGNMENT_BYTES == 0 and values.is_contiguous()
+    return message_bytes <= MAX_BYTES and message_bytes % ALIGNMENT_BYTES == 0 and values.is_contiguous()
 
 
 def can_fuse_norm(partial_sum: torch.Tensor, ranks: int) -> bool:
     """Return whether `all_reduce_rms_norm` supports partial sums [rows, size] of this size and layout."""
-    num_chunks = _num_chunks(_row_words(partial_sum))
+    num_chunks = _num_chunks(row_words(partial_sum))
     fits_registers = num_chunks <= _MAX_ROW_CHUNKS and num_chunks * ranks <= _MAX_AWAITED_CHUNKS
-    is_aligned = partial_sum.shape[1] * partial_sum.element_size() % _ALIGNMENT_BYTES == 0
+    is_aligned = partial_sum.shape[1] * partial_sum.element_size() % ALIGNMENT_BYTES == 0
     return fits_registers and is_aligned and len(partial_sum) * num_chunks <= CHUNKS and can_all_reduce(partial_sum)
 
 
@@ -79,90 +88,15 @@ def all_reduce_rms_norm_reference(
 
 
 @triton.jit
-def _unpack(words, dtype: tl.constexpr):
-    """Return the two 16-bit floats of each word as float32, lower half first. A float32 word is returned twice."""
-    if dtype == tl.float32:
-        low = words.to(tl.float32, bitcast=True)
-        high = low
-    else:
-        low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def _pack(low, high, dtype: tl.constexpr):
-    """Pack two float32 values per word as 16-bit floats, the inverse of `_unpack`."""
-    if dtype == tl.float32:
-        words = low.to(tl.int32, bitcast=True)
-    else:
-        words = low.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)
-        words |= high.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32) << 16
-    return words
-
-
-@triton.jit
-def _normalize(
-    words, low_weight, high_weight, weight_ptr, eps, DTYPE: tl.constexpr, PER_WORD: tl.constexpr, ROW: tl.constexpr
-):
-    """Normalize a row of words with the rounding of kernels/norm.py. Words past the row's end must be zeros."""
-    low, high = _unpack(words, DTYPE)
-    squares = low * low
-    if PER_WORD == 2:
-        squares += high * high
-    scale = tl.rsqrt(tl.sum(squares) / (ROW * PER_WORD) + eps)
-    low = round_before_weight(low * scale, weight_ptr, DTYPE) * low_weight
-    high = round_before_weight(high * scale, weight_ptr, DTYPE) * high_weight
-    return _pack(low, high, DTYPE)
-
-
-@triton.jit
-def _norm_weights(weight_ptr, column, PER_WORD: tl.constexpr, ROW: tl.constexpr):
-    """Load the norm weights of the lower and the upper floats of a row.
-
-    No kernel writes them, so they may be loaded before the previous kernel has ended.
-    """
-    weight = weight_ptr + column * PER_WORD
-    low = tl.load(weight, mask=column < ROW, other=0.0).to(tl.float32)
-    return low, tl.load(weight + PER_WORD - 1, mask=column < ROW, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _reduce(received, residual, DTYPE: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
     """Sum the words over their first dimension and add `residual` if HAS_RESIDUAL."""
-    low_values, high_values = _unpack(received, DTYPE)
+    low_values, high_values = unpack(received, DTYPE)
     low, high = tl.sum(low_values, axis=0), tl.sum(high_values, axis=0)
     if HAS_RESIDUAL:
-        low_residual, high_residual = _unpack(residual, DTYPE)
+        low_residual, high_residual = unpack(residual, DTYPE)
         low += low_residual
         high += high_residual
-    return _pack(low, high, DTYPE)
-
-
-@triton.jit
-def _partial_sum(
-    values_ptr,
-    topk_weights_ptr,
-    row,
-    column,
-    mask,
-    DTYPE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Load the words of this rank's partial sum of a row. With TOP_K > 0, compute it as a weighted sum of experts."""
-    if TOP_K == 0:
-        words = tl.load(values_ptr + row * ROW + column, mask=mask, other=0)
-    else:
-        low, high = tl.zeros(column.shape, dtype=tl.float32), tl.zeros(column.shape, dtype=tl.float32)
-        for k in tl.static_range(TOP_K):
-            pair = row * TOP_K + k
-            weight = tl.load(topk_weights_ptr + pair)
-            low_values, high_values = _unpack(tl.load(values_ptr + pair * ROW + column, mask=mask, other=0), DTYPE)
-            low += weight * low_values
-            high += weight * high_values
-        words = _pack(low, high, DTYPE)
-    return avoid_empty(words)
+    return pack(low, high, DTYPE)
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -203,13 +137,13 @@ def _all_reduce_kernel(
     column = tl.arange(0, BLOCK)
     program = tl.program_id(0)
     if HAS_NORM:
-        low_weight, high_weight = _norm_weights(weight_ptr, column, PER_WORD, ROW)
+        low_weight, high_weight = norm_weights(weight_ptr, column, PER_WORD, ROW)
     pdl_wait(PDL)
     chunk = program * (BLOCK // CHUNK) + column // CHUNK
     steps = tl.load(steps_ptr + chunk) + 1
     word = program * ROW + column
     mask = (column < ROW) & (word < words // 4 * 4)  # tells the compiler that no mask splits 16 bytes
-    local_words = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    local_words = partial_sum_words(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
     SLICE: tl.constexpr = BLOCK // RANKS
     if SEND:
         for rank in tl.static_range(RANKS):
@@ -233,7 +167,7 @@ def _all_reduce_kernel(
             total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
         tl.store(output_ptr + word, total, mask=mask)
         if HAS_NORM:
-            normalized = _normalize(total, low_weight, high_weight, weight_ptr, eps, DTYPE, PER_WORD, ROW)
+            normalized = normalize(total, low_weight, high_weight, weight_ptr, eps, DTYPE, PER_WORD, ROW)
             tl.store(normalized_ptr + word, normalized, mask=mask)
         tl.store(steps_ptr + chunk, steps, mask=column % CHUNK == 0)
 
@@ -264,7 +198,7 @@ def _reduce_slice(
     steps = tl.load(steps_ptr + chunk) + 1
     word = program * ROW + column
     mask = word < words // 4 * 4
-    local_words = _partial_sum(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
+    local_words = partial_sum_words(values_ptr, topk_weights_ptr, program, column, mask, DTYPE, TOP_K, ROW)
     residual = tl.load(output_ptr + word, mask=mask, other=0) if HAS_RESIDUAL else local_words
     received = receive(local_words, mask, pointers_ptr, column, chunk, steps, RANK, RANKS, CHUNK, POLLS, BACKOFF_NS)
     total = _reduce(received, residual, DTYPE, HAS_RESIDUAL)
@@ -307,9 +241,6 @@ def _all_reduce_max_kernel(
         tl.store(steps_ptr + chunk, steps, mask=column == 0)
 
 
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
-
 def all_reduce(
     partial_sum: torch.Tensor,
     memory: SymmetricMemory,
@@ -342,7 +273,7 @@ def all_reduce_rms_norm(
     `can_fuse_norm` tells whether its size and layout are supported.
     """
     output = partial_sum if residual is None else residual
-    normalized, row, has_residual = torch.empty_like(partial_sum), _row_words(partial_sum), residual is not None
+    normalized, row, has_residual = torch.empty_like(partial_sum), row_words(partial_sum), residual is not None
     _launch(partial_sum, None, memory, output, normalized, norm, row, phases, has_residual=has_residual)
     return output, normalized
 
@@ -361,7 +292,7 @@ def combine_all_reduce_rms_norm(
     outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
     type of `outputs`, see `can_fuse_norm`.
     """
-    normalized, row = torch.empty_like(residual), _row_words(residual)
+    normalized, row = torch.empty_like(residual), row_words(residual)
     _launch(outputs, topk_weights, memory, residual, normalized, norm, row, phases, has_residual=True)
     return residual, normalized
 
@@ -381,20 +312,20 @@ def _launch(
     """Launch an all-reduce kernel. row: words per program."""
     if output.numel() == 0:
         return
-    words = _as_words(output)
+    words = as_words(output)
     block = _num_chunks(row) * CHUNK
     programs = triton.cdiv(words.numel(), row)
     _all_reduce_kernel[(programs,)](
-        _as_words(values),
+        as_words(values),
         words if topk_weights is None else topk_weights,
         words,
-        words if normalized is None else _as_words(normalized),
+        words if normalized is None else as_words(normalized),
         words if norm is None else norm.weight,
         memory.pointers,
         memory.steps,
         words.numel(),
         0.0 if norm is None else norm.eps,
-        DTYPE=getattr(tl, _DTYPES[output.dtype]),
+        DTYPE=triton_dtype(output),
         PER_WORD=4 // output.element_size(),
         TOP_K=0 if topk_weights is None else topk_weights.shape[1],
         HAS_RESIDUAL=has_residual,
@@ -443,15 +374,6 @@ def all_reduce_max(values: torch.Tensor, memory: SymmetricMemory, *, phases: Pha
     return values
 
 
-def _row_words(values: torch.Tensor) -> int:
-    """Return the number of 32-bit words per row of [rows, size]."""
-    return values.shape[1] * values.element_size() // 4
-
-
 def _num_chunks(row: int) -> int:
     """Return the number of chunks for `row` words, rounded up to a power of two as Triton blocks require."""
     return int(triton.next_power_of_2(triton.cdiv(row, CHUNK)))
-
-
-def _as_words(values: torch.Tensor) -> torch.Tensor:
-    return values.view(-1).view(torch.int32)

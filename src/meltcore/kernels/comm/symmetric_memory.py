@@ -10,6 +10,9 @@ Double buffering is safe because every launch makes every rank receive something
 rank sends only after its earlier launches have ended: a sender that reuses a slot has, since the last use, received
 something that its receiver sent after emptying the slot. So every launch must exchange data between all ranks.
 
+Behind the chunks is space for one long message, which staged_all_reduce.py reduces: counters of its two stages, its
+rows and its sums. These words are not emptied.
+
 NVLink multicast is not used. A rank that waits for one that is gone waits until its host sets the abort flag.
 """
 
@@ -19,10 +22,11 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.comm.buffer_sizes import CHUNKS, chunk_words
 from meltcore.kernels.jit import tl, triton
 
-CHUNK, CHUNK_WARPS = 512, 4  # words; a thread stores four at a time
-CHUNKS = 512
+CHUNK_WARPS = 4  # a thread stores four words at a time
+STAGES = 2  # of a long message: rows to their owners, sums to all
 # Polls of the buffer between two of the host's abort flag, which lies behind PCIe: about half a millisecond.
 POLLS = 1024
 # Every byte of an empty slot: all ones.
@@ -34,14 +38,18 @@ class SymmetricMemory(NamedTuple):
     """The buffers of a group as one rank sees them.
 
     pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag. steps: [chunks]
-    int32, zeros at start, when all buffers are EMPTY_BYTE. rank: this rank. abort_flag: [1] int32, host memory that the
-    device reads; once it is not zero, reductions stop waiting and their results are undefined.
+    int32, and messages: [STAGES] int64, how many waits of each stage have ended; zeros at start, when all buffers are
+    EMPTY_BYTE. rank: this rank. abort_flag: [1] int32, host memory that the device reads; once it is not zero,
+    reductions stop waiting and their results are undefined. has_messages: False where the buffers end with the chunks,
+    so that kernels of long messages are compiled and not run.
     """
 
     pointers: torch.Tensor
     steps: torch.Tensor
+    messages: torch.Tensor
     rank: int
     abort_flag: torch.Tensor
+    has_messages: bool = True
     backing_memory: torch.Tensor | None = None  # memory behind `pointers` that lives as long as this object
 
     @classmethod
@@ -52,7 +60,8 @@ class SymmetricMemory(NamedTuple):
         """
         flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         pointers = torch.tensor([*buffers, flag.data_ptr()], dtype=torch.int64, device=device)
-        return cls(pointers, torch.zeros(CHUNKS, dtype=torch.int32, device=device), rank, flag)
+        steps = torch.zeros(CHUNKS, dtype=torch.int32, device=device)
+        return cls(pointers, steps, torch.zeros(STAGES, dtype=torch.int64, device=device), rank, flag)
 
     @property
     def ranks(self) -> int:
@@ -64,21 +73,16 @@ class SymmetricMemory(NamedTuple):
         self.abort_flag.fill_(1)
 
 
-def buffer_bytes(ranks: int) -> int:
-    """Return the size of one rank's buffer in bytes."""
-    return CHUNKS * 2 * ranks * CHUNK * 4
-
-
 def aborted_memory(memory: SymmetricMemory) -> SymmetricMemory:
     """Return a private memory for the same number of ranks with the abort flag set.
 
     Reductions on it launch their kernels, but neither send to other ranks nor wait for them.
     """
     device = memory.steps.device
-    buffer = torch.empty(buffer_bytes(memory.ranks), dtype=torch.uint8, device=device)
+    buffer = torch.empty(chunk_words(memory.ranks), dtype=torch.int32, device=device)
     aborted = SymmetricMemory.of([buffer.data_ptr()] * memory.ranks, memory.rank, device)
     aborted.abort()
-    return aborted._replace(backing_memory=buffer)
+    return aborted._replace(has_messages=False, backing_memory=buffer)
 
 
 class Phases(NamedTuple):

@@ -1,80 +1,60 @@
-"""A candidate for large messages: an all-reduce in stages over shared memory, one launch each. Not in the engine.
-
-Written without a measurement; `prompt_all_reduce.py` measures it (docs/decisions/all-reduce.md, row 11).
+"""All-reduce in stages, one launch each, for messages whose transfer time exceeds their latency: of prompt steps.
 
 Tiles of rows belong to the ranks in turn. A rank sends its tiles to their owners; an owner sums a tile over all ranks,
 adds the residual and sends the rounded sum to all; every rank stores all sums and their norms. Between two stages, a
 launch of one program tells the other ranks that this rank's data has arrived, and waits for theirs. No other program
-waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1 (row 8).
+waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1
+(docs/decisions/all-reduce.md, row 8).
 
-Each rank's buffer has room for one message of rows and one of sums. Both are free when they
-are written: a rank that sends rows has received all sums of the previous message, so all rows of it have been read; a
-rank that sends sums has received rows from all ranks, which had read all sums of the previous message. Longer messages
-are cut into several.
+A buffer (buffer_sizes.py) holds one message of rows and one of sums. Both are free when they are written: a rank
+that sends rows has received all sums of the previous message, so all rows of it have been read; a rank that sends sums
+has received rows from all ranks, which had read all sums of the previous message. Longer messages are cut into several.
 
-The operation before is fused as in kernels/comm/all_reduce.py: a row may be the weighted sum over a token's experts.
-The specification is `all_reduce_rms_norm_reference`.
+The operation before is fused as in all_reduce.py: a row may be the weighted sum over a token's experts. The
+specification is the same, `all_reduce_rms_norm_reference`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from meltcore.kernels.comm.all_reduce import _as_words, _norm_weights, _pack, _partial_sum, _row_words, _unpack
-from meltcore.kernels.comm.symmetric_memory import POLLS
+from meltcore.kernels.comm.buffer_sizes import COUNTER_WORDS, MESSAGE_WORDS, chunk_words
+from meltcore.kernels.comm.symmetric_memory import POLLS, SymmetricMemory
+from meltcore.kernels.comm.words import (
+    ALIGNMENT_BYTES,
+    as_words,
+    norm_weights,
+    normalize,
+    pack,
+    partial_sum_words,
+    row_words,
+    triton_dtype,
+    unpack,
+)
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync
-from meltcore.kernels.norm import Norm, round_before_weight
+from meltcore.kernels.norm import Norm
 
-MESSAGE_WORDS = 2**23  # 32 MiB; a buffer holds one message of rows and one of sums
-COUNTERS: tl.constexpr = tl.constexpr(8)  # words before them: a counter for each, with 16 bytes
 _TILE_WORDS, _WORDS_PER_THREAD = 2048, 8  # 16 bytes twice per thread
-_MAX_WARPS = 16
+_MAX_ROW_WORDS, _MAX_WARPS = 8192, 16  # a program has a whole row in its registers
 
 
-class StagedMemory(NamedTuple):
-    """The buffers of a group as one rank sees them.
-
-    pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag. Every byte of a
-    buffer is EMPTY_BYTE at start. messages: [2] int64, zeros at start. abort_flag: [1] int32, host memory that the
-    device reads; once it is not zero, waits end and results are undefined.
-    """
-
-    pointers: torch.Tensor
-    messages: torch.Tensor
-    rank: int
-    abort_flag: torch.Tensor
-
-    @classmethod
-    def of(cls, buffers: list[int], rank: int, device: torch.device) -> StagedMemory:
-        """Create this rank's view. buffers: the address of each rank's buffer on this device."""
-        flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        pointers = torch.tensor([*buffers, flag.data_ptr()], dtype=torch.int64, device=device)
-        return cls(pointers, torch.zeros(2, dtype=torch.int64, device=device), rank, flag)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks in the group."""
-        return self.pointers.shape[0] - 1
-
-
-def buffer_bytes() -> int:
-    """Return the size of one rank's buffer in bytes."""
-    return (COUNTERS.value + 2 * MESSAGE_WORDS) * 4
+def can_stage(partial_sum: torch.Tensor) -> bool:
+    """Return whether `staged_all_reduce_rms_norm` supports partial sums [rows, size] of this size and layout."""
+    is_aligned = partial_sum.shape[1] * partial_sum.element_size() % ALIGNMENT_BYTES == 0
+    return is_aligned and row_words(partial_sum) <= _MAX_ROW_WORDS and partial_sum.is_contiguous()
 
 
 def staged_all_reduce_rms_norm(
     partial_sum: torch.Tensor,
-    memory: StagedMemory,
+    memory: SymmetricMemory,
     norm: Norm,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of all ranks' partial sums, plus `residual` if it is given, and the norm of the result.
 
-    All ranks must call it together. partial_sum, residual: [rows, size], contiguous, of one type. The result replaces
-    `residual` if it is given, else `partial_sum`. A row must be a multiple of 16 bytes.
+    All ranks must call it together. partial_sum, residual: [rows, size] of one type, see `can_stage`. The result
+    replaces `residual` if it is given, else `partial_sum`.
     """
     output = partial_sum if residual is None else residual
     normalized = _reduce(partial_sum, None, memory, output, norm, has_residual=residual is not None)
@@ -83,7 +63,7 @@ def staged_all_reduce_rms_norm(
 
 def staged_combine_all_reduce_rms_norm(
     outputs: torch.Tensor,
-    memory: StagedMemory,
+    memory: SymmetricMemory,
     topk_weights: torch.Tensor,
     norm: Norm,
     residual: torch.Tensor,
@@ -91,7 +71,7 @@ def staged_combine_all_reduce_rms_norm(
     """Compute `staged_all_reduce_rms_norm` of the rounded weighted sum of each token's expert outputs.
 
     outputs: [tokens * top_k, size], contiguous; topk_weights: [tokens, top_k] float32; residual: [tokens, size] in the
-    type of `outputs`.
+    type of `outputs`, see `can_stage`.
     """
     return residual, _reduce(outputs, topk_weights, memory, residual, norm, has_residual=True)
 
@@ -103,17 +83,19 @@ def _rows(
     sender,
     index,
     rows,
+    FIRST_ROW: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):
     """Return a pointer to the slot for the tile number `index` of those that `sender` sends to `owner`.
 
-    rows: of the whole message. TILE: words per tile. ROWS: rows per tile.
+    rows: of the whole message. FIRST_ROW: the first word of rows in a buffer. TILE: words per tile. ROWS: rows per
+    tile.
     """
     buffer = tl.multiple_of(tl.load(pointers_ptr + owner).to(tl.pointer_type(tl.int32)), 16)
     tiles = tl.cdiv(tl.cdiv(rows, ROWS), RANKS)  # per rank
-    return buffer + COUNTERS + (sender * tiles + index) * TILE
+    return buffer + FIRST_ROW + (sender * tiles + index) * TILE
 
 
 @triton.jit
@@ -132,7 +114,7 @@ def _tile(tile, ROW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _send_rows_kernel(
+def _all_reduce_send_kernel(
     values_ptr,
     topk_weights_ptr,
     pointers_ptr,
@@ -144,6 +126,7 @@ def _send_rows_kernel(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program sends one tile of ROWS rows, each of ROW words, to the rank that owns it.
@@ -157,13 +140,13 @@ def _send_rows_kernel(
     if tile * ROWS < rows:
         row, column, word, in_row = _tile(tile, ROW, BLOCK, ROWS)
         row = tl.minimum(row, rows - 1)
-        words = _partial_sum(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
-        slot = _rows(pointers_ptr, owner, RANK, tile // RANKS, rows, ROW * ROWS, ROWS, RANKS)
+        words = partial_sum_words(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
+        slot = _rows(pointers_ptr, owner, RANK, tile // RANKS, rows, FIRST_ROW, ROW * ROWS, ROWS, RANKS)
         tl.store(slot + word, words, mask=in_row)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _reduce_rows_kernel(
+def _all_reduce_sum_kernel(
     values_ptr,
     topk_weights_ptr,
     residual_ptr,
@@ -177,6 +160,7 @@ def _reduce_rows_kernel(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
     FIRST_SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -188,25 +172,25 @@ def _reduce_rows_kernel(
     low, high = tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, BLOCK), tl.float32)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            words = _partial_sum(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
+            words = partial_sum_words(values_ptr, topk_weights_ptr, row, column, in_row, DTYPE, TOP_K, ROW)
         else:
-            slot = _rows(pointers_ptr, RANK, rank, tl.program_id(0), rows, ROW * ROWS, ROWS, RANKS)
+            slot = _rows(pointers_ptr, RANK, rank, tl.program_id(0), rows, FIRST_ROW, ROW * ROWS, ROWS, RANKS)
             words = tl.load(slot + word, mask=in_row, other=0, cache_modifier=".cg")
-        low_values, high_values = _unpack(words, DTYPE)
+        low_values, high_values = unpack(words, DTYPE)
         low += low_values
         high += high_values
     if HAS_RESIDUAL:
-        low_values, high_values = _unpack(tl.load(residual_ptr + row * ROW + column, mask=in_row, other=0), DTYPE)
+        low_values, high_values = unpack(tl.load(residual_ptr + row * ROW + column, mask=in_row, other=0), DTYPE)
         low += low_values
         high += high_values
-    total = _pack(low, high, DTYPE)
+    total = pack(low, high, DTYPE)
     for step in tl.static_range(RANKS):
         slot = _sums(pointers_ptr, (RANK + step) % RANKS, tile, FIRST_SUM, ROW * ROWS)
         tl.store(slot + word, total, mask=in_row)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _receive_sums_kernel(
+def _all_reduce_store_kernel(
     output_ptr,
     normalized_ptr,
     weight_ptr,
@@ -229,7 +213,7 @@ def _receive_sums_kernel(
     pdl_sync(PDL)
     tile = tl.program_id(0)
     row, column, word, in_row = _tile(tile, ROW, BLOCK, ROWS)
-    low_weight, high_weight = _norm_weights(weight_ptr, column, PER_WORD, ROW)
+    low_weight, high_weight = norm_weights(weight_ptr, column, PER_WORD, ROW)
     total = tl.load(
         _sums(pointers_ptr, RANK, tile, FIRST_SUM, ROW * ROWS) + word,
         mask=in_row,
@@ -238,61 +222,49 @@ def _receive_sums_kernel(
     )
     offset, mask = row * ROW + column, in_row & (row < rows)
     tl.store(output_ptr + offset, total, mask=mask)
-    low, high = _unpack(total, DTYPE)
-    squares = low * low
-    if PER_WORD == 2:
-        squares += high * high
-    scale = tl.rsqrt(tl.sum(squares, axis=1) / (ROW * PER_WORD) + eps)[:, None]
-    low = round_before_weight(low * scale, weight_ptr, DTYPE) * low_weight
-    high = round_before_weight(high * scale, weight_ptr, DTYPE) * high_weight
-    tl.store(normalized_ptr + offset, _pack(low, high, DTYPE), mask=mask)
+    normalized = normalize(total, low_weight, high_weight, weight_ptr, eps, DTYPE, PER_WORD, ROW)
+    tl.store(normalized_ptr + offset, normalized, mask=mask)
 
 
 @triton.jit
-def _exchange_kernel(
+def _all_reduce_exchange_kernel(
     pointers_ptr,
     messages_ptr,
     STAGE: tl.constexpr,
-    SIGNAL: tl.constexpr,
-    WAIT: tl.constexpr,
     RANK: tl.constexpr,
     RANKS: tl.constexpr,
+    COUNTERS: tl.constexpr,
     POLLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add 1 to a counter of every other rank, after what earlier kernels stored, and wait for theirs. For one program.
 
-    messages: [2] int64, how many waits for each counter have ended, which this one adds to.
+    STAGE: 0 after rows, 1 after sums. COUNTERS: the first word of the counters.
     """
     pdl_sync(PDL)
-    counter: tl.constexpr = 2 * STAGE  # in int64
-    if SIGNAL:
-        rank = tl.arange(0, RANKS)
-        buffers = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int64))
-        tl.atomic_add(buffers + counter, tl.full((RANKS,), 1, tl.int64), mask=rank != RANK, sem="release", scope="sys")
-    if WAIT:
-        abort_flag = tl.load(pointers_ptr + RANKS).to(tl.pointer_type(tl.int32))
-        buffer = tl.load(pointers_ptr + RANK).to(tl.pointer_type(tl.int64))
-        message = tl.load(messages_ptr + STAGE) + 1
-        expected = (RANKS - 1) * message - 1  # every byte of a buffer is EMPTY_BYTE at start: -1
+    counter: tl.constexpr = COUNTERS // 2 + 2 * STAGE  # in int64
+    rank = tl.arange(0, RANKS)
+    buffers = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int64))
+    tl.atomic_add(buffers + counter, tl.full((RANKS,), 1, tl.int64), mask=rank != RANK, sem="release", scope="sys")
+    abort_flag = tl.load(pointers_ptr + RANKS).to(tl.pointer_type(tl.int32))
+    buffer = tl.load(pointers_ptr + RANK).to(tl.pointer_type(tl.int64))
+    message = tl.load(messages_ptr + STAGE) + 1
+    expected = (RANKS - 1) * message - 1  # every byte of a buffer is EMPTY_BYTE at start: -1
+    count = tl.atomic_add(buffer + counter, 0, sem="acquire", scope="sys")
+    aborted = tl.full((), 0, tl.int32)
+    polls = 0
+    while (count < expected) & (aborted == 0):
         count = tl.atomic_add(buffer + counter, 0, sem="acquire", scope="sys")
-        aborted = tl.full((), 0, tl.int32)
-        polls = 0
-        while (count < expected) & (aborted == 0):
-            count = tl.atomic_add(buffer + counter, 0, sem="acquire", scope="sys")
-            polls += 1
-            if polls % POLLS == 0:
-                aborted = tl.load(abort_flag, volatile=True)
-        tl.store(messages_ptr + STAGE, message)
-
-
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+        polls += 1
+        if polls % POLLS == 0:
+            aborted = tl.load(abort_flag, volatile=True)
+    tl.store(messages_ptr + STAGE, message)
 
 
 def _reduce(
     values: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    memory: StagedMemory,
+    memory: SymmetricMemory,
     output: torch.Tensor,
     norm: Norm,
     *,
@@ -301,16 +273,16 @@ def _reduce(
     """Reduce messages that fit into the buffers one after another. Returns the norm of `output`."""
     normalized = torch.empty_like(output)
     top_k = 0 if topk_weights is None else topk_weights.shape[1]
-    rows_per_message = max_rows(_row_words(output), memory.ranks)
-    for first in range(0, len(output), rows_per_message):
-        part = slice(first, min(first + rows_per_message, len(output)))
+    num_rows = rows_per_message(row_words(output), memory.ranks)
+    for first in range(0, len(output), num_rows):
+        part = slice(first, min(first + num_rows, len(output)))
         part_values = values[part] if topk_weights is None else values[part.start * top_k : part.stop * top_k]
         part_weights = None if topk_weights is None else topk_weights[part]
         _launch(part_values, part_weights, memory, output[part], normalized[part], norm, has_residual=has_residual)
     return normalized
 
 
-def max_rows(row: int, ranks: int) -> int:
+def rows_per_message(row: int, ranks: int) -> int:
     """Return the number of rows of `row` words that one message may have."""
     _, tile_rows = _tile_size(row)
     tiles = MESSAGE_WORDS // (row * tile_rows) // ranks * ranks
@@ -326,57 +298,62 @@ def _tile_size(row: int) -> tuple[int, int]:
 def _launch(
     values: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    memory: StagedMemory,
+    memory: SymmetricMemory,
     output: torch.Tensor,
     normalized: torch.Tensor,
     norm: Norm,
     *,
     has_residual: bool,
 ) -> None:
-    rows, row, ranks = len(output), _row_words(output), memory.ranks
+    rows, row, ranks = len(output), row_words(output), memory.ranks
     block, tile_rows = _tile_size(row)
-    tiles = triton.cdiv(rows, tile_rows)
-    words = _as_words(output)
-    dtype, per_word = getattr(tl, _DTYPES[output.dtype]), 4 // output.element_size()
-    sent = (_as_words(values), words if topk_weights is None else topk_weights)
+    tiles = triton.cdiv(rows, tile_rows) if memory.has_messages else 0  # a launch of no programs only compiles
+    tiles_per_rank, owned_tiles = triton.cdiv(tiles, ranks), max(0, triton.cdiv(tiles - memory.rank, ranks))
+    words = as_words(output)
+    sent = (as_words(values), words if topk_weights is None else topk_weights)
     top_k = 0 if topk_weights is None else topk_weights.shape[1]
-    tile = {"ROW": row, "BLOCK": block, "ROWS": tile_rows, "DTYPE": dtype, "RANK": memory.rank}
+    tile = {"ROW": row, "BLOCK": block, "ROWS": tile_rows, "DTYPE": triton_dtype(output), "RANK": memory.rank}
     tile["num_warps"] = min(_MAX_WARPS, max(1, tile_rows * block // (32 * _WORDS_PER_THREAD)))
     tile |= pdl_options(output.device)
-    first_sum = COUNTERS.value + MESSAGE_WORDS
-    owned_tiles = triton.cdiv(tiles - memory.rank, ranks)
-    programs = triton.cdiv(tiles, ranks) * (ranks - 1)
-    _send_rows_kernel[(programs,)](*sent, memory.pointers, rows, TOP_K=top_k, RANKS=ranks, **tile)
-    exchange_stage(0, memory)
-    if owned_tiles:
-        _reduce_rows_kernel[(owned_tiles,)](
-            *sent,
-            words,
-            memory.pointers,
-            rows,
-            TOP_K=top_k,
-            HAS_RESIDUAL=has_residual,
-            FIRST_SUM=first_sum,
-            RANKS=ranks,
-            **tile,
-        )
-    exchange_stage(1, memory)
-    _receive_sums_kernel[(tiles,)](
+    group = {"RANKS": ranks, "FIRST_ROW": chunk_words(ranks) + COUNTER_WORDS}
+    first_sum = group["FIRST_ROW"] + MESSAGE_WORDS
+    _all_reduce_send_kernel[(tiles_per_rank * (ranks - 1),)](*sent, memory.pointers, rows, TOP_K=top_k, **group, **tile)
+    _exchange(0, memory)
+    _all_reduce_sum_kernel[(owned_tiles,)](
+        *sent,
         words,
-        _as_words(normalized),
+        memory.pointers,
+        rows,
+        TOP_K=top_k,
+        HAS_RESIDUAL=has_residual,
+        FIRST_SUM=first_sum,
+        **group,
+        **tile,
+    )
+    _exchange(1, memory)
+    _all_reduce_store_kernel[(tiles,)](
+        words,
+        as_words(normalized),
         norm.weight,
         memory.pointers,
         rows,
         norm.eps,
-        PER_WORD=per_word,
+        PER_WORD=4 // output.element_size(),
         FIRST_SUM=first_sum,
         **tile,
     )
 
 
-def exchange_stage(stage: int, memory: StagedMemory, *, signal: bool = True, wait: bool = True) -> None:
+def _exchange(stage: int, memory: SymmetricMemory) -> None:
     """Tell the other ranks that all rows (0) or sums (1) of this rank have arrived, and wait for theirs."""
-    group = {"RANK": memory.rank, "RANKS": memory.ranks, **pdl_options(memory.pointers.device)}
-    _exchange_kernel[(1,)](
-        memory.pointers, memory.messages, STAGE=stage, SIGNAL=signal, WAIT=wait, POLLS=POLLS, num_warps=1, **group
+    _all_reduce_exchange_kernel[(int(memory.has_messages),)](
+        memory.pointers,
+        memory.messages,
+        STAGE=stage,
+        RANK=memory.rank,
+        RANKS=memory.ranks,
+        COUNTERS=chunk_words(memory.ranks),
+        POLLS=POLLS,
+        num_warps=1,
+        **pdl_options(memory.pointers.device),
     )
