@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from meltcore.engine.worker.cuda_graphs import DecodeGraphs
 from meltcore.engine.worker.sampler import SampleResult
 from meltcore.engine.worker.warm_up import StepLimits, rehearse
 from meltcore.errors import ConfigError, RankError
+from meltcore.layers import tensor_parallel
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
@@ -44,6 +46,9 @@ NETWORKS: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+    # Steps of more than 128 tokens have messages of more than 1 MiB.
+    "wide qwen3": {"family": "qwen3", "hidden_size": 2048},
+    "wide qwen3_5": {"family": "qwen3_5_moe_text", "hidden_size": 2048},
 }
 # Every way that ranks sample together: rank 0 alone, by candidates, and from whole rows.
 SAMPLING: dict[str, dict[str, object]] = {
@@ -247,12 +252,25 @@ def check_blocked_launch(seen: tools.SeenEngine, ranks: Ranks, monkeypatch: pyte
         ("qwen3_5", 2, {"enforce_eager": True}),
         ("qwen3_5 for eight", 4, {}),
         ("qwen3_5 for eight", 8, {}),
+        ("wide qwen3", 2, {}),
+        ("wide qwen3", 2, {"enforce_eager": True}),
+        ("wide qwen3", 4, {}),
+        ("wide qwen3_5", 2, {}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_gpus_give_the_logits_and_tokens_of_one_gpu(
-    network: str, ranks: int, changes: dict[str, object], tmp_path: Path
+    network: str, ranks: int, changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Wide networks reduce steps of long prompts in stages, on rank 0 as on all."""
+    staged: set[str] = set()
+
+    def record(name: str, reduce: Callable[..., object], *inputs: object) -> object:
+        staged.add(name)
+        return reduce(*inputs)
+
+    for name in ("staged_all_reduce_rms_norm", "staged_combine_all_reduce_rms_norm"):
+        monkeypatch.setattr(tensor_parallel, name, partial(record, name, getattr(tensor_parallel, name)))
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     tools.make_reference(**NETWORKS[network]).save_pretrained(tmp_path)  # type: ignore[arg-type]
@@ -260,7 +278,9 @@ def test_gpus_give_the_logits_and_tokens_of_one_gpu(
     with opened(tmp_path, 1, **settings) as alone:
         expected = answers(alone)
     with opened(tmp_path, ranks, **changes, **settings) as together:
+        staged.clear()  # by the start, which checks them
         found = answers(together)
+        assert bool(staged) == network.startswith("wide")
     assert found.tokens == expected.tokens
     for request_id, rows in found.logits.items():
         count = BY_CANDIDATES_AFTER.get(request_id.partition(";")[0], len(found.tokens[request_id]))
