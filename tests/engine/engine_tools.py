@@ -204,7 +204,8 @@ def open_engine(
         "dtype": "float32",
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
-        "memory_bytes": 256 * 2**20,
+        # On a GPU a budget holds workspaces of libraries, too.
+        "memory_bytes": 2**30 if str(settings.get("device")).startswith("cuda") else 2**28,
         "async_scheduling": overlap,
     }
     config = EngineConfig(model=str(folder), debug=debug, **(defaults | settings))  # type: ignore[arg-type]

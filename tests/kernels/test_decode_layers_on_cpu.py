@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from test_decode_layers import PAGE_SIZE, as_float, random_layers
 from meltcore.kernels.nvrtc import Argument, compile_source
 from meltcore.kernels.persistent import decode_layers
 from meltcore.kernels.persistent.decode_layers import (
+    FEW_TOKENS,
     KERNEL,
+    MAX_TOKENS,
     SIZES,
     DecodeLayer,
     DecodeLayers,
@@ -37,37 +40,41 @@ extern "C" const char* emulate(void** arguments, u32 seed) {
 
 
 @pytest.mark.slow
-def test_compiles() -> None:
-    assert compile_source(KERNEL.source(), KERNEL.name, dict(kernel_macros(28, PAGE_SIZE)), "90a")
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernel as a function of the CPU."""
-    assert COMPILER is not None
-    folder = tmp_path_factory.mktemp("emulated")
-    kernel = Path(decode_layers.__file__).with_suffix(".cu").read_text()
-    source, library = folder / "kernel.cpp", folder / "kernel.so"
-    source.write_text(Path(__file__).with_name("cuda_emulation.h").read_text() + kernel + ENTRY)
-    macros = [f"-D{key}={value}" for key, value in kernel_macros(LAYERS, PAGE_SIZE)]
-    options = ["-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
-    subprocess.run([COMPILER, *options, *macros, "-o", str(library), str(source)], check=True, timeout=200)
-    loaded = ctypes.CDLL(str(library))
-    loaded.emulate.restype = ctypes.c_char_p
-    return loaded
+@pytest.mark.parametrize("tokens", [FEW_TOKENS, MAX_TOKENS])
+def test_compiles(tokens: int) -> None:
+    assert compile_source(KERNEL.source(), KERNEL.name, dict(kernel_macros(tokens, 28, PAGE_SIZE)), "90a")
 
 
 @pytest.fixture
-def launches(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Makes launches of the kernel run on the CPU. The seeds of those that ran."""
     seeds: list[int] = []
 
+    @cache
+    def emulated(macros: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+        """The kernel as a function of the CPU."""
+        assert COMPILER is not None
+        kernel = Path(decode_layers.__file__).with_suffix(".cu").read_text()
+        source, library = (tmp_path / f"kernel{len(seeds)}.{suffix}" for suffix in ("cpp", "so"))
+        source.write_text(Path(__file__).with_name("cuda_emulation.h").read_text() + kernel + ENTRY)
+        options = ["-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
+        defined = [f"-D{key}={value}" for key, value in macros]
+        subprocess.run([COMPILER, *options, *defined, "-o", str(library), str(source)], check=True, timeout=200)
+        loaded = ctypes.CDLL(str(library))
+        loaded.emulate.restype = ctypes.c_char_p
+        return loaded
+
     def launch(
-        grid: Sequence[int], threads: int, macros: object, arguments: Sequence[Argument], *_: object, **__: object
+        grid: Sequence[int],
+        threads: int,
+        macros: tuple[tuple[str, int], ...],
+        arguments: Sequence[Argument],
+        *_: object,
+        **__: object,
     ) -> None:
         values = [as_ctypes(each) for each in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        failure = emulated.emulate(addresses, len(seeds))
+        failure = emulated(macros).emulate(addresses, len(seeds))
         assert failure is None, failure.decode()
         seeds.append(len(seeds))
 
@@ -84,7 +91,7 @@ def as_ctypes(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 def test_computes_the_reference_on_a_cpu(launches: list[int]) -> None:
-    """Several launches of one object: a launch meets what those before it have left."""
+    """Several launches of one object, also of both forms: a launch meets what those before it have left."""
     layers = random_layers(LAYERS, PAGES, "cpu")
     rotary = rotary_table(128, PAGES * PAGE_SIZE, 1e6, torch.device("cpu"))
     kernel = DecodeLayers(layers, rotary, SCALE)
@@ -96,8 +103,8 @@ def test_computes_the_reference_on_a_cpu(launches: list[int]) -> None:
         for row, position in zip(rows, positions, strict=True):
             used = position // PAGE_SIZE + 1
             table[row, :used], free = free[:used], free[used:]
-            for cache in (cache for layer in layers for cache in (layer.keys, layer.values)):
-                cache[table[row, used - 1 : used], max(position, 0) % PAGE_SIZE :] = float("nan")
+            for each in (each for layer in layers for each in (layer.keys, layer.values)):
+                each[table[row, used - 1 : used], max(position, 0) % PAGE_SIZE :] = float("nan")
         wide = [DecodeLayer(*map(as_float, layer)) for layer in layers]
         arguments = torch.tensor(positions), table, rows
         output = kernel.run(hidden, *arguments)
@@ -105,7 +112,7 @@ def test_computes_the_reference_on_a_cpu(launches: list[int]) -> None:
 
         assert ((output.float() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 0.01
         for layer, other in zip(layers, wide, strict=True):
-            for cache, wide_cache in ((layer.keys, other.keys), (layer.values, other.values)):
-                torch.testing.assert_close(cache.float(), wide_cache, rtol=0.02, atol=0.02, equal_nan=True)
-                cache.copy_(torch.randn_like(cache))
+            for each, wide_cache in ((layer.keys, other.keys), (layer.values, other.values)):
+                torch.testing.assert_close(each.float(), wide_cache, rtol=0.02, atol=0.02, equal_nan=True)
+                each.copy_(torch.randn_like(each))
     assert len(launches) == 3

@@ -11,7 +11,7 @@
 // and layer i + 1 will use. A block fences once per layer, between its emptying and what all others need to go on.
 //
 // Macros: HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS; PAGE_SIZE of the cache; BLOCKS; SLOTS of the ring; IN_FLIGHT:
-// copies at a time, so that exchanged values do not wait behind many of them; IN_FLIGHT_LONG: with many keys.
+// copies at a time, so that exchanged values do not wait behind many of them; IN_FLIGHT_LONG: with many keys; ROW_PADDING.
 
 constexpr int HEAD_DIM = 128, TOKENS = 16;
 constexpr int WARPS = 8, PRODUCER = WARPS;
@@ -31,13 +31,16 @@ static_assert(HIDDEN % 256 == 0 && ATTENTION % 256 == 0 && INTERMEDIATE % 256 ==
 static_assert(KV_HEADS == WARPS && GROUP == 2 && KEY_BYTES == 2 * HIDDEN, "a slot has 8 rows of a weight, or 8 keys");
 static_assert(PAGE_SIZE % TILE_KEYS == 0 && 4 * TOKENS * HEADS == WARPS * BLOCKS, "a warp combines a quarter of a head");
 
-// Of a row of weights or keys in shared memory: neighboring rows are in different banks.
-__host__ __device__ constexpr int stride(int columns) { return 2 * columns + 64; }
+// Of a row of weights or keys in shared memory. With padding of 64 bytes, neighboring rows are in different banks;
+// without, all rows of a slot are one copy (see `load_row`).
+__host__ __device__ constexpr int stride(int columns) { return 2 * columns + ROW_PADDING; }
 constexpr int VALUE_STRIDE = KEY_BYTES + 16;  // of values, of which an instruction reads 8 rows
+static_assert(ROW_PADDING == 64 || ROW_PADDING == 0, "");
 
-constexpr int SLOT_BYTES = 8 * stride(HIDDEN);
+constexpr int SLOT_BYTES = 8 * (stride(HIDDEN) > VALUE_STRIDE ? stride(HIDDEN) : VALUE_STRIDE);
 constexpr int PER_OUT = 4, PER_DOWN = 2;  // rows of a slot; of HIDDEN columns it has 8
 static_assert(PER_OUT * stride(ATTENTION) <= SLOT_BYTES && PER_DOWN * stride(INTERMEDIATE) <= SLOT_BYTES, "");
+static_assert(SLOT_BYTES % 128 == 0, "each slot begins at the first bank");
 constexpr int AT_SUMS = SLOTS * SLOT_BYTES;  // of gate and up, and of QKV
 constexpr int AT_FEW_SUMS = AT_SUMS + WARPS * (2 * UP_ROWS / 8) * 512;  // of the others; queries; a new value
 constexpr int AT_SQUARES = AT_FEW_SUMS + WARPS * 512;
@@ -159,8 +162,13 @@ struct Producer : Block {
     template <int COLUMNS>
     __device__ __forceinline__ void rows(const char* weight, int row, int count) {
         u32 barrier = take(count * 2 * COLUMNS);
-        const char* from = weight + (i64)(row + part()) * (2 * COLUMNS);
-        if (part() < count) copy_once(at(ring) + part() * stride(COLUMNS), from, 2 * COLUMNS, barrier);
+        const char* from = weight + (i64)row * (2 * COLUMNS);
+        if (ROW_PADDING) {
+            if (part() < count)
+                copy_once(at(ring) + part() * stride(COLUMNS), from + part() * (2 * COLUMNS), 2 * COLUMNS, barrier);
+        } else if (lane == 0 && warp == PRODUCER) {
+            copy_once(at(ring), from, count * 2 * COLUMNS, barrier);
+        }
         ring.next();
     }
 
@@ -189,14 +197,11 @@ struct Producer : Block {
             int count = min(32, end - first);
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                i64 row = __shfl_sync(~0u, of_lane, i) + part();
+                int row = (int)__shfl_sync(~0u, of_lane, i);
+                rows<HIDDEN>(layer.keys, row, TILE_KEYS);
                 u32 barrier = take(TILE_KEYS * KEY_BYTES);
-                if (part() < TILE_KEYS)
-                    copy_once(at(ring) + part() * stride(HIDDEN), layer.keys + row * KEY_BYTES, KEY_BYTES, barrier);
-                ring.next();
-                barrier = take(TILE_KEYS * KEY_BYTES);
-                if (part() < TILE_KEYS)
-                    copy_once(at(ring) + part() * VALUE_STRIDE, layer.values + row * KEY_BYTES, KEY_BYTES, barrier);
+                const char* from = layer.values + (i64)(row + part()) * KEY_BYTES;
+                if (part() < TILE_KEYS) copy_once(at(ring) + part() * VALUE_STRIDE, from, KEY_BYTES, barrier);
                 ring.next();
             }
         }
@@ -266,6 +271,19 @@ struct Consumer : Block {
 
     // --- GEMMs -------------------------------------------------------------------------------------------------------
 
+    // Loads COUNT pieces of row lane / 4, of which four lanes have 64 bytes each. Without padding odd rows are in the
+    // banks of even ones: they load the two halves of 128 bytes in the other order.
+    template <int COUNT>
+    __device__ __forceinline__ void load_row(u32 from, uint4* pieces) {
+        bool swaps = ROW_PADDING == 0 && lane / 4 % 2;
+        from += 16 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            uint4 first = load4(from + 64 * i + (swaps ? 64 : 0)), second = load4(from + 64 * i + (swaps ? 0 : 64));
+            pieces[i] = swaps ? second : first, pieces[i + 1] = swaps ? first : second;
+        }
+    }
+
     // Loads this warp's columns of 8 * COUNT rows of HIDDEN columns.
     template <int COUNT>
     __device__ __forceinline__ void load_rows(uint4 (*weights)[HIDDEN / 256]) {
@@ -273,9 +291,7 @@ struct Consumer : Block {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             wait(full(next.slot), next.phase);
-            u32 from = at(next) + lane / 4 * stride(HIDDEN) + warp * (HIDDEN / 4) + 16 * (lane % 4);
-#pragma unroll
-            for (int j = 0; j < HIDDEN / 256; ++j) weights[i][j] = load4(from + 64 * j);
+            load_row<HIDDEN / 256>(at(next) + lane / 4 * stride(HIDDEN) + warp * (HIDDEN / 4), weights[i]);
             next.next();
         }
         give<COUNT>();
@@ -291,9 +307,7 @@ struct Consumer : Block {
             if (i < lane / 4 / PER) row.next();
             next.next();
         }
-        u32 from = at(row) + lane / 4 % PER * stride(COLUMNS) + warp * (COLUMNS / 4) + 16 * (lane % 4);
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 256; ++j) weights[0][j] = load4(from + 64 * j);
+        load_row<COLUMNS / 256>(at(row) + lane / 4 % PER * stride(COLUMNS) + warp * (COLUMNS / 4), weights[0]);
         give<8 / PER>();
     }
 
@@ -539,12 +553,12 @@ struct Consumer : Block {
             for (int i = 0; i < 2; ++i) {
                 if (i && !has_second) continue;
                 wait(full(slots[2 * i].slot), slots[2 * i].phase);
-                u32 keys = at(slots[2 * i]) + lane / 4 * stride(HIDDEN) + warp * (2 * HEAD_DIM) + 16 * (lane % 4);
+                uint4 keys[HEAD_DIM / 32];
+                load_row<HEAD_DIM / 32>(at(slots[2 * i]) + lane / 4 * stride(HIDDEN) + warp * (2 * HEAD_DIM), keys);
 #pragma unroll
                 for (int j = 0; j < HEAD_DIM / 32; ++j) {
-                    uint4 words = load4(keys + 64 * j);
-                    multiply(scores[i][0], make_uint4(rows[j].x, 0, rows[j].y, 0), make_uint2(words.x, words.y));
-                    multiply(scores[i][1], make_uint4(rows[j].z, 0, rows[j].w, 0), make_uint2(words.z, words.w));
+                    multiply(scores[i][0], make_uint4(rows[j].x, 0, rows[j].y, 0), make_uint2(keys[j].x, keys[j].y));
+                    multiply(scores[i][1], make_uint4(rows[j].z, 0, rows[j].w, 0), make_uint2(keys[j].z, keys[j].w));
                 }
             }
             int first_key = (tile - of.first) * TILE_KEYS + lane % 4 * 2;

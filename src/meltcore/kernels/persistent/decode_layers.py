@@ -22,6 +22,7 @@ from meltcore.kernels.nvrtc import INSTRUCTIONS, CudaKernel
 
 KERNEL = CudaKernel([INSTRUCTIONS, Path(__file__).with_name("decode_layers.cu")], "decode_layers", suffix="a")
 MAX_TOKENS = 16
+FEW_TOKENS = 4  # for more, a copy of several rows is faster than the shorter code without
 SHARED_BYTES = 227 * 1024
 _CAPABILITY = 90  # bulk copies; measured there
 _BLOCKS, _THREADS, _SLOTS = 128, 12 * 32, 12
@@ -119,8 +120,8 @@ def decode_layers_reference(
 
 
 @cache
-def kernel_macros(layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the constants that the kernel is compiled with."""
+def kernel_macros(tokens: int, layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
+    """Return the constants that the kernel is compiled with, for a number of sequences."""
     return (
         ("HIDDEN", SIZES.hidden),
         ("HEADS", SIZES.heads),
@@ -132,6 +133,7 @@ def kernel_macros(layers: int, page_size: int) -> tuple[tuple[str, int], ...]:
         ("SLOTS", _SLOTS),
         ("IN_FLIGHT", _IN_FLIGHT),
         ("IN_FLIGHT_LONG", _IN_FLIGHT_LONG),
+        ("ROW_PADDING", 64 if tokens <= FEW_TOKENS else 0),
     )
 
 
@@ -142,7 +144,7 @@ class DecodeLayers:
         """Take layers that `supports` returns True for. scale: of the scores; rotary: see `rotary_table`."""
         device = rotary.device
         self._layers, self._rotary, self._scale = layers, rotary, scale
-        self._macros = kernel_macros(len(layers), layers[0].keys.shape[1])
+        self._page_size = layers[0].keys.shape[1]
         addresses = [
             [each.data_ptr() for each in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.keys, layer.values)]
             for layer in layers
@@ -171,7 +173,7 @@ class DecodeLayers:
         KERNEL.launch(
             (_BLOCKS,),
             _THREADS,
-            self._macros,
+            kernel_macros(len(hidden), len(self._layers), self._page_size),
             [
                 *(self._pointers, self._norms, hidden, out, positions, rows, page_table, self._rotary),
                 *(self._exchange, self._first_set, len(hidden), page_table.stride(0)),
