@@ -144,9 +144,11 @@ class Driver:
             await end_async(process, 0.0)
 
     async def _follow(self) -> None:
+        after = self.state
         while True:
             await asyncio.sleep(_POLL_S)
-            before, self.state = self.state, self.read()
+            before = after  # not self.state: whatever came in since then has read the file again
+            after = self.state = self.read()
             if before.problem != self.state.problem:
                 answer(ClusterState(self.state.problem))
             for start, process in list(self._engines.values()):
