@@ -153,8 +153,7 @@ def test_graphs_give_the_bits_of_eager_steps_at_the_same_batch(checkpoint: Path)
         assert torch.equal(with_graphs, logits[1][name]), name
 
 
-# The fifth layer does not run before the capture of an even number of tokens. Three sub-groups of pages share the slots
-# of an odd one. No other test has these sizes: the kernels are new.
+# Sub-groups of pages share the slots of an odd number of tokens. No other test has these sizes: the kernels are new.
 SEVERAL_KINDS: dict[str, dict[str, object]] = {
     "recurrent": {
         "family": "qwen3_5_moe_text",
@@ -176,7 +175,7 @@ SEVERAL_KINDS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("kinds", SEVERAL_KINDS)
 def test_graphs_of_layers_of_several_kinds_load_no_kernel_during_a_capture(kinds: str, tmp_path: Path) -> None:
-    """Few layers run before each capture. Replays give the logits of all."""
+    """Replays give the logits of all layers."""
     reference = tools.make_reference(**SEVERAL_KINDS[kinds])  # type: ignore[arg-type]
     reference.save_pretrained(tmp_path)
     loaded: list[tuple[str, bool]] = []

@@ -35,11 +35,11 @@ class GraphCapturer:
         self._stream = stream()  # one for all: cuBLAS keeps a workspace per stream
 
     def capture(self, step: Callable[[], _Outputs]) -> tuple[torch.cuda.CUDAGraph, _Outputs]:
-        """Return a graph of `step` and its outputs. It must have run before: to load a kernel may end a capture.
+        """Return a graph of `step` and its outputs. It must have run before: loading a kernel may end a capture.
 
         One of another size will not do. Triton compiles other kernels by sizes and by alignments. cuBLAS selects its
         kernels by the number of tokens, and NCCL by bytes; neither tells which, and CUDA loads each at its first
-        launch. All layers need not have run, but each kind of layer (Model.one_layer_per_kind).
+        launch.
 
         Unlike torch.cuda.graph it neither waits for the device nor frees all cached memory, which the next step would
         have to allocate again.

@@ -8,8 +8,9 @@ is longer than `_LIMIT_S`.
 Every engine on a GPU compiles in this way. With one core there is one worker, for which the engine waits. Where no
 process can be forked, the threads that would ask the workers compile.
 
-The engine's end of a pipe is all that keeps the processes alive: they end when the engine closes it, or dies. They stay
-in the engine's process group and ignore what ends the engine in order.
+The engine's end of a pipe is all that keeps the processes alive: they end when the engine closes it, or dies. The
+first one stays in the engine's process group and ignores what ends the engine in order. A worker leads a group of its
+own, with the compilers that it starts.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from meltcore.kernels.nvrtc import Binary
 # other processes have the cores.
 _LIMIT_S = 60.0
 _END_LIMIT_S = 5.0  # for the processes to end, from closing their pipe to SIGKILL
-# With more, workers wait for the slowest kernel.
-_MAX_WORKERS = 16
+# With more, workers wait for the slowest kernel. With fewer than four, an engine that starts alone while others serve
+# would leave most cores idle.
+_MIN_WORKERS, _MAX_WORKERS = 4, 16
+_ENDING_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
 
@@ -60,9 +63,10 @@ class KernelSource(NamedTuple):
 def worker_count(num_processes: int) -> int:
     """Return the number of workers for each of `num_processes` engine processes that may compile at the same time.
 
-    They share the cores but one.
+    They share the cores but one, with at least four each where there are as many cores.
     """
-    return max(1, min(_MAX_WORKERS, (len(os.sched_getaffinity(0)) - 1) // num_processes))
+    cores = max(1, len(os.sched_getaffinity(0)) - 1)
+    return min(cores, _MAX_WORKERS, max(_MIN_WORKERS, cores // num_processes))
 
 
 def _print_reason(reason: str) -> None:
@@ -180,7 +184,7 @@ def _serve(connections: Sequence[Connection]) -> None:
     gc.freeze()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what a user of the engine has set would not keep ids of workers
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in _ENDING_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # the end of the engine ends this process
     _close_other_files({connection.fileno() for connection in connections})
     starter, *others = connections
@@ -196,6 +200,9 @@ def _serve(connections: Sequence[Connection]) -> None:
             pid = os.fork()
             if pid == 0:
                 try:
+                    for signum in _ENDING_SIGNALS:
+                        signal.signal(signum, signal.SIG_DFL)  # ptxas and the C compiler inherit it
+                    os.setpgid(0, 0)
                     _end_with(server)
                     for other in connections:
                         if other is not connection:
@@ -203,12 +210,15 @@ def _serve(connections: Sequence[Connection]) -> None:
                     _work(connection)
                 finally:
                     os._exit(0)
+            with suppress(OSError):  # the worker has done so, or has ended
+                os.setpgid(pid, pid)
             workers.append(pid)
         connection.close()
     with suppress(EOFError, OSError):
         starter.recv()
     for pid in workers:  # not waited for before: no other process can have their ids
-        os.kill(pid, signal.SIGKILL)
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)  # and the compilers that it has started
     for pid in workers:
         os.waitpid(pid, 0)
 

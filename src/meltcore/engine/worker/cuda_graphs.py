@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -24,8 +23,6 @@ from meltcore.models.loader import Progress
 # From rows and positions of a padded batch, [sequences] int64 each, to logits [sequences, vocab] and greedy tokens
 # [sequences] int64.
 DecodeStep = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-# Returns a context in which a step launches each kernel that it needs, but few of its layers: `one_layer_per_kind`.
-FewLayers = Callable[[], AbstractContextManager[None]]
 
 PADDING_ROW = 0
 PADDING_POSITION = -1  # an empty sequence: attention reads no key for it, and its own key goes to page 0
@@ -86,17 +83,12 @@ class DecodeGraphs:
         self._warm_up_send()
 
     @torch.inference_mode()
-    def capture(self, progress: Progress, few_layers: FewLayers) -> None:
-        """Capture every size, the largest first, so that the smaller ones fit into its memory.
-
-        Each runs before, in the context that `few_layers` returns: a capture must load no kernel, and other sizes need
-        others (see GraphCapturer.capture).
-        """
+    def capture(self, progress: Progress) -> None:
+        """Capture every size, the largest first, so that the smaller ones fit into its memory."""
         capturer = GraphCapturer()
         for index, size in enumerate(reversed(self._sizes)):
             rows, positions = self._padding(size)
-            with few_layers():
-                self._eager_step(rows, positions)
+            self._eager_step(rows, positions)
             torch.cuda.synchronize()
             graph, outputs = capturer.capture(partial(self._eager_step, rows, positions))
             self._captured[size] = CapturedGraph(graph, *outputs)

@@ -176,7 +176,7 @@ class ModelRunner:
         with memory_pool("kv_cache"):
             self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         graphs = self._make_decode_graphs()
-        graphs.capture(progress, self.model.one_layer_per_kind)
+        graphs.capture(progress)
         self._decode_graphs = graphs
         if prefill:
             self._capture_prefill_graphs(progress, capture_all)
@@ -190,7 +190,7 @@ class ModelRunner:
         buckets = graph_buckets(self._config.max_num_seqs, min(max_tokens, self._config.max_num_batched_tokens))
         if buckets:
             graphs = PrefillGraphs(self._padded_step, buckets, self._page_table)
-            graphs.capture(progress, self.model.one_layer_per_kind, capture_all=capture_all)
+            graphs.capture(progress, capture_all=capture_all)
             self._prefill_graphs = graphs
 
     def without_collectives(self) -> AbstractContextManager[None]:

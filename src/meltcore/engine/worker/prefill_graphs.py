@@ -19,7 +19,7 @@ import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
 from meltcore.engine.core.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
-from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph, FewLayers
+from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, aligned
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import CHUNK
@@ -222,12 +222,10 @@ class PrefillGraphs:
         self._memory_left = True
 
     @torch.inference_mode()
-    def capture(self, progress: Progress, few_layers: FewLayers, *, capture_all: bool = False) -> None:
+    def capture(self, progress: Progress, *, capture_all: bool = False) -> None:
         """Capture buckets of few decodes, the largest first, so that the smaller ones fit into its memory.
 
-        The others are captured at their first use, or now with capture_all. Each bucket runs before, in the context
-        that `few_layers` returns: a capture must load no kernel, and other sizes need others (see
-        GraphCapturer.capture).
+        The others are captured at their first use, or now with capture_all.
         """
         self._memory_left = not capture_all
         first_buckets = [
@@ -238,8 +236,7 @@ class PrefillGraphs:
             pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
             self._inputs[: len(padding)] = padding.to(self._inputs.device)
             inputs = PaddedInputs.views(self._inputs, bucket)
-            with few_layers():
-                self._step(inputs, bucket)
+            self._step(inputs, bucket)
             torch.cuda.synchronize()
             self._capture(inputs, bucket)
             progress("capturing prefill graphs", (index + 1) / len(first_buckets))
