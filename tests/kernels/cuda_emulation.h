@@ -300,7 +300,7 @@ inline u16 to_bf16(float value) {
 
 inline float rounded(float value) { return __uint_as_float((u32)to_bf16(value) << 16); }
 inline u32 pack(float first, float second) { return to_bf16(first) | (u32)to_bf16(second) << 16; }
-inline u32 product(u32 first, u32 second) { return pack(low(first) * low(second), high(first) * high(second)); }
+inline u32 multiply_pairs(u32 first, u32 second) { return pack(low(first) * low(second), high(first) * high(second)); }
 inline float exchange(float value, int distance) { return __shfl_xor_sync(~0u, value, distance); }
 
 template <int FIRST> float max_lanes(float value) {

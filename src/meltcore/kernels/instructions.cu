@@ -193,7 +193,8 @@ __device__ __forceinline__ void unpack(uint4 words, float* values) {
     values[4] = low(words.z), values[5] = high(words.z), values[6] = low(words.w), values[7] = high(words.w);
 }
 
-__device__ __forceinline__ u32 product(u32 first, u32 second) {
+// Multiplies two pairs of bfloat16, each rounded once.
+__device__ __forceinline__ u32 multiply_pairs(u32 first, u32 second) {
     u32 pair;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(first), "r"(second));
     return pair;

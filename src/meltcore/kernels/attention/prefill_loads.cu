@@ -144,13 +144,6 @@ __device__ __forceinline__ void load_keys_and_values(const Params& params, u32 s
     }
 }
 
-// Products of two pairs, each rounded once.
-__device__ __forceinline__ u32 multiply_pairs(u32 first, u32 second) {
-    u32 product;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(first), "r"(second));
-    return product;
-}
-
 // Normalizes two dims, with the reference's rounding.
 __device__ __forceinline__ u32 normalize(u32 pair, float scale, u32 weight) {
     return multiply_pairs(pack(low(pair) * scale, high(pair) * scale), weight);

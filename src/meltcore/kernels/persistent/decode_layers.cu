@@ -2,13 +2,16 @@
 //
 // A block, one per SM, has some rows of every weight, and an equal share of the keys of all sequences. One warp, or four
 // with many keys, copies weights, keys and values to a ring of slots in shared memory, in the order of use, across
-// layers. WARPS others compute. In a GEMM a warp has a part of the columns of all the block's rows, in attention one
+// layers. Eight warps compute (WARPS). In a GEMM a warp has a part of the columns of all the block's rows, in attention one
 // KV head.
 //
 // Between two operations blocks exchange values through global memory, that is, L2, in pieces of 16 bytes that are
 // written and read by one instruction. Memory that no block has written yet holds EMPTY, which no arithmetic yields:
 // readers poll. There are three sets of this memory. Layer i uses one and empties the next, which layer i - 2 has used
-// and layer i + 1 will use. A block fences once per layer, between its emptying and what all others need to go on.
+// and layer i + 1 will use. A block fences once per layer, between its emptying and what all others need to go on: two
+// warps fence after a barrier of all, and others publish after the next barrier. PTX promises this order only to the
+// threads that fence; that it holds for the block's other threads, and for readers that do not acquire, is a property of
+// the hardware, which repeats with equal bits have shown (tests/kernels/test_decode_layers.py).
 //
 // Macros: HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS; PAGE_SIZE of the cache; BLOCKS; SLOTS of the ring; IN_FLIGHT:
 // copies at a time, so that exchanged values do not wait behind many of them; IN_FLIGHT_LONG: with many keys; ROW_PADDING.
@@ -377,8 +380,8 @@ struct Consumer : Block {
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     squares = fmaf(low(words[j]), low(words[j]), fmaf(high(words[j]), high(words[j]), squares));
-                x[i][half] = make_uint4(product(words[0], norm[i].x), product(words[1], norm[i].y),
-                                        product(words[2], norm[i].z), product(words[3], norm[i].w));
+                x[i][half] = make_uint4(multiply_pairs(words[0], norm[i].x), multiply_pairs(words[1], norm[i].y),
+                                        multiply_pairs(words[2], norm[i].z), multiply_pairs(words[3], norm[i].w));
             }
             squares = sum_lanes<2>(squares);
             if (lane % 4 == 0) store_float(shared + AT_SQUARES + 4 * (warp * 16 + token(half)), squares);

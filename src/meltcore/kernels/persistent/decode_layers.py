@@ -22,7 +22,8 @@ from meltcore.kernels.nvrtc import INSTRUCTIONS, CudaKernel
 
 KERNEL = CudaKernel([INSTRUCTIONS, Path(__file__).with_name("decode_layers.cu")], "decode_layers", suffix="a")
 MAX_TOKENS = 16
-FEW_TOKENS = 4  # for more, a copy of several rows is faster than the shorter code without
+# Of the batch sizes that are captured: from 8 on, one copy of several rows is faster than shorter code.
+FEW_TOKENS = 4
 SHARED_BYTES = 227 * 1024
 _CAPABILITY = 90  # bulk copies; measured there
 _BLOCKS, _THREADS, _SLOTS = 128, 12 * 32, 12
@@ -91,10 +92,15 @@ def supports(layers: Sequence[DecodeLayer]) -> bool:
             layer.sizes == SIZES
             and layer.keys.shape[3] == _HEAD_DIM
             and layer.keys.shape[1] % _TILE_KEYS == 0
-            and all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in layer.tensors)
+            and all(_can_be_copied(tensor) for tensor in layer.tensors)
             for layer in layers
         )
     )
+
+
+def _can_be_copied(tensor: torch.Tensor) -> bool:
+    """Return whether bulk copies of 16 bytes and more can read a tensor."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def decode_layers_reference(
