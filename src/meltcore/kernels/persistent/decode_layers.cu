@@ -14,7 +14,8 @@
 // the hardware, which repeats with equal bits have shown (tests/kernels/test_decode_layers.py).
 //
 // Macros: HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS; PAGE_SIZE of the cache; BLOCKS; SLOTS of the ring; IN_FLIGHT:
-// copies at a time, so that exchanged values do not wait behind many of them; IN_FLIGHT_LONG: with many keys; ROW_PADDING.
+// copies at a time, so that exchanged values do not wait behind many of them; IN_FLIGHT_LONG: with more than
+// MANY_TILES tiles of keys in a block; ROW_PADDING.
 
 constexpr int HEAD_DIM = 128, TOKENS = 16;
 constexpr int WARPS = 8, PRODUCER = WARPS;
@@ -26,7 +27,7 @@ constexpr int QKV = ATTENTION + 2 * KV_HEADS * HEAD_DIM;
 constexpr int OUT_ROWS = HIDDEN / BLOCKS;     // of a block, as the following
 constexpr int UP_ROWS = INTERMEDIATE / BLOCKS;
 constexpr int QKV_ROWS = QKV / BLOCKS;
-constexpr int TILE_KEYS = 8, MANY_TILES = 32;
+constexpr int TILE_KEYS = 8;
 constexpr int KEY_BYTES = 2 * KV_HEADS * HEAD_DIM;  // of all KV heads
 constexpr u32 EMPTY = 0xffffffffu;  // two bfloat16 or a float32 that are not numbers, of another form than arithmetic's
 static_assert(OUT_ROWS == 8 && UP_ROWS == 24 && QKV_ROWS == 32, "rows of an instruction's tiles");

@@ -27,7 +27,7 @@ FEW_TOKENS = 4
 SHARED_BYTES = 227 * 1024
 _CAPABILITY = 90  # bulk copies; measured there
 _BLOCKS, _THREADS, _SLOTS = 128, 12 * 32, 12
-_IN_FLIGHT, _IN_FLIGHT_LONG = 2, 4
+_IN_FLIGHT, _IN_FLIGHT_LONG, _MANY_TILES = 2, 4, 32
 _HEAD_DIM, _TILE_KEYS = 128, 8
 _SETS = 3  # of exchanged values, as in decode_layers.cu
 
@@ -139,6 +139,7 @@ def kernel_macros(tokens: int, layers: int, page_size: int) -> tuple[tuple[str, 
         ("SLOTS", _SLOTS),
         ("IN_FLIGHT", _IN_FLIGHT),
         ("IN_FLIGHT_LONG", _IN_FLIGHT_LONG),
+        ("MANY_TILES", _MANY_TILES),
         ("ROW_PADDING", 64 if tokens <= FEW_TOKENS else 0),
     )
 
