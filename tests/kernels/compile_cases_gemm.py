@@ -307,7 +307,8 @@ def grouped_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     tokens = [1, *(each * of.count // of.top_k for each in ((1, 32, 64) if dtype.itemsize == 2 else (1,)))]
     if capability(of.gate_up.device) == grouped_gemm._TUNED_CAPABILITY:
         for weight in (of.gate_up, of.down):
-            tokens += [most // of.top_k for most, _ in grouped_gemm._tuned_configs(tuple(weight.shape))]
+            by_config = {config: most for most, config in grouped_gemm._tuned_configs(tuple(weight.shape))}
+            tokens += [most // of.top_k for most in by_config.values()]
     return [partial(launch, each) for each in tokens]
 
 
