@@ -19,7 +19,7 @@ test: $(STAMP)  ## Run every test (about 20 minutes on two cores).
 	@# Only for exit status 1: any other one means that tests were not run.
 	$(PYTEST) || { [ $$? = 1 ] && [ -n "$(CI)" ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
 
-test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 4 minutes).
+test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 3 minutes on two cores).
 	$(PYTEST) -m 'not slow'
 
 test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).

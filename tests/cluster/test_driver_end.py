@@ -103,6 +103,7 @@ def scripted_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Handle
     return killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", ["before", "with"])
 def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
     ended: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted_ray: list[Handle]

@@ -90,6 +90,7 @@ def test_generate_runs_no_full_garbage_collection(llm: LLM, frozen: bool, monkey
     assert len([generation for generation in rounds if generation == 2]) <= after_the_run
 
 
+@pytest.mark.slow
 def test_first_token_comes_without_sympy_and_transformers() -> None:
     """Torch imports SymPy where a meta tensor is the model of a new one: 1.8 s on a machine with an H200."""
     code = (

@@ -326,6 +326,7 @@ def test_expert_outputs_in_triton_match_the_reference(fused: bool, device: torch
     assert compute(hidden[:0].to(device), nothing, gate_up, down).shape == (0, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # padding rows are undefined
 def test_experts_are_dequantized_in_slices_for_many_pairs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ META = torch.device("meta")
 TOKENS = torch.zeros(3, dtype=torch.int64, device=META)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*PUBLISHED_CONFIG_FOLDERS, "meltcore/sums", "meltcore/sums-gemma", "meltcore/sums-hybrid"]
 )

@@ -14,6 +14,7 @@ def test_alphabet_names_every_byte_once() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_synthetic_tokens_are_the_bytes(text: str) -> None:
     tokenizer = Tokenizer.synthetic_bytes(300)
