@@ -14,7 +14,7 @@ help:  ## List the targets.
 demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load it with 10 to 10,000 connections, report.
 	$(BIN)/meltcore demo
 
-test: $(STAMP)  ## Run every test (about 20 minutes on two cores).
+test: $(STAMP)  ## Run every test (about 17 minutes on two cores).
 	@# In CI, tests that failed beside others run once more, alone: a fault fails again, an exceeded time limit does not.
 	@# Only for exit status 1: any other one means that tests were not run.
 	$(PYTEST) || { [ $$? = 1 ] && [ -n "$(CI)" ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
