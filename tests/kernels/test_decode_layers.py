@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_layers import as_float
 
 from meltcore.kernels.attention.metadata import AttentionMetadata, HeadNorms, PaddedGroup
 from meltcore.kernels.norm import Norm, rms_norm_reference
@@ -191,12 +192,6 @@ def test_computes_the_reference(contexts: list[int]) -> None:
     for (keys, values), layer in zip(after, wide, strict=True):
         assert (keys.float() - layer.keys).norm() / layer.keys.norm() < 1e-3
         assert (values.float() - layer.values).norm() / layer.values.norm() < 1e-3
-
-
-def as_float(part: Any) -> Any:
-    if isinstance(part, torch.Tensor):
-        return part.float()
-    return type(part)(*map(as_float, part)) if isinstance(part, tuple) else part
 
 
 @pytest.mark.gpu

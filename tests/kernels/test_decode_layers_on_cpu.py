@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_decode_layers import PAGE_SIZE, as_float, random_layers
+from decode_layers import as_float
+from test_decode_layers import PAGE_SIZE, random_layers
 
 from meltcore.kernels.nvrtc import Argument, compile_source
 from meltcore.kernels.persistent import decode_layers
