@@ -76,6 +76,14 @@ FAMILIES: dict[str, dict[str, object]] = {
         "head_dim": 32,
         "sliding_window": 96,
     },
+    # The middle layer does not rotate its queries and keys.
+    "smollm3": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "no_rope_layers": [1, 0, 1],
+        "pad_token_id": None,
+    },
     "qwen2": {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2},
     "qwen3_5_moe_text": {
         "hidden_size": 64,

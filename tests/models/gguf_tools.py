@@ -54,7 +54,9 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "smollm3": "smollm3",
 }
+PERMUTED = ("llama", "smollm3")  # whose converter reorders rows of queries and keys
 # What the package calls the tensors of a published model, layer by layer.
 _NAMES = {
     name: gguf.get_tensor_name_map(architecture, 8)
@@ -136,9 +138,9 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, store: str = "F
         tensor = tensor.detach().float().contiguous()
         if is_gemma and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if writer.arch == "llama" and ".q_proj." in name:
+        if writer.arch in PERMUTED and ".q_proj." in name:
             tensor = permute(tensor, config.num_attention_heads)
-        if writer.arch == "llama" and ".k_proj." in name:
+        if writer.arch in PERMUTED and ".k_proj." in name:
             tensor = permute(tensor, config.num_key_value_heads)
         for stored_name, part in gguf_tensors(name, tensor, config.model_type):
             raw_type, convert = TYPES[stored_kind(stored_name, part, store)]
@@ -173,7 +175,7 @@ def load_dequantized(reference: PreTrainedModel, path: Path) -> int:
                 continue
             values = torch.cat([stored[part_name] for part_name, _ in parts], dim=weight.dim() - 2)
             for part, count in heads.items():
-                if config.model_type == "llama" and part in name:
+                if ARCHITECTURES[config.model_type] in PERMUTED and part in name:
                     values = unpermute(values, count)
             weight.copy_(values)
     return len(stored)

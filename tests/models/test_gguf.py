@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {"mlp_only_layers": []},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "tie_word_embeddings": True},
     "gemma3_text": {
         "num_hidden_layers": 7,
         "layer_types": None,

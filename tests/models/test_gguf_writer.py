@@ -32,7 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
     "gemma3_text": {"tie_word_embeddings": True},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "tie_word_embeddings": True},
 }
+NOT_READ_BY_TRANSFORMERS = ("mistral", "smollm3")
 NOTICED = 1e-3  # a mutation's error
 
 
@@ -104,6 +106,18 @@ def test_wrong_layout_is_noticed(
     load_dequantized(reference, write(tmp_path / "source"))
     monkeypatch.setattr(gguf_writer, function, lambda name, model_type: value)
     assert tools.error_against(reference, write(tmp_path / "source", name="wrong.gguf"), max_model_len=512) > NOTICED
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, r"nope_layers is frozenset\(\{1\}\); a GGUF file cannot state it")],
+)
+def test_what_a_file_cannot_state_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    save(tmp_path / "source", family, **changes)
+    with pytest.raises(ConfigError, match=message):
+        write(tmp_path / "source")
 
 
 def test_narrow_experts_of_a_layer_stay_as_they_are_together(tmp_path: Path) -> None:
@@ -274,7 +288,7 @@ def test_served_weights_are_quantized(tmp_path: Path) -> None:
     assert weight_dtypes(model) == ["float32", "q4_0", "q8_0"]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mistral"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_READ_BY_TRANSFORMERS])
 def test_transformers_reads_the_dequantized_weights(tmp_path: Path, family: str) -> None:
     """By its own names and permutations, which are independent of this reader's."""
     reference = save(tmp_path / "source", family)

@@ -63,6 +63,7 @@ FAMILIES = (
     "Qwen2ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3_5MoeForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 
 

@@ -54,6 +54,16 @@ def rotary_table(
     return table.view(max_positions, head_dim)
 
 
+def unrotated_table(head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
+    """Return the table of a layer without rotary embeddings, which leaves heads as they are at every position.
+
+    It has the form of `rotary_table`, so that no kernel needs to know such layers.
+    """
+    table = torch.zeros(max_positions, head_dim, dtype=torch.float32, device=device)
+    table[:, : head_dim // 2] = 1.0
+    return table
+
+
 def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     """Return, for each dimension of a head here, its index in a checkpoint's head: [head_dim] int64.
 

@@ -47,6 +47,8 @@ PUBLISHED_CONFIG_FOLDERS = {
     "google/gemma-3-1b-it": Path(__file__).parent / "published" / "gemma-3-1b-it",
     "google/gemma-3-4b-it": Path(__file__).parent / "published" / "gemma-3-4b-it",
     "google/gemma-3-27b-it": Path(__file__).parent / "published" / "gemma-3-27b-it",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Path(__file__).parent / "published" / "smollm2-135m-instruct",
+    "HuggingFaceTB/SmolLM3-3B": Path(__file__).parent / "published" / "smollm3-3b",
     "meta-llama/Llama-3.1-8B-Instruct": Path(__file__).parent / "published" / "llama-3.1-8b-instruct",
     "meta-llama/Llama-3.2-1B-Instruct": Path(__file__).parent / "published" / "llama-3.2-1b-instruct",
     "mistralai/Mistral-7B-Instruct-v0.1": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.1",

@@ -152,6 +152,11 @@ RULES: dict[str, Rule] = {
     "hidden_act": _TEXT,
     "layer_types": _TEXT_LIST,
     "full_attention_interval": _COUNT,
+    "no_rope_layers": Rule(
+        "a list of 0 and 1", lambda value: isinstance(value, list) and all(_is_id(each) and each <= 1 for each in value)
+    ),
+    "no_rope_layer_interval": _COUNT,
+    "rope_interleaved": _FLAG,
     "linear_num_key_heads": _COUNT,
     "linear_num_value_heads": _COUNT,
     "linear_key_head_dim": _COUNT,

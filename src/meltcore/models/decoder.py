@@ -16,7 +16,7 @@ from torch import nn
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.persistent.decode_layers import MAX_TOKENS, DecodeLayers
-from meltcore.kernels.rotary import rotary_table
+from meltcore.kernels.rotary import rotary_table, unrotated_table
 from meltcore.layers.attention import Attention
 from meltcore.layers.decode_layers import persistent_layers
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -201,7 +201,7 @@ class Decoder(Model):
         self.norm = config.norm(config.hidden_size)
         tie_word_embeddings = config.tie_word_embeddings
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
-        self.rotary = self.local_rotary = torch.empty(0)
+        self.rotary = self.local_rotary = self.unrotated = torch.empty(0)
         self._decode_layers: DecodeLayers | None = None
         self._runs_few_layers = False
 
@@ -231,9 +231,11 @@ class Decoder(Model):
     def prepare(self, max_model_len: int) -> None:
         """Build the rotary tables for positions up to `max_model_len` on the device of the weights."""
         config, device = self.config, self.device
-        self.rotary = self.local_rotary = rotary_table(
+        self.rotary = self.local_rotary = self.unrotated = rotary_table(
             *(config.head_dim, max_model_len, config.rope_theta, device, config.rotary_dim, config.rope_scaling)
         )
+        if config.nope_layers:
+            self.unrotated = unrotated_table(config.head_dim, max_model_len, device)
         if config.rope_local_theta is not None:
             self.local_rotary = rotary_table(
                 config.head_dim, max_model_len, config.rope_local_theta, device, config.rotary_dim
@@ -241,6 +243,8 @@ class Decoder(Model):
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Let decode steps of few sequences run in one launch, where the kernel supports the model."""
+        if self.config.nope_layers or self.config.rope_local_theta is not None:
+            return  # that launch has one rotary table for all layers
         layers = [(block.attention, block.mlp) for block in self._blocks()]
         self._decode_layers = persistent_layers(layers, caches, self.rotary)
 
@@ -296,13 +300,18 @@ class Decoder(Model):
         if few is not None and len(positions) == num_decodes <= MAX_TOKENS and use_triton(positions):
             table, rows = metadata[0].page_table, metadata[0].rows
             return ResidualStream(few.run(residual.values, positions, table, rows)).normalized(self.norm)
-        sliding_layers, layers_to_run = self.config.sliding_layers, self._layers_to_run(caches, metadata)
+        layers_to_run = self._layers_to_run(caches, metadata)
         for layer_idx, (block, cache, layer_metadata) in enumerate(zip(self.blocks, caches, metadata, strict=True)):
             if layer_idx not in layers_to_run:
                 continue
-            rotary = self.local_rotary if layer_idx in sliding_layers else self.rotary
-            block(residual, positions, rotary, cache, layer_metadata)
+            block(residual, positions, self._rotary_of(layer_idx), cache, layer_metadata)
         return residual.normalized(self.norm)
+
+    def _rotary_of(self, layer_idx: int) -> torch.Tensor:
+        """Return the rotary table of a layer."""
+        if layer_idx in self.config.nope_layers:
+            return self.unrotated
+        return self.local_rotary if layer_idx in self.config.sliding_layers else self.rotary
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the model's type.

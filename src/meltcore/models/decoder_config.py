@@ -133,7 +133,8 @@ class DecoderConfig:
     query of the sliding_layers sees, its own included; rope_local_theta: base of the frequencies of the sliding_layers,
     unscaled, None if they are those of the other layers; attention_scale: of the scores, None for head_dim^-0.5;
     post_norms: attention's and the feed-forward's outputs are normalized before they are added; activation: of dense
-    feed-forwards; embedding_scale: factor of the token embeddings, None for 1.
+    feed-forwards; embedding_scale: factor of the token embeddings, None for 1; nope_layers: layers whose queries and
+    keys are not rotated.
     """
 
     hidden_size: int
@@ -162,6 +163,7 @@ class DecoderConfig:
     post_norms: bool = False
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    nope_layers: frozenset[int] = frozenset()
 
     @classmethod
     def read(

@@ -37,12 +37,20 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _GEMMA_WINDOW, _GEMMA_PATTERN = 4096, 6
+_SMOLLM3_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 2_000_000.0,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
 _ROTARY_FACTOR = 0.25  # partial_rotary_factor of Qwen3.5 without one in config.json: transformers' default
 
 
 def llama_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a dense Llama model."""
     fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_LLAMA_DEFAULTS), "llama here"))
+    if fields.optional("rope_interleaved", False):  # a field of SmolLM2's training code
+        raise fields.unsupported_field("rope_interleaved", "llama here")
     fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
     return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False)
 
@@ -55,6 +63,14 @@ def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
     sliding = fields.has("sliding_window")
     layers = range(fields.required("num_hidden_layers")["num_hidden_layers"] if sliding else 0)
     return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False, sliding_layers=frozenset(layers))
+
+
+def smollm3_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a SmolLM3 model."""
+    fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_SMOLLM3_DEFAULTS), "smollm3 here"))
+    kv_heads = fields.optional("num_attention_heads") if "num_key_value_heads" in config else 4
+    fields = fields.with_defaults(num_key_value_heads=kv_heads)
+    return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False, nope_layers=_nope_layers(fields))
 
 
 def qwen2_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -139,6 +155,18 @@ def _sliding_layers(fields: Fields) -> frozenset[int]:
     return frozenset(layer for layer, layer_type in enumerate(layer_types) if layer_type == "sliding_attention")
 
 
+def _nope_layers(fields: Fields) -> frozenset[int]:
+    """Return the indices of the layers without rotary embeddings: those with a 0, or the last of every N."""
+    num_layers = fields.required("num_hidden_layers")["num_hidden_layers"]
+    flags = fields.optional("no_rope_layers")
+    if flags is None:
+        interval = fields.optional("no_rope_layer_interval", 4)
+        return frozenset(layer for layer in range(num_layers) if (layer + 1) % interval == 0)
+    if len(flags) < num_layers:
+        raise fields.rule_error("no_rope_layers", f"0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer in range(num_layers) if not flags[layer])
+
+
 def _with_global_rope(fields: Fields) -> Fields:
     """Return `fields` with the rotary embeddings of full attention as the only rope_parameters.
 
@@ -186,4 +214,5 @@ DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5_config,
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_config,
     "Qwen3MoeForCausalLM": qwen3_moe_config,
+    "SmolLM3ForCausalLM": smollm3_config,
 }

@@ -29,6 +29,7 @@ FAMILIES = {
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", 1e4),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3", 1e4),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", "qwen3_moe", 1e4),
+    "smollm3": _Family("SmolLM3ForCausalLM", "smollm3", 1e4),
 }
 # Fields of config.json and the keys, after the architecture's name, that hold them.
 REQUIRED_KEYS = {
@@ -48,6 +49,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "expert_gating_func": (0, 1),  # softmax
     "expert_group_count": (0, 1),

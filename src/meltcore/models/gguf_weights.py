@@ -49,6 +49,7 @@ _GEMMA_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_PERMUTED_FAMILIES = ("llama", "mistral", "smollm3")
 _PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 _PART_VALUES = 2**22  # in float32, of a tensor that is loaded with its values
 
@@ -193,7 +194,7 @@ def stored_rows(num_rows: int, head_dim: int) -> torch.Tensor:
 
 def has_permuted_rows(name: str, model_type: str) -> bool:
     """Return whether a file has the rows of the tensor `name` in llama.cpp's order."""
-    return model_type in ("llama", "mistral") and name.endswith(_PERMUTED)
+    return model_type in _PERMUTED_FAMILIES and name.endswith(_PERMUTED)
 
 
 def includes_one(name: str, model_type: str) -> bool:

@@ -11,6 +11,7 @@ from meltcore.models.model import Model
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3, Qwen3Moe
 from meltcore.models.qwen3_5 import Qwen3_5
+from meltcore.models.smollm3 import SmolLM3
 
 # From a parsed config.json to a model without weights. Raises ConfigError for what the family does not compute.
 ModelClass = Callable[[Mapping[str, Any]], Model]
@@ -25,4 +26,5 @@ ARCHITECTURES: dict[str, ModelClass] = {
     "Qwen3_5MoeForCausalLM": Qwen3_5,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "SmolLM3ForCausalLM": SmolLM3,
 }

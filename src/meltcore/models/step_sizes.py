@@ -74,7 +74,7 @@ def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, r
         widest = max(widest, 2 * (2 * key_size + 2 * value_size) + 2 * key_size + 3 * value_size + pairs_of_chunk)
     # Activations in 8 bits, of FP8 weights, and the integers that describe a token.
     token_bytes = (stream + widest) * element_size + max(hidden, widest // 3) + 64 + 3 * 8 * config.num_hidden_layers
-    tables = 1 + (config.rope_local_theta is not None)
+    tables = 1 + (config.rope_local_theta is not None) + bool(config.nope_layers)
     return StepShape(
         token_bytes=token_bytes,
         fixed_bytes=fixed * element_size + _PARTIAL_BYTES,
