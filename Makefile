@@ -15,9 +15,7 @@ demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load
 	$(BIN)/meltcore demo
 
 test: $(STAMP)  ## Run every test (about 17 minutes on two cores).
-	@# In CI, tests that failed beside others run once more, alone: a fault fails again, an exceeded time limit does not.
-	@# Only for exit status 1: any other one means that tests were not run.
-	$(PYTEST) || { [ $$? = 1 ] && [ -n "$(CI)" ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none; }
+	$(PYTEST)
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 3 minutes on two cores).
 	$(PYTEST) -m 'not slow'

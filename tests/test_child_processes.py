@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore import process
 from meltcore.process import ProcessError, block_signals, call_with_timeout, loading_modules
@@ -152,7 +153,7 @@ def test_stopped_processes_and_start_times_are_read_from_proc() -> None:
         assert ticks is not None
         assert not process.is_stopped(child.pid)
         os.kill(child.pid, signal.SIGSTOP)
-        until = time.monotonic() + 10
+        until = time.monotonic() + WAIT_S
         while not process.is_stopped(child.pid):
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -196,7 +197,7 @@ def test_block_signals_does_nothing_on_other_threads() -> None:
 
     thread = threading.Thread(target=look)
     thread.start()
-    thread.join(5.0)
+    thread.join(WAIT_S)
     assert handlers == [signal.default_int_handler]
 
 

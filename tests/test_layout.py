@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 import meltcore
 
@@ -78,7 +79,7 @@ CHECKS, GPU_TIMING = "hardware.certify.checks", "hardware.certify.gpu_timing"
 HEAVY = {"torch", "transformers", "triton", "pandas", "aiohttp", "httpx", "safetensors"}
 LONGEST_FILE, LONGEST_FUNCTION = 500, 70
 LONGEST_KERNEL = 100  # the schedule of a Triton kernel reads worse in pieces
-IMPORT_LIMIT_S = 0.2
+IMPORTED_MODULES = 40  # 26 today; numpy alone brings 100
 
 
 def parts(path: Path) -> tuple[str, ...]:
@@ -225,16 +226,10 @@ def test_verbs_import_their_work_only_when_run() -> None:
         assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} == set(), path.stem
 
 
-def test_importing_meltcore_is_quick_and_brings_no_torch() -> None:
-    code = (
-        "import sys, time; started = time.process_time(); import meltcore; "
-        "print(time.process_time() - started); sys.exit('torch' in sys.modules)"
-    )
-    times = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-        times.append(float(done.stdout))
-    assert min(times) < IMPORT_LIMIT_S
+def test_importing_meltcore_loads_few_modules() -> None:
+    code = "import sys; before = len(sys.modules); import meltcore; print(len(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert int(done.stdout) <= IMPORTED_MODULES
 
 
 def modules_with(heavy: set[str], names: Sequence[str]) -> str:
@@ -246,7 +241,9 @@ def modules_with(heavy: set[str], names: Sequence[str]) -> str:
         f"    for each in {heavy!r} & set(sys.modules):\n"
         "        print(name, each)"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True
+    ).stdout
 
 
 def test_measuring_modules_load_without_torch() -> None:
@@ -266,5 +263,5 @@ def test_importing_the_offline_api_collects_no_garbage() -> None:
         "import gc; runs = []; gc.callbacks.append(lambda phase, info: runs.append(info['generation'])); "
         "import meltcore; before = runs.count(2); meltcore.LLM; print(runs.count(2) - before, gc.isenabled())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout.split() == ["0", "True"]

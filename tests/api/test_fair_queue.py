@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.api.admission import MAX_RETRY_S, RATE_WINDOW_S, UNKNOWN_RETRY_S, Admission, DrainRate, Load
 from meltcore.api.fair_queue import STALE_S, FairQueue, Waiting
@@ -150,7 +151,7 @@ def run(scenario: Callable[[], object]) -> None:
     async def main() -> None:
         await scenario()  # type: ignore[misc]
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
 def test_requests_start_immediately_until_the_engine_is_full_then_in_turn() -> None:

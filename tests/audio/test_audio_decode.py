@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from waiting import WAIT_S
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
 from meltcore.audio.messages import Decoded, DecodedClip
@@ -194,7 +195,7 @@ def test_workers_decode_refuse_and_survive(tmp_path: Path, temporary_files: None
         await workers.close()
         assert not workers._all
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 @pytest.mark.slow
@@ -209,4 +210,4 @@ def test_worker_that_takes_too_much_cpu_time_is_killed() -> None:
         assert len(await clips_of(workers, encoded(tone(1.0)))) == 2
         await workers.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))

@@ -9,6 +9,7 @@ import signal
 
 import numpy as np
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 
@@ -95,4 +96,4 @@ def test_processes_encode_many_files_and_survive_a_caller_that_leaves() -> None:
         assert len(await speak(300.0)) == RATE
         await encoders.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("av", reason="the extra av has PyAV")
 pytest.importorskip("soxr", reason="the extra audio has soxr")
@@ -138,7 +139,7 @@ def test_workers_read_these_formats_within_their_limits(bad: dict[str, tuple[byt
         assert len(workers._all) == 1  # a bad file costs no worker
         await workers.close()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_a_server_without_pyav_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

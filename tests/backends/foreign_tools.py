@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from waiting import WAIT_S, until
 
 from meltcore.api.backend import ModelTable
 from meltcore.api.http_server import HttpServer
@@ -24,7 +24,6 @@ from meltcore.api.tracing import Tracing
 from meltcore.backends.http_backend import HttpBackend
 from meltcore.config import ForeignConfig, KeyConfig, ServerConfig
 
-WAIT_S = 10.0
 SSE = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHAT = "/v1/chat/completions"
 EVENT = b'data: {"choices":[{"delta":{"content":" w"}}]}\n\n'
@@ -67,7 +66,7 @@ class Upstream:
         self.health = answer(b"{}")
         self.received: list[Received] = []
         self.connections = 0
-        self.closed_s: list[float] = []  # when connections ended
+        self.closed = 0  # connections that have ended
         self.url = ""
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -112,7 +111,7 @@ class Upstream:
             pass
         finally:
             self._tasks.discard(task)
-            self.closed_s.append(time.monotonic())
+            self.closed += 1
             writer.close()
 
 
@@ -131,7 +130,7 @@ def sends(*parts: bytes, then: str = "keep") -> Behavior:
             await asyncio.sleep(0.02)  # what was sent arrives before the reset
             writer.transport.abort()
         elif then == "hang":
-            await asyncio.sleep(WAIT_S)
+            await asyncio.Event().wait()  # until the test ends, or the client has gone
 
     return behave
 
@@ -170,7 +169,7 @@ class Served:
 
     async def log_lines(self, count: int) -> list[Any]:
         """The lines of the log, once there are `count`."""
-        await wait_for(lambda: self.log.getvalue().count("\n") >= count)
+        await until(lambda: self.log.getvalue().count("\n") >= count)
         return [msgspec.json.decode(line) for line in self.log.getvalue().splitlines()]
 
     async def broken_stream(self) -> bytes:
@@ -228,7 +227,7 @@ async def served(
     accepting = asyncio.create_task(_accept(listener, http))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        await wait_for(
+        await until(
             lambda: all(
                 each.state != "starting" or each.reason != "it has not answered yet" for each in backend.replicas
             )
@@ -252,10 +251,3 @@ async def _accept(listener: Any, http: HttpServer) -> None:
     while True:
         connection, _ = await asyncio.get_running_loop().sock_accept(listener)
         http.add_connection(connection)
-
-
-async def wait_for(condition: Callable[[], bool], limit_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        await asyncio.sleep(0.005)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import WAIT_S
 
 from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
@@ -152,7 +153,7 @@ def test_server_is_ready_after_one_real_request_and_ends_with_its_group(tmp_path
         assert process.pid is not None
         assert len(group_members(process.pid)) == 2, "the guard and the server"
         os.kill(max(group_members(process.pid)), signal.SIGKILL)
-        assert await asyncio.wait_for(process.wait(), 5) == "exit status 137"
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == "exit status 137"
 
     process, reports = run(tmp_path, config(), check)
     assert reports == []

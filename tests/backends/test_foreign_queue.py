@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import uvloop
-from foreign_tools import CHAT, DONE, EVENT, WAIT_S, Received, Served, Upstream, answer, sends, served, stream, wait_for
+from foreign_tools import CHAT, DONE, EVENT, Received, Served, Upstream, answer, sends, served, stream
+from waiting import WAIT_S, until
 
 from meltcore.backends.http_attempt import read_usage
 from meltcore.config import ForeignConfig, KeyConfig
@@ -51,7 +52,7 @@ async def ask_in_order(server: Served, *requests: tuple[str, dict[str, str]]) ->
     for user, headers in requests:
         before = in_flight(server)
         tasks.append(ask(server, user, **headers))
-        await wait_for(lambda before=before: in_flight(server) > before)
+        await until(lambda before=before: in_flight(server) > before)
     return tasks
 
 
@@ -60,7 +61,7 @@ def test_requests_beyond_the_room_wait_by_class_and_the_queue_is_bounded() -> No
         gate = Gate()
         async with served(gate.upstream, max_num_seqs=1, max_queue=5) as server:
             first = await ask_in_order(server, ("a", {}), ("b", {}))  # a slot, and the one that follows
-            await wait_for(lambda: len(gate.upstream.received) == 2)
+            await until(lambda: len(gate.upstream.received) == 2)
             waiting = await ask_in_order(
                 server,
                 ("batch", {"X-Priority-Class": "batch"}),
@@ -76,7 +77,7 @@ def test_requests_beyond_the_room_wait_by_class_and_the_queue_is_bounded() -> No
             assert int(headers["Retry-After"]) >= 1
             assert len(gate.upstream.received) == 2, "what waits is not sent"
             gate.open.release()
-            await wait_for(lambda: len(gate.upstream.received) == 3)
+            await until(lambda: len(gate.upstream.received) == 3)
             for _ in range(5):
                 gate.open.release()
             answers = await asyncio.wait_for(asyncio.gather(*first, *waiting, *more), WAIT_S)
@@ -116,7 +117,7 @@ def test_a_request_that_ends_while_it_waits_never_reaches_the_upstream() -> None
             status, _, body = await asyncio.wait_for(late, WAIT_S)
             assert (status, b"longer than 0.2 s (X-Request-Timeout)" in body) == (504, True)
             stats = server.stats.models[0]
-            await wait_for(lambda: in_flight(server) == 2)
+            await until(lambda: in_flight(server) == 2)
             assert stats.total("queue_requests") == stats.total("queue_units/standard") == 0
             assert stats.total("refused_deadline/standard") == 1
             for _ in range(2):

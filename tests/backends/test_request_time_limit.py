@@ -5,6 +5,7 @@ import sys
 import time
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.api.generation import Generation
 from meltcore.backends import open_requests
@@ -30,7 +31,7 @@ def test_each_overdue_request_is_ended_once_and_no_other() -> None:
         for each in (later, late, answered):  # a long upload comes in after younger requests
             limit.watch(each)
         limit.forget(answered)
-        await asyncio.wait_for(both.wait(), 10)
+        await asyncio.wait_for(both.wait(), WAIT_S)
         await asyncio.sleep(0.05)
         assert sorted(name for name, _ in ended) == ["late", "later"]
         assert all(age_s >= 0.2 for _, age_s in ended)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -185,7 +186,7 @@ def test_translation_is_retried_once() -> None:
             await task
         check_idle(stats, finished=2, failed=2, retried=2)
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_clips_without_a_transcript_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_clips_without_a_transcript_are_sent_again(monkeypatch: pytest.MonkeyPat
         assert (lost.value.status, lost.value.code) == (503, "engine_lost")
         check_idle(stats, finished=1, failed=1, retried=1)
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -280,4 +281,4 @@ def test_speech_of_which_nothing_was_sent_begins_again(monkeypatch: pytest.Monke
         assert backend._waiting_bytes == 0
         await backend.close_workers()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))

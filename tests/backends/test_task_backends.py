@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -122,7 +123,7 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
         await asyncio.sleep(0.05)
         assert len(prepared) == num_prepared < 12, "the rest of its texts was prepared"
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
         counts = {"accepted": 67, "finished": 66, "failed": 0, "rejected_queue_full": 1}
         assert ended == counts
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
@@ -333,4 +334,4 @@ def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch)
         assert sent[1:] == [AbortRequests([sent[0].request_id])]
         await backend.close_workers()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))

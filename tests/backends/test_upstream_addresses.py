@@ -8,6 +8,7 @@ from typing import Any
 
 import uvloop
 from foreign_tools import CHAT, Upstream, answer, sends, served
+from waiting import WAIT_S
 
 ANSWER = answer(b'{"choices":[]}')
 
@@ -18,7 +19,7 @@ async def exchange(port: int, target: str, headers: dict[str, str], body: bytes)
     lines = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     writer.write(f"POST {target} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode() + body)
-    received = await asyncio.wait_for(reader.read(), 10)
+    received = await asyncio.wait_for(reader.read(), WAIT_S)
     writer.close()
     return received.partition(b"\r\n\r\n")[0]
 
@@ -81,4 +82,4 @@ def test_no_request_and_no_answer_leads_to_another_address() -> None:
         assert (trap.connections, trap.received) == (0, [])
         await trap.stop()
 
-    uvloop.run(asyncio.wait_for(check(), 60))
+    uvloop.run(asyncio.wait_for(check(), WAIT_S))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -150,7 +151,7 @@ def test_model_of_another_task_is_refused_in_words(model: str) -> None:
         wrong = {path: fields for path, (fields, models) in ROUTES.items() if model not in models}
         return {path: await ask(app, path, fields | {"model": model}) for path, fields in wrong.items()}
 
-    found = asyncio.run(asyncio.wait_for(scenario(), 30))
+    found = asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
     assert len(found) >= len(ROUTES) - 9
     for path, (status, answer) in found.items():
         error = answer["error"]

@@ -11,6 +11,7 @@ import gpu_types
 import performance_tables
 import pytest
 from gpu_types import GPU_TYPES, GpuType, LevelRun, run_level, score_plan
+from waiting import WAIT_S
 
 from meltcore.bench import workload
 from meltcore.engine.core.memory_plan import RESERVE_FRACTION
@@ -91,7 +92,7 @@ def check_gpu(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "MELTCORE": str(tmp_path / "meltcore"), "PYTHON": str(tmp_path / "python")}
     command = ["bash", str(SCRIPT), str(tmp_path / "out"), "3"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
 def test_check_gpu_runs_every_step_on_the_chosen_gpu(tmp_path: Path) -> None:

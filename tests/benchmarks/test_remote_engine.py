@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import remote_engine
 from remote_engine import Run, Stream, level_rows
+from waiting import WAIT_S
 
 BENCHMARK = Path(remote_engine.__file__)
 
@@ -17,7 +18,7 @@ BENCHMARK = Path(remote_engine.__file__)
 @pytest.mark.slow
 def test_engine_of_both_servers_is_measured() -> None:
     command = [sys.executable, str(BENCHMARK), "--quick", "--check-only"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {}
     for line in done.stdout.splitlines()[1:]:

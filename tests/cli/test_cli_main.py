@@ -2,41 +2,29 @@
 
 import importlib
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore import __version__
 from meltcore.cli.main import COMMANDS, Command, main
 from meltcore.errors import ConfigError
 
-HELP_LIMIT_S = 0.3
+HELP_MODULES = 80  # 48 today; numpy alone brings 100
 
 
-def children_cpu_s() -> float:
-    """Processor time of all child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def test_help_takes_300_ms_and_names_every_command() -> None:
-    """In processor time, which other work on the machine does not lengthen."""
-    times = []
-    for _ in range(5):
-        before_s = children_cpu_s()
-        done = subprocess.run(
-            [sys.executable, "-m", "meltcore.cli.main", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-        times.append(children_cpu_s() - before_s)
-    assert min(times) < HELP_LIMIT_S
+def test_help_loads_few_modules_and_names_every_command() -> None:
+    code = (
+        "import sys; before = len(sys.modules); sys.argv = ['meltcore', '--help']\n"
+        "from meltcore.cli.main import main\n"
+        "try: main()\nexcept SystemExit: print(len(sys.modules) - before, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert int(done.stderr) <= HELP_MODULES
     assert all(f"  {name}" in done.stdout for name in COMMANDS)
 
 
@@ -60,7 +48,7 @@ def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
         f"try: main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=WAIT_S, check=False)
     assert done.returncode == 0
 
 
@@ -147,7 +135,7 @@ def test_closed_standard_stream_is_discarded(closed: str, tmp_path: Path) -> Non
         "import os, sys; from meltcore.cli.main import main; code = main(['rank', 'nothing-here']); "
         f"file = open({str(tmp_path / 'file')!r}, 'w'); print(code, file.fileno() > 2, file=file); print('more')"
     )
-    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=60)
+    subprocess.run(["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], check=True, timeout=WAIT_S)
     assert (tmp_path / "file").read_text() == "2 True\n"
 
 
@@ -173,7 +161,7 @@ def test_lost_output_is_one_line_and_an_error(arguments: list[str], code: int, l
                 stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
                 text=True,
-                timeout=60,
+                timeout=WAIT_S,
                 check=False,
             )
         assert (done.returncode, done.stderr) == (code, f"{line} to standard output: No space left on device\n")
@@ -193,6 +181,6 @@ def test_closed_pipe_ends_a_command_quietly(way: str, text: str) -> None:
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
         )
     assert (done.returncode, done.stderr) == (141, "")

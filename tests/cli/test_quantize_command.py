@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
 from meltcore.cli.main import main
@@ -85,7 +86,7 @@ def start(path: Path, limit: int | None = None) -> subprocess.Popen[str]:
 def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     """A limit of the file's size fails a write as a full disk does."""
     with start(tmp_path / "m.gguf", limit=100_000) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2
     assert f"cannot write {tmp_path / 'm.gguf'}: File too large" in errors
     assert list(tmp_path.iterdir()) == []
@@ -107,5 +108,5 @@ def test_terminated_run_leaves_no_file(tmp_path: Path) -> None:
         assert process.stdout.readline().strip() == "begun"
         assert [path.suffix for path in tmp_path.iterdir()] == [".tmp"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=WAIT_S) == 130
     assert list(tmp_path.iterdir()) == []

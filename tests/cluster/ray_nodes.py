@@ -23,10 +23,10 @@ from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import start_ticks
 
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, RunningServer, make_model, wait_until
+from server_harness import MODEL, RunningServer, make_model
+from waiting import wait_until
 
 POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5)
-START_S = 60.0
 SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts
 from scripted_fleet import POLICY, fleet, rows, states
-from server_harness import RunningServer, wait_until
+from server_harness import RunningServer
+from waiting import wait_until
 
 from meltcore.backends.engine_process import EXIT_LIMIT_S
 from meltcore.fleet.admin import call_admin
@@ -133,7 +134,7 @@ def test_engine_that_does_not_end_is_waited_for(tmp_path: Path) -> None:
             kill_actor(cluster, "a")
             wait_until(lambda: "its actor has died" in server.stderr, "the death")
             died_s = time.monotonic()
-            wait_until(lambda: pid_on(server, "a") not in (None, before), "another engine", 30)
+            wait_until(lambda: pid_on(server, "a") not in (None, before), "another engine")
             waited_s = time.monotonic() - died_s
         finally:
             os.kill(before, signal.SIGKILL)
@@ -184,6 +185,6 @@ def test_evicted_start_leaves_one_process_and_is_tried_nowhere_else(tmp_path: Pa
             there.nodes[node].evicts_starts = False
         wait_until(lambda: len(starts(tmp_path, "gpu")) == 3, "the next start", 2 * FIRST_CLIENT_S)
         assert starts(tmp_path, "gpu") == [node] * 3
-        wait_until(lambda: start_ticks(left) is None, "the end of the first one without a client", 5)
+        wait_until(lambda: start_ticks(left) is None, "the end of the first one without a client")
         wait_until(lambda: states(server) == ["ready"], "ready")
         assert "is not started again" not in server.stderr

@@ -18,6 +18,7 @@ from typing import Self
 
 import pytest
 from ray_nodes import start_nodes
+from waiting import WAIT_S
 
 from meltcore.cli import all_nodes
 from meltcore.cli.main import main
@@ -119,7 +120,7 @@ class SilentServer:
                 self.wfile.write(content)
 
             def do_POST(self) -> None:
-                is_closed.wait(120)
+                is_closed.wait(WAIT_S)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -164,7 +165,7 @@ def test_gpus_of_a_running_command_are_taken_and_its_processes_end_with_its_limi
         second = run_on_nodes(address, server.request(0.1, takes_gpus=True), lambda ended: None)
         assert sorted(each.status for each in second) == ["failed", "late"]
         assert "other Ray jobs have its GPUs" in next(each.reason for each in second if each.status == "failed")
-        assert [each.status for each in first.result(90)] == ["late", "late"]
+        assert [each.status for each in first.result(WAIT_S)] == ["late", "late"]
         assert server.processes() == []
 
 
@@ -180,7 +181,7 @@ def test_killed_driver_leaves_no_process_and_every_node_is_named(address: str) -
             if path.read_bytes().endswith(f"meltcore.cluster.driver\0{address}\0".encode())
         ]
         os.kill(driver, signal.SIGKILL)
-        ended = result.result(60)
+        ended = result.result(WAIT_S)
         assert {each.reason for each in ended} == {"the driver of the cluster ended before the node answered"}
         server.wait(lambda found: not found)
 
@@ -197,7 +198,7 @@ def test_interruption_ends_the_processes_and_leaves_no_file(address: str, folder
         interrupted = threads.submit(interrupt, server)
         with pytest.raises(KeyboardInterrupt):
             run_on_nodes(address, server.request(100.0), lambda ended: None)
-        interrupted.result(5)
+        interrupted.result(WAIT_S)
         assert server.processes() == []
     assert set(folder.glob("meltcore-node-*")) <= before
 
@@ -225,6 +226,6 @@ def test_node_that_is_gone_is_named_and_the_other_goes_on(tmp_path: Path) -> Non
         result = threads.submit(run_on_nodes, cluster.address, server.request(15.0), lambda ended: None)
         server.wait(lambda found: len(found) == 2)
         cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
-        ended = {each.status: each.reason for each in result.result(90)}
+        ended = {each.status: each.reason for each in result.result(WAIT_S)}
         assert "the node is gone" in ended["failed"]
         assert ended["late"].startswith("it did not end within 15 s")

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from ray_nodes import STORE_BYTES, engine_pids, rows, sums_answers, write_fleet
-from server_harness import RunningServer, fleet_command, running, wait_until
+from server_harness import RunningServer, fleet_command, running
+from waiting import WAIT_S, wait_until
 
 import meltcore
 from meltcore.cli.main import main
@@ -26,7 +27,6 @@ from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate
 from meltcore.process import end_group, start, start_ticks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-START_S = 120.0
 SUMS, PHRASES = "meltcore/sums", "meltcore/phrases"
 MODELS = """
 server: {port: 0}
@@ -58,7 +58,7 @@ def ray_start(log: Path, *arguments: str) -> Iterator[None]:
         command += ["--object-store-memory", str(STORE_BYTES), "--disable-usage-stats"]
         process = start(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, "a node", START_S)
+        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, "a node")
         assert process.poll() is None, log.read_text()
         yield
     finally:
@@ -88,12 +88,12 @@ def fleet(path: Path, stderr: Path, *arguments: str) -> Iterator[RunningServer]:
     command = [sys.executable, "-m", "meltcore.cli.main", "up", str(path), *arguments]
     with running(command, stderr) as server:
         assert server.url, server.stderr
-        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 3, "all ready", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 3, "all ready")
         pids = [row["pid"] for row in rows(server)]
         yield server
         assert main(["down", "--port", str(server.port)]) == 0
-        assert server.process.wait(30) == 0
-        wait_until(lambda: not any(map(start_ticks, pids)), "no engine left", 15)
+        assert server.process.wait(WAIT_S) == 0
+        wait_until(lambda: not any(map(start_ticks, pids)), "no engine left")
 
 
 def test_bundled_models_answer_on_two_nodes_as_on_one(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_bundled_models_answer_on_two_nodes_as_on_one(tmp_path: Path) -> None:
         # A long answer keeps the first replica busy, so the other one gets the same requests.
         body = {"model": "sums", "prompt": "1 + 2 = ", "max_tokens": 1800, "ignore_eos": True, "stream": True}
         with server.open("/v1/completions", body):
-            wait_until(lambda: open_requests(server)[0] == 1, "the long answer", 10)
+            wait_until(lambda: open_requests(server)[0] == 1, "the long answer")
             assert answers(server) == expected
             assert open_requests(server) == [1, 0], "the long answer ended too early"
 
@@ -125,11 +125,11 @@ def test_local_cluster_serves_and_ends_with_the_command(tmp_path: Path) -> None:
     path.write_text(path.read_text().partition("  gpu:")[0])
     with running(fleet_command(path, RestartPolicy(), "local"), tmp_path / "err") as server:
         assert server.url, server.stderr
-        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "both ready", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "both ready")
         assert server.chat("hello", max_tokens=4).status == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-    wait_until(lambda: not engine_pids(), "no engine left", 15)
+        assert server.process.wait(WAIT_S) == 0
+    wait_until(lambda: not engine_pids(), "no engine left")
     folder = os.environ["RAY_TMPDIR"].encode()
     left = [each for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists() and folder in each.read_bytes()]
     assert not left, "processes of the local cluster"

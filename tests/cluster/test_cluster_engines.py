@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from scripted_cluster import LINES, Node, ScriptedCluster
 from scripted_fleet import TWO_MODELS, fleet, rows, states
-from server_harness import MODEL, wait_until
+from server_harness import MODEL
+from waiting import wait_until
 
 from meltcore.cli.main import main
 from meltcore.fleet.daemon import find_fleet

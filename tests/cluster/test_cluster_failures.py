@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from ray_nodes import (
     POLICY,
-    START_S,
     Stream,
     add_node,
     all_ready,
@@ -20,7 +19,8 @@ from ray_nodes import (
     start_nodes,
     write_fleet,
 )
-from server_harness import MODEL, RunningServer, fleet_command, running, wait_until
+from server_harness import MODEL, RunningServer, fleet_command, running
+from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.served_model import ROOM_POLL_S
 from meltcore.process import start_ticks
@@ -35,14 +35,14 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_all_ready(server: RunningServer) -> None:
-    wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-    wait_until(lambda: all_ready(server), "all ready", START_S)
+    wait_until(lambda: server.request("GET", "/health").status == 200, "healthy")
+    wait_until(lambda: all_ready(server), "all ready")
 
 
 def end(server: RunningServer) -> None:
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    wait_until(lambda: not engine_pids(), "no engine left", 15)
+    assert server.process.wait(WAIT_S) == 0
+    wait_until(lambda: not engine_pids(), "no engine left")
 
 
 @pytest.mark.parametrize("lost", ["node", "raylet"])
@@ -72,8 +72,8 @@ def test_answers_of_a_lost_node_end_and_health_names_its_model(lost: str, tmp_pa
                 assert stream.arrived_s[-1] < lost_s + 5
 
         # The replica on a CPU has room on the head; the model on a GPU has none, and is named.
-        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both replicas", START_S)
-        wait_until(lambda: "no other node has 2.50 GiB free" in server.stderr, "no room", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both replicas")
+        wait_until(lambda: "no other node has 2.50 GiB free" in server.stderr, "no room")
         health = server.request("GET", "/health").json
         assert (health["status"], list(health["models"])) == ("degraded", ["gpu"])
         assert "is gone, and no other node has 2.50 GiB free for it" in health["models"]["gpu"]
@@ -85,7 +85,7 @@ def test_answers_of_a_lost_node_end_and_health_names_its_model(lost: str, tmp_pa
         time.sleep(6 * ROOM_POLL_S)
         assert rows(server)[2]["state"] == "pending"
         add_node(cluster, tmp_path, [40, 40])
-        wait_until(lambda: all_ready(server), "all ready", START_S)
+        wait_until(lambda: all_ready(server), "all ready")
         assert Stream(server, "gpu", 3).end(10) == "done"
         end(server)
         assert not [line for line in server.stderr.splitlines() if "\x1b[" in line or "raylet" in line], "Ray's own log"
@@ -101,7 +101,7 @@ def test_engine_ends_with_its_actor_before_another_is_started(tmp_path: Path) ->
         pid = rows(server)[2]["pid"]
         actor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(actor, signal.SIGKILL)
-        wait_until(lambda: rows(server)[2]["pid"] not in (None, pid), "another engine", START_S)
+        wait_until(lambda: rows(server)[2]["pid"] not in (None, pid), "another engine")
         assert start_ticks(pid) is None, "the first one has ended"
         wait_all_ready(server)
         assert len(engine_pids()) == 3
@@ -120,7 +120,7 @@ def test_answers_go_on_without_the_head_and_ps_says_so(tmp_path: Path) -> None:
         streams = [Stream(server, model, TOKENS) for model in (MODEL, MODEL, "gpu")]
         cluster.head_node.kill_gcs_server()
         problem = "the cluster cannot be changed: --ray"
-        wait_until(lambda: all(row["reason"].startswith(problem) for row in rows(server)), "ps", 10)
+        wait_until(lambda: all(row["reason"].startswith(problem) for row in rows(server)), "ps")
         assert [stream.end(STEP_S * TOKENS + 10) for stream in streams] == ["done"] * 3
         assert max(stream.longest_gap_s for stream in streams) < 2
         assert engine_pids() == pids

@@ -14,7 +14,6 @@ import pytest
 from ray_nodes import (
     POLICY,
     SAID,
-    START_S,
     all_ready,
     children,
     engine_pids,
@@ -23,13 +22,15 @@ from ray_nodes import (
     start_nodes,
     write_fleet,
 )
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.process import start_ticks
 
 sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, fleet_command, running, wait_until
+from server_harness import MODEL, fleet_command, running
+from waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -48,8 +49,8 @@ def fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
-        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server), "both ready", START_S)
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy")
+        wait_until(lambda: all_ready(server), "both ready")
         found = rows(server)
         pids = [row["pid"] for row in found]
         assert engine_pids() == set(pids)
@@ -63,29 +64,29 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         assert len(answers) == 1
         logs = [Path(row["log"]) for row in found]
         assert [path.name for path in logs] == [f"{MODEL}.0.log", f"{MODEL}.1.log", "gpu.log"]
-        wait_until(lambda: [path.read_text() for path in logs] == [f"{SAID}\n"] * 3, "the log of each engine", 5)
+        wait_until(lambda: [path.read_text() for path in logs] == [f"{SAID}\n"] * 3, "the log of each engine")
         marks = [path for folder in cluster.temporary.glob("meltcore-marks-*") for path in folder.iterdir()]
         assert sorted(path.name for path in marks) == ["marks-cpu", "marks-node:0"]
 
         # A killed engine fails its own requests; the other goes on, and the replica comes back.
         os.kill(pids[0], signal.SIGKILL)
-        wait_until(lambda: "has died: killed by signal 9" in server.stderr, "death reported", 5)
+        wait_until(lambda: "has died: killed by signal 9" in server.stderr, "death reported")
         assert server.chat("other", max_tokens=3).status == 200
-        wait_until(lambda: all_ready(server), "back", START_S)
+        wait_until(lambda: all_ready(server), "back")
 
         # One that hangs is lost by its connection.
         hanging = rows(server)[1]["pid"]
         os.kill(hanging, signal.SIGSTOP)
         started_s = time.monotonic()
-        wait_until(lambda: "cannot be reached: the connection is lost" in server.stderr, "loss reported", 5)
+        wait_until(lambda: "cannot be reached: the connection is lost" in server.stderr, "loss reported")
         assert time.monotonic() - started_s < 5
         assert server.chat("other", max_tokens=3).status == 200
-        wait_until(lambda: all_ready(server), "back", START_S)
-        wait_until(lambda: start_ticks(hanging) is None, "ended", 10)
+        wait_until(lambda: all_ready(server), "back")
+        wait_until(lambda: start_ticks(hanging) is None, "ended")
 
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        wait_until(lambda: not engine_pids(), "no engine left", 10)
+        assert server.process.wait(WAIT_S) == 0
+        wait_until(lambda: not engine_pids(), "no engine left")
         assert not list(cluster.temporary.glob("meltcore-*"))
         text = logs[0].read_text()
         assert text.count(SAID) == 2, "that of an engine that died, and of the one after it"
@@ -93,11 +94,11 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
 
 def test_killed_supervisor_leaves_no_engine(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
-        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server), "both ready", START_S)
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy")
+        wait_until(lambda: all_ready(server), "both ready")
         assert len(engine_pids()) == 3
         server.process.kill()
-        wait_until(lambda: not engine_pids(), "no engine left", 15)
+        wait_until(lambda: not engine_pids(), "no engine left")
 
 
 def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: Any, tmp_path: Path) -> None:
@@ -112,13 +113,13 @@ def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: A
 
 def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, fleet_file: Path) -> None:
     with running(fleet_command(fleet_file, POLICY, cluster.address), fleet_file.with_suffix(".err")) as server:
-        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy", START_S)
-        wait_until(lambda: all_ready(server), "all ready", START_S)
+        wait_until(lambda: server.request("GET", "/health").status == 200, "healthy")
+        wait_until(lambda: all_ready(server), "all ready")
         pids = engine_pids()
         (driver,) = children(server.process.pid, b"meltcore.cluster.driver")
         os.kill(driver, signal.SIGKILL)
         problem = "the cluster cannot be changed: --ray"
-        wait_until(lambda: rows(server)[0]["reason"].startswith(problem), "the problem in ps", 5)
+        wait_until(lambda: rows(server)[0]["reason"].startswith(problem), "the problem in ps")
         time.sleep(3.0)  # Ray ends the actors of a driver that has died
         assert engine_pids() == pids
         assert len(list(cluster.temporary.glob("meltcore-engine-*"))) == 3
@@ -129,12 +130,12 @@ def test_replica_starts_elsewhere_and_engines_outlive_the_driver(cluster: Any, f
         (lost,) = [row["pid"] for row in rows(server)[:2] if is_on_gpu_node(row["pid"])]
         cluster.remove_node(node, allow_graceful=False)
         os.kill(lost, signal.SIGKILL)
-        wait_until(lambda: "its engine of" in server.stderr, "a start on another node", START_S)
-        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both", START_S)
+        wait_until(lambda: "its engine of" in server.stderr, "a start on another node")
+        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both")
         # Its start has removed what the killed engine left, and nothing of those that have outlived their actors.
-        wait_until(lambda: len(list(cluster.temporary.glob("meltcore-engine-*"))) == 3, "folders of the living", 5)
+        wait_until(lambda: len(list(cluster.temporary.glob("meltcore-engine-*"))) == 3, "folders of the living")
         assert len(list(cluster.temporary.glob("meltcore-marks-*/*"))) == 2
         assert server.chat("go on", max_tokens=3).status == 200
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        wait_until(lambda: not engine_pids(), "no engine left", 15)
+        assert server.process.wait(WAIT_S) == 0
+        wait_until(lambda: not engine_pids(), "no engine left")

@@ -14,7 +14,8 @@ import pytest
 import scripted_cluster
 from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts, use_scripted_cluster
 from scripted_fleet import TWO_MODELS, fleet, rows, states
-from server_harness import MODEL, wait_until
+from server_harness import MODEL
+from waiting import wait_until
 
 from meltcore.cli.main import main
 from meltcore.fleet import daemon
@@ -58,7 +59,7 @@ def test_engine_waits_for_its_lost_node_and_for_the_head(tmp_path: Path) -> None
         with cluster.change() as there:
             there.problem = "the head node has not answered for 3 s"
         problem = f"the cluster cannot be changed: --ray {cluster.path}: {there.problem}"
-        wait_until(lambda: {row["reason"] for row in rows(server).values()} == {problem}, "the problem in ps", 10)
+        wait_until(lambda: {row["reason"] for row in rows(server).values()} == {problem}, "the problem in ps")
         os.kill(rows(server)["gpu.0"]["pid"], signal.SIGKILL)
         wait_until(lambda: rows(server)["gpu.0"]["state"] == "pending", "pending")
         time.sleep(POLLS_S)

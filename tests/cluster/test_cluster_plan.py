@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from ray_nodes import add_node, start_nodes
+from waiting import WAIT_S
 
 import meltcore
 from meltcore import __version__
@@ -136,7 +137,7 @@ def test_local_cluster_has_its_own_token_and_leaves_no_file(tmp_path: Path, monk
             with pytest.raises(ConfigError, match="token"):
                 Cluster.read(head)
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(WAIT_S) == 0
     assert not folder.exists()
     assert not (tmp_path / "home").exists()
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray_nodes import POLICY, START_S, is_on_gpu_node, rows, start_nodes, sums_answers
-from server_harness import RunningServer, fleet_command, running, wait_until
+from ray_nodes import POLICY, is_on_gpu_node, rows, start_nodes, sums_answers
+from server_harness import RunningServer, fleet_command, running
+from waiting import WAIT_S, wait_until
 
 from meltcore.process import start_ticks
 
@@ -41,7 +42,7 @@ def test_two_ranks_on_a_node_answer_as_one(tmp_path: Path, monkeypatch: pytest.M
         start_nodes(tmp_path, [40], [40, 40]) as cluster,
         running(fleet_command(path, POLICY, cluster.address, ENGINE), tmp_path / "err") as server,
     ):
-        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "both ready", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "both ready")
         expected = sums_answers(server, "one")
         assert sums_answers(server, "ranks") == expected
         ranks = ranks_of(server)
@@ -51,13 +52,13 @@ def test_two_ranks_on_a_node_answer_as_one(tmp_path: Path, monkeypatch: pytest.M
 
         # A killed rank ends the engine, which is started again on its node.
         os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: "ranks has died" in server.stderr, "death reported", 10)
+        wait_until(lambda: "ranks has died" in server.stderr, "death reported")
         assert sums_answers(server, "one") == expected
-        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "back", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "back")
         assert not any(map(start_ticks, ranks))
         assert sums_answers(server, "ranks") == expected
         ranks = ranks_of(server)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        wait_until(lambda: not any(map(start_ticks, ranks)), "no rank left", 15)
+        assert server.process.wait(WAIT_S) == 0
+        wait_until(lambda: not any(map(start_ticks, ranks)), "no rank left")
     assert not list(tmp_path.glob("meltcore-*"))

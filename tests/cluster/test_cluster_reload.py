@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scripted_cluster import Node, ScriptedCluster
 from scripted_fleet import fleet, rows, states
-from server_harness import wait_until
+from waiting import wait_until
 
 from meltcore.cli.main import main
 

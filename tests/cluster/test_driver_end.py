@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cluster import driver, engine_actor, nodes
 from meltcore.cluster.driver import Driver
@@ -46,7 +47,6 @@ sys.exit(driver.main())
 """
 ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
 CLOSE_S = 3.0  # more than the last output gets
-LIMIT_S = 30.0
 NODE = {
     "NodeID": "0123456789",
     "Alive": True,
@@ -117,7 +117,7 @@ def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
     async def run() -> None:
         running = asyncio.create_task(Driver(answers.append).run())
         os.write(writing, msgspec.json.encode(order) + b"\n")
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_S):
             while not any(isinstance(each, EngineListening) for each in answers):  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.02)
             pids.extend(each.pid for each in answers if isinstance(each, EngineListening))
@@ -154,7 +154,7 @@ def test_eviction_of_a_start_is_told_apart_from_a_node_without_room(
     async def run() -> None:
         running = asyncio.create_task(Driver(answers.append).run())
         os.write(writing, msgspec.json.encode(order) + b"\n")
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_S):
             while not answers:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.02)
         os.close(writing)
@@ -180,7 +180,7 @@ def test_driver_whose_reader_was_killed_ends_quietly() -> None:
         assert process.stdout is not None
         process.stdout.close()
         process.stdout = None
-        _, printed = process.communicate(b"\n", LIMIT_S)
+        _, printed = process.communicate(b"\n", WAIT_S)
     assert (process.returncode, printed) == (0, b"")
 
 

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cluster.engine_actor import EngineActor
 from meltcore.config import EngineConfig
 from meltcore.errors import EngineDeadError
 from meltcore.process import end_group, ended_within, start
 from meltcore.protocol.cluster import StartEngine
-
-LIMIT_S = 20.0
 
 
 @pytest.mark.parametrize("is_spawned", [True, False])
@@ -32,7 +31,7 @@ def test_start_that_is_cancelled_leaves_no_process(
     async def run() -> None:
         actor = EngineActor()
         starting = asyncio.create_task(actor.start(order))
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(WAIT_S):
             while is_spawned and actor._process is None:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.01)
             if not is_spawned:
@@ -57,6 +56,6 @@ def test_process_that_has_the_id_of_an_ended_engine_is_left_alone() -> None:
         assert not ended_within(other, 0.3)
         actor._process = SimpleNamespace(pid=other.pid, returncode=None)  # type: ignore[assignment]
         actor.kill()
-        assert ended_within(other, LIMIT_S), "it is the engine"
+        assert ended_within(other, WAIT_S), "it is the engine"
     finally:
         end_group(other, 0)

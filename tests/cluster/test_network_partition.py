@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from network_namespaces import Network, network
 from ray_nodes import STORE_BYTES, Stream, rows, sums_answers
-from server_harness import RunningServer, running, wait_until
+from server_harness import RunningServer, running
+from waiting import WAIT_S, wait_until
 
 import meltcore
 from meltcore.cluster.node_folder import remove_abandoned
 from meltcore.process import end_group, start, start_ticks
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-START_S = 60.0
 TOKENS = 1000
 PORT = "6379"  # of the head, in a namespace of its own
 # The far node alone has memory for the large model.
@@ -60,7 +60,7 @@ def ray_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         monkeypatch.setenv(name, value)
     try:
         yield folder
-        wait_until(lambda: not of_test(), "no process left", 20)
+        wait_until(lambda: not of_test(), "no process left")
     finally:
         for pid in of_test():
             os.kill(pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def node(
             command, stdout=output, stderr=subprocess.STDOUT, environment=os.environ | {"TMPDIR": str(temporary)}
         )
     try:
-        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, name, START_S)
+        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None, name)
         assert process.poll() is None, log.read_text()
         yield
     finally:
@@ -130,10 +130,10 @@ def fleet(path: Path, replicas: int, *arguments: str) -> Iterator[RunningServer]
     command = [sys.executable, "-m", "meltcore.cli.main", "up", str(path), *arguments]
     with running(command, path.with_suffix(".err")) as server:
         assert server.url, server.stderr
-        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * (replicas + 1), "ready", START_S)
+        wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * (replicas + 1), "ready")
         yield server
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(WAIT_S) == 0
 
 
 def namespace_of(pid: int) -> str:
@@ -197,9 +197,9 @@ def test_partition_ends_answers_of_the_far_node_alone(
         nodes.cut()
         cut_s = time.monotonic()
         assert is_lost(streams[2].end(5))
-        wait_until(lambda: "large" in server.request("GET", "/health").json.get("models", {}), "degraded", 5)
+        wait_until(lambda: "large" in server.request("GET", "/health").json.get("models", {}), "degraded")
         assert server.request("GET", "/health").json["status"] == "degraded"
-        ends = [stream.end(2 * START_S) for stream in streams[:2]]
+        ends = [stream.end(2 * WAIT_S) for stream in streams[:2]]
         (near,) = [stream for stream, end in zip(streams, ends, strict=False) if end == "done"]
         assert sum(map(is_lost, ends)) == 1
         assert all(cut_s < stream.ended_s < cut_s + 5 for stream in streams if stream is not near)
@@ -207,8 +207,8 @@ def test_partition_ends_answers_of_the_far_node_alone(
         assert near.longest_gap_s < 2
 
         # The replica has room on the near node. The large model has none, and is named.
-        wait_until(lambda: "no other node has 1.50 GiB free" in server.stderr, "no room", START_S)
-        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both replicas", START_S)
+        wait_until(lambda: "no other node has 1.50 GiB free" in server.stderr, "no room")
+        wait_until(lambda: [row["state"] for row in rows(server)][:2] == ["ready"] * 2, "both replicas")
         pids = [row["pid"] for row in rows(server) if row["model"] == "sums"]
         assert [namespace_of(pid) for pid in pids] == [own] * 2
         health = server.request("GET", "/health").json
@@ -216,7 +216,7 @@ def test_partition_ends_answers_of_the_far_node_alone(
         assert "the node far is gone, and no other node has 1.50 GiB free for it" in health["models"]["large"]
         assert sums_answers(server, "sums") == expected["sums"]
         assert server.post("/v1/completions", {"model": "large", "prompt": "1", "max_tokens": 2}).status == 503
-        wait_until(lambda: not any(map(start_ticks, far_engines)), "the far engines end by themselves", 15)
+        wait_until(lambda: not any(map(start_ticks, far_engines)), "the far engines end by themselves")
     assert not list((tmp_path / "near").glob("meltcore-*"))
     wait_until(lambda: not of_test(), "no process left", 20)  # each holds the lock of its folder
     # The driver could not ask the far node to remove them: the next start there does.

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 from ray_nodes import STORE_BYTES, start_nodes
-from server_harness import wait_until
+from waiting import WAIT_S, wait_until
 
 from meltcore.cluster import driver, nodes
 from meltcore.cluster.node_names import NodeNames, node_names
@@ -134,7 +134,7 @@ def test_driver_calls_nodes_what_the_plan_called_them(since: str, monkeypatch: p
 @contextmanager
 def machine(address: str, host: str) -> Iterator[subprocess.Popen[bytes]]:
     """A raylet with a host name of its own, started as users do, until the end of the block."""
-    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, timeout=10, check=False).returncode:
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
         pytest.skip("needs a host name of its own (unshare --uts)")
     command = ["unshare", "--uts", "sh", "-c", 'hostname "$1" && shift && exec "$@"', "sh", host]
     command += [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
@@ -166,10 +166,10 @@ def test_raylet_that_is_killed_and_started_again_keeps_its_name(tmp_path: Path) 
             return {node.name: node.node_id for node in answer.nodes}
 
         with machine(cluster.address, "beta"):
-            wait_until(lambda: "beta" in read(), "the node", 60)
+            wait_until(lambda: "beta" in read(), "the node")
             before = read()
         with machine(cluster.address, "beta"):
-            wait_until(lambda: read().get("beta", before["beta"]) != before["beta"], "the same node", 60)
+            wait_until(lambda: read().get("beta", before["beta"]) != before["beta"], "the same node")
             assert read().keys() == before.keys()
             assert driver.stdin is not None
             driver.stdin.close()

@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from network_namespaces import network
+from waiting import WAIT_S
 
 from meltcore.backends.engine_link import EngineLink
 from meltcore.backends.engine_sockets import RemoteSocket
@@ -54,7 +55,6 @@ from meltcore.protocol.tcp import (
 from meltcore.protocol.translation import Translate
 
 ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")]
-LIMIT_S = 20.0
 
 
 class RemoteEngine:
@@ -90,7 +90,7 @@ def on_event_loop(test: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable
     return functools.wraps(test)(run)
 
 
-async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+async def until(condition: Callable[[], object], limit_s: float = WAIT_S) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.005)
@@ -120,7 +120,7 @@ async def remote_engine(
         for link in engine.links:
             link.close()
         process.kill()
-        process.wait(10)
+        process.wait(WAIT_S)
 
 
 def request(name: str, tokens: list[int], max_tokens: int) -> AddRequest:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.compare.backend_plan import BackendOptions, BackendsPlan, EqualSettings, PlannedRun
@@ -442,7 +443,7 @@ def test_interrupt_keeps_what_was_measured_and_ends_the_server(tmp_path: Path) -
             assert compared.poll() is None, compared.communicate()
             time.sleep(0.02)
         compared.send_signal(signal.SIGTERM)
-        assert compared.wait(30) == 130
+        assert compared.wait(WAIT_S) == 130
     finally:
         compared.kill()
         compared.communicate()

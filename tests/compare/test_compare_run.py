@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.compare.baseline import baseline_folder, stored_load
@@ -122,7 +123,7 @@ def test_interrupted_comparison_ends_its_server_and_keeps_measured_starts(number
             assert compared.poll() is None
             time.sleep(0.02)
         compared.send_signal(number)
-        _, output = compared.communicate(timeout=30)
+        _, output = compared.communicate(timeout=WAIT_S)
     finally:
         compared.kill()
     [log] = begun

@@ -5,6 +5,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.compare.server import free_port, parse_command, read_command, server_version
 from meltcore.errors import ConfigError
@@ -72,7 +73,7 @@ def test_server_version_is_read_where_the_server_reports_one(status: int, body: 
     thread = threading.Thread(target=server.handle_request, daemon=True)
     thread.start()
     assert server_version(f"http://127.0.0.1:{server.server_port}") == version
-    thread.join(10)
+    thread.join(WAIT_S)
     server.server_close()
 
 

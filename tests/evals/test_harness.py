@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fake_openai import FORMS, AnsweringServer
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -147,7 +148,7 @@ def test_terminated_run_ends_the_harness_and_removes_its_folder(
             time.sleep(0.05)
         assert [each.name[:16] for each in folders.iterdir()] == ["meltcore-lm-eval"]
         process.send_signal(number)
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=WAIT_S)
         left = runs(int(child.read_text()))
     finally:
         process.kill()

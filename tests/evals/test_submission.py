@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fake_openai import TOKENIZER
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -168,7 +169,7 @@ def test_harness_scores_our_files(tmp_path: Path, correct: int, score: str) -> N
     files = tmp_path / "out/results"
     command = [sys.executable, "-m", "eval.score", "--correctness", str(files / "correctness.json"),
                "--throughput", str(files / "throughput.json")]  # fmt: skip
-    done = subprocess.run(command, cwd=HARNESS, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=HARNESS, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"Score(?: =|:) (\S+)", done.stdout)[1] == score  # type: ignore[index]
     assert read(tmp_path / "out/submission.json")["public_score"] == pytest.approx(float(score))
@@ -432,5 +433,5 @@ def test_our_server_passes_the_harness_own_check(tmp_path: Path) -> None:
     ]
     with MeltcoreServer(command, tmp_path / "log", report=print) as server:
         command = [sys.executable, "-m", "eval.check_server", "--base-url", server.wait_ready()]
-        done = subprocess.run(command, cwd=HARNESS, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=HARNESS, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, "All checks passed." in done.stdout) == (0, True), done.stdout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_openai import CHATTER, CountingServer, Lie
+from waiting import WAIT_S
 
 import meltcore
 from meltcore.cli.main import main
@@ -53,11 +54,11 @@ def id_server() -> Iterator[ScriptedServer]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    server.port = asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)  # type: ignore[attr-defined]
+    server.port = asyncio.run_coroutine_threadsafe(server.start(), loop).result(WAIT_S)  # type: ignore[attr-defined]
     yield server
     loop.call_soon_threadsafe(server.stop)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(WAIT_S)
     loop.close()
 
 

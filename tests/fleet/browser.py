@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from waiting import WAIT_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update"),
@@ -28,7 +30,6 @@ _FLAGS = (
         "--disable-dev-shm-usage",
     ),
 )
-WAIT_S = 30.0
 
 
 class Browser:
@@ -109,7 +110,7 @@ def browser(profile: Path, *flags: str) -> Iterator[Browser]:
     finally:
         os.close(commands)  # the browser ends with its pipe
         try:
-            process.wait(10)
+            process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -18,12 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from waiting import WAIT_S, wait_until
 
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.fleet.replica import RestartPolicy
 
 MODEL = "scripted"
-WAIT_S = 20.0
 TEMPLATE = """\
 {%- for m in messages -%}
 {%- if m.content == 'boom' %}{{ raise_exception('no booms') }}{% endif -%}
@@ -231,16 +230,6 @@ def connections(pid: int, port: int) -> int:
             inodes.add(target[8:-1])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" and row[9] in inodes for row in rows)
-
-
-def wait_until(condition: Any, what: str, timeout_s: float = WAIT_S) -> None:
-    """Poll until `condition()` holds; fail with `what` after the limit."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"waited {timeout_s:g} s in vain for: {what}")
 
 
 def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:

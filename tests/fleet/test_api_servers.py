@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import MODEL, RunningServer, chat_body, connections, scripted_server, wait_until
+from server_harness import MODEL, RunningServer, chat_body, connections, scripted_server
+from waiting import WAIT_S, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -36,7 +37,7 @@ def open_streams(server: RunningServer, count: int, **fields: Any) -> list[socke
 
 def test_connections_are_distributed_evenly() -> None:
     with scripted_server(api_server_count=3) as server:
-        kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=10) for _ in range(30)]
+        kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S) for _ in range(30)]
         for connection in kept:
             connection.request("GET", "/live")
             assert connection.getresponse().read()
@@ -170,7 +171,7 @@ def test_sigterm_drains_all_api_servers() -> None:
         for stream in streams:
             assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
         pids = server.api_server_pids()
-        assert server.wait_exit(6) == 0
+        assert server.wait_exit() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -181,7 +182,7 @@ def test_requests_are_ended_after_the_drain_timeout() -> None:
         server.signal()
         for stream in streams:
             assert b"server_stopping" in read_until(stream, b"0\r\n\r\n")
-        assert server.wait_exit(6) == 0
+        assert server.wait_exit() == 0
 
 
 @pytest.mark.slow
@@ -195,8 +196,8 @@ def test_second_signal_ends_all_processes_now(loading: bool) -> None:
         time.sleep(0.4)
         if stream is not None:
             server.signal()
-        assert server.wait_exit(6) == (0 if loading else 130)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone", 3)
+        assert server.wait_exit() == (0 if loading else 130)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone")
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_all_processes_exit_when_the_supervisor_is_killed() -> None:
     with scripted_server(api_server_count=3) as server:
         pids = [server.engine_pid(), *server.api_server_pids()]
         server.process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone", 5)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone")
 
 
 @pytest.mark.slow

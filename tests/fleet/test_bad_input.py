@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_harness import MODEL, WAIT_S, RunningServer, chat_body, scripted_server
+from server_harness import MODEL, RunningServer, chat_body, scripted_server
+from waiting import WAIT_S
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

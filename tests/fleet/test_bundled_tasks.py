@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 import yaml
-from server_harness import fleet_command, running, wait_until
+from server_harness import fleet_command, running
+from waiting import WAIT_S, wait_until
 
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 for package in ("python_multipart", "sentencepiece", "soxr"):
@@ -24,7 +25,6 @@ from meltcore.fleet.replica import RestartPolicy  # noqa: E402
 from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases  # noqa: E402
 from meltcore.problems.tones import render, tone_clip  # noqa: E402
 
-START_S = 120.0
 POLICY = RestartPolicy()
 
 
@@ -56,12 +56,12 @@ def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
     wav = io.BytesIO()
     soundfile.write(wav, render(clip, 16_000), 16_000, format="WAV")
     with running(fleet_command(path, POLICY, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
-        server.wait_healthy(START_S, besides="far")
+        server.wait_healthy(WAIT_S, besides="far")
         body = {"sentences": [phrase.source], "src_lang": SOURCE_LANGUAGE, "tgt_lang": TARGET_LANGUAGE}
-        wait_until(lambda: len(server.request("GET", "/health").json.get("sleeping", [])) == 1, "turns", START_S)
+        wait_until(lambda: len(server.request("GET", "/health").json.get("sleeping", [])) == 1, "turns")
         pids = server.engine_pids()
         assert len(pids) == 3
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
             for language in ("en", "hi"):
                 assert server.post("/v1/translate", body).json["translations"] == [phrase.target]
                 assert server.request("GET", "/health").json["sleeping"] == ["tones"]
@@ -76,7 +76,7 @@ def test_planned_fleet_of_bundled_models_answers_right_before_and_after_sleep(
         admin = f"http://127.0.0.1:{yaml.safe_load(path.read_text())['server']['admin_port']}"
         tasks = {"sums": "generation", "phrases": "translation", "tones": "transcription", "far": "synthesis"}
         for url in (server.url, admin):
-            text = httpx.get(f"{url}/metrics", timeout=10).text
+            text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
             found = re.findall(r'queue_requests\{model_name="(\w+)",priority_class="batch",task="(\w+)"\}', text)
             assert dict(found) == tasks
         assert sorted(server.engine_pids()) == sorted(pids), "none was started again"

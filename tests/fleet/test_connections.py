@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_harness import MODEL, WAIT_S, RunningServer, scripted_server, wait_until
+from server_harness import MODEL, RunningServer, scripted_server
+from waiting import WAIT_S, wait_until
 
 from meltcore.api import http_server
 from meltcore.api.http import read_body, send_bytes
@@ -241,7 +242,7 @@ def test_clients_that_never_send_are_disconnected_together(monkeypatch: pytest.M
     monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.05)
     raise_file_limit()
 
-    async def run() -> tuple[float, int]:
+    async def run() -> int:
         stats = ServerStats()
         server = http_server.HttpServer(echo, stats)
         serving = asyncio.create_task(server.serve())
@@ -250,17 +251,16 @@ def test_clients_that_never_send_are_disconnected_together(monkeypatch: pytest.M
             ours.setblocking(False)
             theirs.setblocking(False)
             server.add_connection(theirs)
-        began_s, loop = time.monotonic(), asyncio.get_running_loop()
-        async with asyncio.timeout(10):
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(WAIT_S):
             ends = await asyncio.gather(*(loop.sock_recv(ours, 1) for ours, _ in pairs))
         for ours, _ in pairs:
             ours.close()
         server.stop()
         await serving
-        return time.monotonic() - began_s, sum(data == b"" for data in ends)
+        return sum(data == b"" for data in ends)
 
-    took_s, ended = asyncio.run(run())
-    assert (ended, took_s >= 0.3) == (900, True)
+    assert asyncio.run(run()) == 900
 
 
 @pytest.mark.slow

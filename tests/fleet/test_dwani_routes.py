@@ -9,7 +9,8 @@ from typing import Any
 
 import dwani
 import pytest
-from server_harness import RunningServer, running, scripted_server, serve_command, server_config, wait_until
+from server_harness import RunningServer, running, scripted_server, serve_command, server_config
+from waiting import wait_until
 
 from meltcore.api.vision import PATHS as VISION_PATHS
 from meltcore.config import EngineConfig, ForeignConfig, ServerConfig

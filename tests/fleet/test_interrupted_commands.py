@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.fleet import daemon
@@ -26,7 +27,7 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
     async def restart() -> None:
         operations = FleetOperations(supervisor, None)
         monkeypatch.setattr(operations, "_replace", replace)
-        await asyncio.wait_for(operations.restart("a"), 10)
+        await asyncio.wait_for(operations.restart("a"), WAIT_S)
 
     with pytest.raises(ConfigError, match="a was ended while it was loading"):
         asyncio.run(restart())

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_harness import RunningServer, connections, make_model, running, serve_command, wait_until
+from server_harness import RunningServer, connections, make_model, running, serve_command
+from waiting import WAIT_S, wait_until
 
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
 from meltcore.fleet.replica import RestartPolicy
@@ -23,7 +23,6 @@ MODELS = ("first", "second")
 TOKENS = 40  # 0.2 s of scripted steps
 STEP_S = 0.005
 CLIENTS = 16
-LOST_LIMIT_S = 2.0  # a request whose server is gone ends within it; unkilled ones take 0.2 s
 
 
 @contextmanager
@@ -46,7 +45,6 @@ class Clients:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}/v1/completions"
         self.ends: Counter[str] = Counter()  # "whole", "lost", "refused" (no server), "503"
-        self.longest_lost_s = 0.0
         self.wrong: list[str] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -60,7 +58,7 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(WAIT_S)
         assert not any(thread.is_alive() for thread in self._threads), "a request never ended"
         assert self.wrong == []
 
@@ -70,21 +68,21 @@ class Clients:
 
     def _ask(self, index: int) -> None:
         body = {"model": MODELS[index % 2], "prompt": "ab", "max_tokens": TOKENS, "stream": index % 4 >= 2}
-        with httpx.Client(timeout=15) as client:
+        with httpx.Client(timeout=WAIT_S) as client:
             while not self._stop.is_set():
-                began_s = time.monotonic()
                 try:
                     answer = client.post(self.url, json=body)
                 except httpx.ConnectError:
                     end = "refused"
+                except httpx.TimeoutException as error:  # one whose server is gone ends with it
+                    end = "never ended"
+                    self.wrong.append(repr(error))
                 except httpx.TransportError:
                     end = "lost"
                 else:
                     end = self._judge(answer, streamed=bool(body["stream"]))
                 with self._lock:
                     self.ends[end] += 1
-                    if end == "lost":
-                        self.longest_lost_s = max(self.longest_lost_s, time.monotonic() - began_s)
                 if end != "whole":
                     self._stop.wait(0.05)
 
@@ -114,7 +112,7 @@ def wait_both_serve(server: RunningServer, killed: int) -> None:
     """Until the one in place of `killed` has got connections, too: one that dies before it serves ends its server."""
 
     def serve() -> bool:
-        stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+        stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S))
         pids = server.api_server_pids()
         return killed not in pids and [connections(pid, server.port) > 0 for pid in pids] == [True] * 2
 
@@ -164,10 +162,9 @@ def test_api_servers_killed_under_load_are_replaced_and_engines_stay(tmp_path: P
         for connection in asking:
             assert connection.recv(100) == b"", "no answer"
             connection.close()
-        wait_until(lambda: num_running(server) == 0, "the engines to end requests without a client", 5)
+        wait_until(lambda: num_running(server) == 0, "the engines to end requests without a client")
         assert server.engine_pids() == engines, "the engines serve the new API servers"
         assert 3 <= clients.ends["lost"] <= 3 * CLIENTS, clients.ends
-        assert clients.longest_lost_s < LOST_LIMIT_S
         found = server.check_no_leak()
         assert found["requests_finished_total"] >= clients.ends["whole"]
         assert server.stderr.count("has died: killed by signal 9") == 7
@@ -187,7 +184,7 @@ def test_supervisor_killed_under_load_and_started_again_serves_the_same_clients(
                 pids = [*server.engine_pids(), *server.api_server_pids()]
                 assert len(pids) == 4
                 server.process.kill()
-                wait_until(lambda pids=pids: all(map(ended, pids)), "all processes to be gone", 5)
+                wait_until(lambda pids=pids: all(map(ended, pids)), "all processes to be gone")
                 assert "Traceback" not in server.stderr
         with two_models(tmp_path, port, "last") as server:  # on the same port, in the same folders
             wait_ready(server)
@@ -200,4 +197,3 @@ def test_supervisor_killed_under_load_and_started_again_serves_the_same_clients(
             assert server.wait_exit() == 0
             assert all(map(ended, last))
     assert clients.ends["lost"] >= 2, "requests were open when it was killed"
-    assert clients.longest_lost_s < LOST_LIMIT_S, "and ended immediately"

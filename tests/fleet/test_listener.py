@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.fleet import listener as listening
 from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
@@ -29,10 +30,10 @@ async def accept(count: int, stack: ExitStack) -> tuple[list[socket.socket], lis
     acceptor = Acceptor(listener, on_connection, lambda error: pytest.fail(str(error)))
     clients = []
     for index in range(count):
-        clients.append(stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10)))
+        clients.append(stack.enter_context(socket.create_connection(listener.getsockname(), timeout=WAIT_S)))
         if index % 100 == 99:
             await asyncio.sleep(0)
-    await asyncio.wait_for(all_accepted.wait(), 20)
+    await asyncio.wait_for(all_accepted.wait(), WAIT_S)
     acceptor.close()
     return clients, accepted
 

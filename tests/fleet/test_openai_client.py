@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from server_harness import MODEL, RunningServer, scripted_server
+from waiting import WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=20, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S, max_retries=0) as made:
         yield made
 
 
@@ -85,7 +86,7 @@ def test_concurrent_async_streams(server: RunningServer) -> None:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=20) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="key", timeout=WAIT_S) as client:
             return await asyncio.gather(*(one(client, f"text {n}") for n in range(20)))
 
     assert asyncio.run(all_of_them()) == [f"text {n}" for n in range(20)]
@@ -116,7 +117,7 @@ def test_errors_come_as_the_clients_own_types(server: RunningServer, client: ope
 @pytest.mark.slow
 def test_full_queue_raises_the_clients_rate_limit_error() -> None:
     with scripted_server("--silent-steps", "100000", engine={"max_num_seqs": 1}, max_queue=0) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
         first = server.open("/v1/completions", {"model": MODEL, "prompt": "x"})
         server.wait_metric("requests_in_flight", 1)
         with client, pytest.raises(openai.RateLimitError):
@@ -128,7 +129,7 @@ def test_full_queue_raises_the_clients_rate_limit_error() -> None:
 @pytest.mark.slow
 def test_stream_that_fails_midway_raises() -> None:
     with scripted_server("--step-s", "0.02", request_timeout_s=0.4) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=20, max_retries=0)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0)
         with client, pytest.raises(openai.APIError, match="request-timeout"):
             list(ask(client, stream=True))  # type: ignore[call-overload]
         server.check_no_leak()

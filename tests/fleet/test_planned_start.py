@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 import pytest
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.config import EngineConfig, ModelConfig
@@ -94,7 +95,7 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 4000GiB}}")
     state = tmp_path / "state"
     command = [sys.executable, "-m", "meltcore.cli.main", "up", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_environment(state), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=_environment(state), check=False)
     assert done.returncode == 2
     assert "its models on the CPU need 4000.75 GiB of host memory" in done.stderr
     assert done.stdout == ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 
 import pytest
-from server_harness import chat_body, scripted_server, wait_until
+from server_harness import chat_body, scripted_server
+from waiting import wait_until
 
 from meltcore.api.request_queue import room_of
 from meltcore.config import KeyConfig

@@ -4,35 +4,34 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
-from server_harness import RunningServer, read_daemon_url, running, wait_until
+from server_harness import RunningServer, read_daemon_url, running
+from waiting import WAIT_S, wait_until
 
 from meltcore.models.checkpoint import BUNDLED_MODEL
 
 pytestmark = pytest.mark.slow
 MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
 SERVE = [*MELTCORE, "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu"]
-LOAD_S = 90.0
 QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
-        server.wait_healthy(LOAD_S)
+        server.wait_healthy(WAIT_S)
         yield server
         server.check_no_leak()
 
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=30, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
         yield made
 
 
@@ -145,7 +144,7 @@ def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer
         roomy = list(pool.map(lambda prompt: ask(server, prompt), prompts))
         small = [*SERVE, "--memory", "18MiB"]
         with running(small, tmp_path / "stderr") as tight:
-            tight.wait_healthy(LOAD_S)
+            tight.wait_healthy(WAIT_S)
             assert list(pool.map(lambda prompt: ask(tight, prompt), prompts)) == roomy
             found = tight.check_no_leak()
     assert found["num_preemptions_total"] > 0
@@ -154,23 +153,21 @@ def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer
 
 def test_killed_engine_ends_the_server_and_every_request(tmp_path: Path) -> None:
     with running(SERVE, tmp_path / "stderr") as server, ThreadPoolExecutor(4) as pool:
-        server.wait_healthy(LOAD_S)
+        server.wait_healthy(WAIT_S)
         body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True}
         answers = [pool.submit(server.post, "/v1/completions", body) for _ in range(4)]
         server.wait_metric("num_requests_running", 4)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        killed_s = time.monotonic()
         assert [answer.result().error["code"] for answer in answers] == ["engine_dead"] * 4
         assert server.request("GET", "/health").status == 503
         assert server.wait_exit() == 1
-        assert time.monotonic() - killed_s < 4
 
 
 def test_sigterm_during_loading_exits_immediately(tmp_path: Path) -> None:
     with running(SERVE, tmp_path / "stderr") as server:
         engine = wait_for_engine(server)
         server.signal()
-        assert server.wait_exit(5) == 0
+        assert server.wait_exit() == 0
         assert not Path(f"/proc/{engine}").exists()
 
 
@@ -181,7 +178,7 @@ def wait_for_engine(server: RunningServer) -> int:
 
 def test_too_little_memory_prints_one_line(tmp_path: Path) -> None:
     with running([*SERVE, "--memory", "9MiB"], tmp_path / "stderr") as server:
-        assert server.wait_exit(LOAD_S) == 2
+        assert server.wait_exit(WAIT_S) == 2
         assert "--max-model-len" in server.stderr.strip().splitlines()[-1]
 
 
@@ -189,7 +186,7 @@ def test_daemon_is_ready_when_serve_returns_and_has_exited_after_stop(tmp_path: 
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
 
     def meltcore(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*MELTCORE, *arguments], env=environment, capture_output=True, text=True, timeout=LOAD_S)
+        return subprocess.run([*MELTCORE, *arguments], env=environment, capture_output=True, text=True, timeout=WAIT_S)
 
     started = meltcore("serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu", "--daemon")
     try:
@@ -215,7 +212,7 @@ def test_failed_daemon_start_reports_the_reason(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=LOAD_S,
+        timeout=WAIT_S,
     )
     assert failed.returncode == 2
     assert "./nowhere: no such folder" in failed.stderr

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 from server_harness import RunningServer, running
+from waiting import WAIT_S
 
 from meltcore.models.checkpoint import BUNDLED_MODEL
 
 pytestmark = pytest.mark.slow
 ROUNDS, REQUESTS = 3, 8
-LOAD_S = 90.0
 SERVE = "import sys; from meltcore.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -90,7 +90,7 @@ def test_interactive_latency_beside_a_lower_class_and_beside_its_own(
     file.write_text(json.dumps(fleet))  # JSON is YAML
     times: dict[str, list[float]] = {"lower": [], "equal": []}
     with running([sys.executable, "-c", SERVE, "up", str(file)], tmp_path / "stderr") as server:
-        server.wait_healthy(LOAD_S)
+        server.wait_healthy(WAIT_S)
         share_one_core(server)
         complete(server, "chat", 16)
         for _ in range(ROUNDS):

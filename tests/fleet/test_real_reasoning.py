@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from server_harness import RunningServer, running
+from waiting import WAIT_S
 
 from meltcore.models.checkpoint import BUNDLED_HYBRID
 
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-m", "meltcore.cli.main", "serve", BUNDLED_HYBRID, "--port", "0", "--device", "cpu"]
-LOAD_S = 90.0
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 STORY = "Rosa buys 4 tents at 25 coins each and pays with 136 coins. How many coins come back?"
 
@@ -21,7 +21,7 @@ STORY = "Rosa buys 4 tents at 25 coins each and pays with 136 coins. How many co
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
-        server.wait_healthy(LOAD_S)
+        server.wait_healthy(WAIT_S)
         yield server
         server.check_no_leak()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from server_harness import MODEL, RunningServer, chat_body, running, scripted_server, wait_until
+from server_harness import MODEL, RunningServer, chat_body, running, scripted_server
+from waiting import wait_until
 
 from meltcore.api.backend import STUCK_AFTER_S, Health
 from meltcore.api.generation import Generation
@@ -424,9 +425,9 @@ def test_sigterm_drains_all_replicas() -> None:
         pids = server.engine_pids()
         server.signal()
         assert all(b"[DONE]" in rest(connection) for connection in streams)
-        assert server.wait_exit(6) == 0
+        assert server.wait_exit() == 0
         assert "Traceback" not in server.stderr
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the engines to be gone", 3)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the engines to be gone")
 
 
 @pytest.mark.slow

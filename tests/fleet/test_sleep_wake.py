@@ -4,7 +4,6 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from server_harness import Answer, RunningServer, make_model, running, serve_command, wait_until
+from server_harness import Answer, RunningServer, make_model, running, serve_command
+from waiting import WAIT_S, wait_until
 
 from meltcore.config import EngineConfig, ModelConfig, PriorityClass, ResidencyConfig, ServerConfig
 from meltcore.fleet.replica import RestartPolicy
@@ -171,17 +171,15 @@ def test_engine_without_sleep_mode_is_ended_and_started_again() -> None:
 
 @pytest.mark.slow
 def test_fleet_with_a_sleeping_model_ends_and_its_requests_with_it() -> None:
-    slow = ResidencyConfig(minimum_s=60.0)
+    slow = ResidencyConfig(minimum_s=600.0)  # longer than the test
     with fleet({"a": "interactive", "b": "standard"}, residency=slow, drain_timeout_s=0.3) as found:
         pids = found.server.engine_pids()
         answers: list[Answer] = []
         client = threading.Thread(target=lambda: answers.append(found.complete("b")))
         client.start()
         wait_until(lambda: found.server.metrics()["queue_requests"] == 1, "it waits")
-        began_s = time.monotonic()
         found.server.signal()
         assert found.server.wait_exit() == 0
-        assert time.monotonic() - began_s < 8
-        client.join(5)
+        client.join(WAIT_S)
         assert [answer.status for answer in answers] == [503]
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from server_harness import RunningServer, speech_server, wait_until
+from server_harness import RunningServer, speech_server
+from waiting import WAIT_S, wait_until
 
 for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
@@ -72,7 +73,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
         yield made
 
 
@@ -273,8 +274,8 @@ def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
     with server.open("/v1/audio/speech", text) as connection:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         assert server.metrics()["num_requests_running"] == 1
-    wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted", 5)
-    wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the engine free", 5)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted")
+    wait_until(lambda: server.metrics()["num_requests_running"] == 0, "the engine free")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
         connection.sendall(b"POST /v1/audio/speech HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{")
     server.check_no_leak()

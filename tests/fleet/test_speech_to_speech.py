@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_harness import Answer, RunningServer, running, serve_command, wait_until
+from server_harness import Answer, RunningServer, running, serve_command
+from waiting import wait_until
 
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 for package in ("python_multipart", "sentencepiece", "soxr"):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_harness import wait_until
+from waiting import WAIT_S, wait_until
 
 from meltcore.evals.api import Api, ApiError
 from meltcore.models.checkpoint import BUNDLED_MODEL
@@ -31,7 +31,9 @@ def settings(tmp_path: Path) -> dict[str, str]:
 
 
 def start(settings: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([SCRIPT, *arguments], env=settings, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [SCRIPT, *arguments], env=settings, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
 
 
 def answers(settings: dict[str, str]) -> bool:
@@ -57,7 +59,7 @@ def test_script_server_starts_stays_and_is_stopped(settings: dict[str, str]) -> 
         assert api.get("/health").status == 200
     finally:
         stop = [*MELTCORE, "stop", "--port", settings["PORT"]]
-        stopped = subprocess.run(stop, env=settings, capture_output=True, text=True, timeout=90, check=False)
+        stopped = subprocess.run(stop, env=settings, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert "stopped http://127.0.0.1" in stopped.stdout
     assert not answers(settings)
 
@@ -156,7 +158,7 @@ def test_server_that_is_not_ready_in_time_is_ended(settings: dict[str, str]) -> 
     done = start(settings | {"START_TIMEOUT": "0.5"}, "--device", "cpu")
     assert done.returncode == 2
     assert "was not ready within 0.5 s" in done.stderr
-    wait_until(lambda: not answers(settings), "the half-started server to be gone", 5)
+    wait_until(lambda: not answers(settings), "the half-started server to be gone")
 
 
 def test_interrupted_start_leaves_no_server_behind(settings: dict[str, str]) -> None:
@@ -174,7 +176,7 @@ def test_interrupted_start_leaves_no_server_behind(settings: dict[str, str]) -> 
     starting = subprocess.Popen([*MELTCORE, *words], env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_until(lambda: of_log(settings), "a server that starts")
     starting.send_signal(signal.SIGTERM)
-    assert starting.wait(30) != 0
+    assert starting.wait(WAIT_S) != 0
     wait_until(lambda: not of_log(settings), "its end")
 
 

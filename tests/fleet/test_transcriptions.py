@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from server_harness import RunningServer, speech_server, wait_until
+from server_harness import RunningServer, speech_server
+from waiting import WAIT_S, wait_until
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -48,7 +49,7 @@ def server(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
         yield made
 
 
@@ -252,7 +253,7 @@ def test_client_that_leaves_ends_its_work(server: RunningServer) -> None:
     head = f"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(form)}\r\n"
     head += "content-type: multipart/form-data; boundary=x\r\n\r\n"
     before = server.metrics()["requests_aborted_total"]
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
         connection.sendall(head.encode() + form)
         wait_until(lambda: server.metrics()["requests_in_flight"] >= 1, "the request in flight")
     wait_until(lambda: server.metrics()["requests_aborted_total"] == before + 1, "the request aborted")

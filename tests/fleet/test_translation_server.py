@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "text")]
 
 from m2m100_tools import SMALL, reference_model, write_checkpoint
-from server_harness import RunningServer, running, serve_command, wait_until
+from server_harness import RunningServer, running, serve_command
 from translation_texts import write_tokenizer
+from waiting import wait_until
 
 from meltcore import Translator
 from meltcore.backends.engine_process import ENGINE_COMMAND
@@ -29,7 +31,6 @@ from meltcore.load.runner import run_levels
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10
-START_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         tempfile.TemporaryDirectory() as directory,
         running(serve_command(config, engine=ENGINE_COMMAND), Path(directory) / "stderr") as running_server,
     ):
-        running_server.wait_healthy(START_S)
+        running_server.wait_healthy(WAIT_S)
         yield running_server
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_harness import RunningServer, make_model, running, serve_command, wait_until
+from server_harness import RunningServer, make_model, running, serve_command
+from waiting import WAIT_S, wait_until
 
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.config import EngineConfig, ModelConfig, ServerConfig
@@ -108,7 +109,7 @@ def test_two_bundled_models_answer_from_one_api_server(tmp_path: Path) -> None:
     config = ServerConfig(models=models, port=0, api_server_count=1)
     with running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
         server.wait_healthy(120)
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
             assert [model.id for model in client.models.list()] == list(names)
             for name in names:
                 question: Any = [{"role": "user", "content": "What is 7 * 8?"}]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import TraceBuilder, one_of_each
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -290,7 +291,7 @@ def test_live_trace_is_checked_by_the_gpus_counters(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{server.server_port}"
     gpus = [FakeGpu(readings={"sm_active_percent": 95.0})]
     command = cli_command(gpus, "profile", "--url", url, "--seconds", "1", "--gpu", "0", "--json")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     server.shutdown()
     server.server_close()
     assert done.returncode == 1, done.stderr

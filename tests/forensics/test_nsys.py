@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from nsight_tools import one_of_each_exported
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.compare.server import free_port
@@ -170,7 +171,7 @@ def test_interrupt_ends_nsys_and_the_command(folder: Path) -> None:
         while not ((folder / "pid").exists() and (folder / "pid").read_text()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         child.send_signal(signal.SIGTERM)
-        child.wait(30)
+        child.wait(WAIT_S)
     finally:
         child.kill()
         child.communicate()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hardware_tools import INTERVAL_S, sample
+from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.hardware.monitor.recording import Recording, RecordingEnd, RecordingStart
@@ -167,11 +168,11 @@ def test_load_monitor_writes_samples_timelines_and_report(tmp_path: Path) -> Non
             str(tmp_path),
         ]
         done = subprocess.run(
-            cli_command([gpu], "load", url, *arguments), capture_output=True, text=True, timeout=60, check=False
+            cli_command([gpu], "load", url, *arguments), capture_output=True, text=True, timeout=WAIT_S, check=False
         )
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(WAIT_S)
     assert done.returncode == 0, done.stderr
     [folder] = tmp_path.iterdir()
     assert (folder / "gpus.jsonl").stat().st_size > 1000

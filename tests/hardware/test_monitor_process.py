@@ -6,27 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from unittest.mock import patch
 
 import pytest
+from waiting import WAIT_S, wait_until
 
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.hardware.monitor import sampler
 from meltcore.hardware.monitor.recording import read_recording
 from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
+from meltcore.hardware.nvml.reader import Sample
 from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, cli_command, sampler_command
-
-LIMIT_S = 10.0
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "the condition did not become true in time"
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -59,15 +50,15 @@ def command(
 def test_samples_keep_their_interval_on_the_monotonic_clock(tmp_path: Path) -> None:
     before_s = time.monotonic()
     with start_monitor(tmp_path / "s.jsonl", interval_s=0.02) as monitor:
-        time.sleep(1.0)
+        wait_until(lambda: (tmp_path / "s.jsonl").read_bytes().count(b"\n") > 30)
         monitor.stop()
     samples = read_recording(tmp_path / "s.jsonl").of(0)
     times = [sample.t_s for sample in samples]
     assert before_s < times[0] < times[-1] < time.monotonic()
-    assert len(times) >= 20
-    # Samples stay on the grid: if each were delayed by the one before, the offsets would spread over the interval.
-    offsets_s = [(t_s - times[0] + 0.01) % 0.02 for t_s in times]
-    assert median(abs(offset_s - median(offsets_s)) for offset_s in offsets_s) < 0.002
+    # Samples stay on the grid: each is on time or late, and lateness is not passed on to those that follow.
+    assert monitor.end is not None
+    passed = round((times[-1] - times[0]) / 0.02)
+    assert passed - 1 <= len(times) - 1 + monitor.end.missed <= passed + 1
     assert all(sample.gpm_window_s is not None for sample in samples), "the first sample already has a window"
 
 
@@ -92,11 +83,14 @@ def test_samples_are_returned_once_and_recording_holds_all(tmp_path: Path) -> No
 def test_lost_gpu_stops_and_others_continue(tmp_path: Path) -> None:
     gpus = [FakeGpu(uuid="GPU-a", lost_after_s=0.4), FakeGpu(uuid="GPU-b")]
     with start_monitor(tmp_path / "s.jsonl", *gpus) as monitor:
-        time.sleep(0.7)
-        samples = monitor.stop()
+        samples: list[Sample] = []
+        wait_until(lambda: samples.extend(monitor.new_samples()) or any(sample.lost for sample in samples))
+        num_seen = len(samples)
+        wait_until(lambda: samples.extend(monitor.new_samples()) or len(samples) > num_seen + 5)
+        samples += monitor.stop()
     lost, other = ([sample for sample in samples if sample.gpu == gpu] for gpu in (0, 1))
     assert [sample.lost for sample in lost] == [False] * (len(lost) - 1) + [True]
-    assert other[-1].t_s > lost[-1].t_s + 0.05
+    assert other[-1].t_s > lost[-1].t_s
     assert not other[-1].lost
 
 
@@ -134,7 +128,7 @@ def test_sampler_ends_when_parent_is_killed(tmp_path: Path) -> None:
         assert len(children) == 1
     finally:
         parent.kill()
-        parent.communicate(timeout=LIMIT_S)
+        parent.communicate(timeout=WAIT_S)
     wait_until(lambda: not alive(int(children[0])))
 
 
@@ -173,7 +167,7 @@ def test_other_file_is_no_recording(tmp_path: Path) -> None:
 def test_command_prints_lines_and_summary_and_writes_json_lines(tmp_path: Path) -> None:
     gaming = FakeGpu(name="NVIDIA GeForce RTX 4090", uuid="GPU-b", architecture=8, refused={"power_w": 4})
     done = command("--duration", "1.2", gpus=[FakeGpu(), gaming], cwd=tmp_path)
-    out, err = done.communicate(timeout=LIMIT_S)
+    out, err = done.communicate(timeout=WAIT_S)
     assert (done.returncode, err) == (0, "")
     folder = next((tmp_path / "runs").iterdir())
     assert folder.name.endswith("-monitor")
@@ -197,7 +191,7 @@ def test_signal_ends_command_in_order(tmp_path: Path, number: int) -> None:
     assert running.stdout.readline().startswith("writing")
     assert "GPU 0" in running.stdout.readline()
     os.killpg(running.pid, number)  # as a terminal does, to every process of the group
-    out, err = running.communicate(timeout=LIMIT_S)
+    out, err = running.communicate(timeout=WAIT_S)
     assert (running.returncode, err) == (0, "")
     assert "HEALTHY" in out
     assert read_recording(tmp_path / "s.jsonl").end is not None
@@ -215,7 +209,7 @@ def test_signal_ends_command_in_order(tmp_path: Path, number: int) -> None:
 )
 def test_exit_status_is_the_verdict(tmp_path: Path, gpu: FakeGpu, status: int, reason: str) -> None:
     done = command("--duration", "0.6", "--out", tmp_path / "s.jsonl", gpus=[gpu])
-    out, _ = done.communicate(timeout=LIMIT_S)
+    out, _ = done.communicate(timeout=WAIT_S)
     assert done.returncode == status
     assert reason in out
 
@@ -230,7 +224,7 @@ def test_without_driver_one_line_status_3_and_no_folder(tmp_path: Path) -> None:
         "from meltcore.cli.main import main; sys.exit(main(['monitor']))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path, check=False
     )
     assert done.returncode == 3
     assert done.stderr.startswith("meltcore monitor: no NVIDIA driver here")
@@ -253,4 +247,4 @@ def test_sampler_process_imports_no_torch_and_little_else() -> None:
         "import sys, meltcore.hardware.monitor.sampler; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'rich')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=False).returncode == 0

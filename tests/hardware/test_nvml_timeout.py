@@ -2,13 +2,13 @@
 
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from certify_tools import certified, findings_in, h200s, node_of
 from pynvml import NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT, NVMLError
+from waiting import WAIT_S
 
 import meltcore
 from meltcore.errors import MeltcoreError
@@ -42,12 +42,10 @@ def test_gpu_that_hung_once_is_not_read_again() -> None:
     gpus = h200s(2)
     inner = HangingNvml(gpus)
     nvml = NvmlWithTimeout(inner, limit_s=0.1)
-    began_s = time.monotonic()
     for _ in range(3):
         with pytest.raises(NVMLError) as error:
             nvml.pcie_replays(gpus[1])
         assert error.value.value == NVML_ERROR_TIMEOUT
-    assert time.monotonic() - began_s < 2
     assert inner.calls == 1
     assert nvml.pcie_replays(gpus[0]) == 7
 
@@ -74,14 +72,14 @@ def _no_driver() -> Nvml:
 
 
 def test_map_concurrently_keeps_order() -> None:
-    began_s = time.monotonic()
+    """Each call returns only once all are in progress."""
+    together = threading.Barrier(8)
 
     def slow(gpu: int) -> int:
-        time.sleep(0.2)
+        together.wait(WAIT_S)
         return gpu * gpu
 
     assert map_concurrently(slow, range(8)) == [gpu * gpu for gpu in range(8)]
-    assert time.monotonic() - began_s < 1.0
     assert map_concurrently(slow, []) == []
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import runtime
 from torch.overrides import TorchFunctionMode
+from waiting import WAIT_S
 
 from meltcore.hardware.certify import gpu_timing
 from meltcore.hardware.certify.checks import collectives, corruption, gemm, host, memory, peers, sustained
@@ -284,7 +285,7 @@ def test_probe_without_gpu_returns_an_error_per_request() -> None:
         [sys.executable, "-m", "meltcore.hardware.certify.probe", "memory"],
         input=encode(ProbeJob(requests=requests)),
         capture_output=True,
-        timeout=120,
+        timeout=WAIT_S,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import WAIT_S
 
 from meltcore.kernels.comm import all_reduce as all_reduce_file
 from meltcore.kernels.comm import symmetric_memory
@@ -303,7 +304,7 @@ def test_rank_processes_wait_for_each_other(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["equal\n", "equal\n"]
+        assert [rank.communicate(timeout=WAIT_S)[0] for rank in ranks] == ["equal\n", "equal\n"]
     finally:
         for rank in ranks:
             rank.kill()

@@ -19,6 +19,7 @@ import triton
 from compile_tools import AbsentGPU, children, store_kernel
 from kernel_tools import ModelShape
 from triton.runtime.jit import JITFunction
+from waiting import WAIT_S
 
 from meltcore.engine.worker.compile_workers import CompileWorkers
 from meltcore.engine.worker.warm_up import CompileOrder, _Jobs, compile_ahead
@@ -140,7 +141,7 @@ def begun(order: CompileOrder) -> tuple[list[int], list[int]]:
     with ThreadPoolExecutor(1) as pool:
         jobs = _Jobs(pool, order)
         for index, cost in enumerate(COSTS):
-            jobs.add(cost, lambda cost=cost: (costs.append(cost), go_on.wait(60)))
+            jobs.add(cost, lambda cost=cost: (costs.append(cost), go_on.wait(WAIT_S)))
             while order.is_own(index) and not costs:
                 time.sleep(0.001)
         early = len(costs)

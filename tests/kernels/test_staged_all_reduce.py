@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import WAIT_S
 
 from meltcore.kernels.comm import staged_all_reduce as staged_file
 from meltcore.kernels.comm.buffer_sizes import MESSAGE_WORDS, buffer_bytes
@@ -23,8 +24,6 @@ from meltcore.kernels.comm.staged_all_reduce import (
 )
 from meltcore.kernels.comm.symmetric_memory import EMPTY_BYTE, SymmetricMemory, aborted_memory
 from meltcore.kernels.norm import Norm
-
-PROCESS_LIMIT_S = 120
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -74,7 +73,7 @@ def rank_processes(folder: Path, ranks: int, steps: int, *options: str) -> Itera
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 3), (4, 1)])
 def test_rank_processes_wait_for_each_other(ranks: int, steps: int, tmp_path: Path) -> None:
     with rank_processes(tmp_path, ranks, steps) as processes:
-        ended = [process.communicate(timeout=PROCESS_LIMIT_S) for process in processes]
+        ended = [process.communicate(timeout=WAIT_S) for process in processes]
         assert [output for output, _ in ended] == ["equal\n"] * ranks, ended
 
 
@@ -82,7 +81,7 @@ def test_rank_processes_wait_for_each_other(ranks: int, steps: int, tmp_path: Pa
 @pytest.mark.parametrize("stage", ["0", "1"], ids=["rows", "sums"])
 def test_results_are_wrong_without_the_wait_of_a_stage(stage: str, tmp_path: Path) -> None:
     """So the test above checks that each rank waits. The other rank may then wait for one that has ended."""
-    until = time.monotonic() + PROCESS_LIMIT_S
+    until = time.monotonic() + WAIT_S
     with rank_processes(tmp_path, 2, 3, stage) as processes:
         while not (ended := [process for process in processes if process.poll() is not None]):
             assert time.monotonic() < until, "no rank has ended"

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-
-START_S = 30
+from waiting import WAIT_S
 
 
 class ServerProcess:
@@ -18,7 +17,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(START_S)
+        self.process.wait(WAIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

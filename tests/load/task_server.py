@@ -12,6 +12,8 @@ from email import message_from_bytes, policy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from waiting import WAIT_S
+
 SPEECH_S = 0.5  # of every answer of synthesis, 16-bit mono at 24 kHz
 SPEECH = b"\x01\x02" * int(SPEECH_S * 24_000)
 
@@ -137,5 +139,5 @@ def serve_tasks(**behavior: Any) -> Iterator[TaskServer]:
         yield server
     finally:
         server.shutdown()
-        thread.join(10)
+        thread.join(WAIT_S)
         server.server_close()

@@ -6,6 +6,7 @@ import signal
 import warnings
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.load import connection
 from meltcore.load.connection import parse_target, request, run_coroutine
@@ -49,7 +50,7 @@ def test_request_ends_when_it_is_cancelled_as_its_answer_arrives(monkeypatch: py
             with monkeypatch.context() as patch:
                 on_end = connection._BufferedResponse.on_end
                 patch.setattr(connection._BufferedResponse, "on_end", lambda self: (on_end(self), task.cancel()))
-                await asyncio.wait([task], timeout=5.0)
+                await asyncio.wait([task], timeout=WAIT_S)
             assert task.cancelled()
 
     asyncio.run(cancelled_with_the_answer())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 import meltcore
 from meltcore.evals.api import Api
@@ -20,7 +21,6 @@ from meltcore.results.schema import LevelResult
 MODEL = Path(meltcore.__file__).parent / "bundled" / "sums"
 # A Python with transformers[serving], llama-cpp-python[server] and gguf: their packages are many.
 PYTHON = os.environ.get("PEERS_PYTHON")
-START_LIMIT_S = 120.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,7 +39,7 @@ def serve(arguments: list[str], folder: Path) -> Iterator[str]:
     with LoggedProcess(
         command, folder / "log", name="the server", report=print, environment=environment, stop_limit_s=5.0
     ) as server:
-        server.wait_for(lambda: accepts_connections(address) or None, START_LIMIT_S, "listen")
+        server.wait_for(lambda: accepts_connections(address) or None, WAIT_S, "listen")
         yield address
 
 

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Digits, PreTokenizer, Sequence, WhitespaceSplit
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.load.config import LoadConfig
@@ -21,7 +22,6 @@ from meltcore.load.token_counter import TokenCounter, open_tokenizer
 
 Start = Callable[..., object]
 COMMAND = [sys.executable, "-m", "meltcore.cli.main", "load"]
-WAIT_S = 60
 
 
 def save_tokenizer(folder: Path, pieces: PreTokenizer) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf_tools import add_tokenizer, finish
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
@@ -144,7 +145,7 @@ def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> N
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(timeout=5)
+    thread.join(timeout=WAIT_S)
     assert done == [f"{tmp_path / 'pipe.gguf'} cannot be read: it is not a regular file"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from random_gguf import layout, new_writer, text_config, write_data, write_header
+from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
 
@@ -77,7 +78,7 @@ print("ANSWER" + json.dumps(answer["choices"][0]["logprobs"]["content"]), flush=
 def answer_of_llama_cpp(path: Path) -> list[tuple[int, float]]:
     request = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 3}
     command = [sys.executable, "-c", LLAMA_CPP, str(path), json.dumps(request)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     lines = [line.removeprefix("ANSWER") for line in finished.stdout.splitlines() if line.startswith("ANSWER")]
     assert lines, finished.stderr[-2000:]
     return [(token["id"], token["logprob"]) for token in json.loads(lines[-1])]

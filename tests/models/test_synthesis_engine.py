@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_client import EngineClient
 from f5_tools import SMALL, random_tensors, reference_sample, reference_vocoder, write_checkpoint
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
@@ -297,7 +298,7 @@ def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: S
         alone = samples_of(speak(task, good), "good")
         np.testing.assert_allclose(samples_of(found["good"], "good"), alone, atol=1e-5)
         client.send(Shutdown())
-        assert client.process.wait(20) == 0
+        assert client.process.wait(WAIT_S) == 0
     finally:
         client.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engine_client import EngineClient
 from m2m100_tools import SMALL, load_model, random_sources, reference_model, write_checkpoint
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
@@ -196,6 +197,6 @@ def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, tas
         assert found.pop("bad").error == "a sentence has 0 tokens; it must have 1 to 24"
         assert {request_id: result.token_ids for request_id, result in found.items()} == expected
         client.send(Shutdown())
-        assert client.process.wait(20) == 0
+        assert client.process.wait(WAIT_S) == 0
     finally:
         client.close()

@@ -57,11 +57,11 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_values_past_their_limits_are_refused_quickly(text: str, message: str) -> None:
-    started_s = time.monotonic()
+    started_s = time.process_time()
     with pytest.raises(ConfigError) as error:
         parse_fleet(text)
     assert message in str(error.value).replace("got True", "got true")
-    assert time.monotonic() - started_s < 5
+    assert time.process_time() - started_s < 5
 
 
 def test_empty_file_is_named_empty(tmp_path: Path) -> None:

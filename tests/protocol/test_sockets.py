@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.protocol.sockets import SocketFolder
@@ -24,7 +25,6 @@ folder = SocketFolder(sys.argv[1])
 print(folder.path, flush=True)
 sys.stdin.read()
 """
-WAIT_S = 60
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pynvml
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from waiting import WAIT_S
 
 import meltcore
 from meltcore.results.fingerprint import clean_arguments, take_fingerprint
@@ -99,7 +100,7 @@ def test_taking_a_fingerprint_does_not_import_torch() -> None:
         "import sys; from meltcore.results.fingerprint import take_fingerprint; take_fingerprint(); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, check=False).returncode == 0
 
 
 @pytest.fixture

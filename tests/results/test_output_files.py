@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.errors import ConfigError
 from meltcore.results.files import atomic_output, check_disk_space, write_atomic
@@ -156,7 +157,7 @@ def test_standard_output_gets_the_file_among_what_is_printed(tmp_path: Path) -> 
     )
     out = tmp_path / "out"
     with out.open("wb") as output:
-        subprocess.run([sys.executable, "-c", program], stdout=output, check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program], stdout=output, check=True, timeout=WAIT_S)
     assert out.read_text() == "before\nfile\nafter\n"
     assert list(tmp_path.iterdir()) == [out]
 

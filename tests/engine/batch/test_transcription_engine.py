@@ -14,6 +14,7 @@ import torch
 from engine_client import EngineClient
 from nemo_tools import write_archive
 from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.batch.engine import BatchEngine
@@ -206,4 +207,4 @@ def test_process_serves_refuses_and_aborts(client: EngineClient, task: Transcrip
     assert found.pop("bad").finish_reason == "error"
     assert {request_id: words(transcript) for request_id, transcript in found.items()} == expected  # type: ignore[arg-type]
     client.send(Shutdown())
-    assert client.process.wait(20) == 0
+    assert client.process.wait(WAIT_S) == 0

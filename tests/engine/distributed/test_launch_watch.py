@@ -8,10 +8,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore.engine.distributed.ranks import LaunchWatch
-
-ENDS_IN_S = 10.0  # bounds the wait of a test that would hang
 
 Process = subprocess.Popen[bytes]
 
@@ -32,7 +31,7 @@ def test_launch_is_aborted_when_a_rank_ends(rank: Process) -> None:
     with watch.watch_launch(100.0):
         assert not caught.wait(0.2)
         rank.kill()
-        assert caught.wait(ENDS_IN_S)
+        assert caught.wait(WAIT_S)
     assert watch.aborted
 
 
@@ -40,7 +39,7 @@ def test_launch_is_aborted_after_its_limit(rank: Process) -> None:
     caught = threading.Event()
     watch = LaunchWatch({1: rank}, caught.set)
     with watch.watch_launch(0.1):
-        assert caught.wait(ENDS_IN_S)
+        assert caught.wait(WAIT_S)
     assert watch.aborted
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.distributed import rank_start
@@ -80,21 +82,23 @@ def test_wait_for_messages_has_a_limit(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_progress_extends_the_limit(ranks: Ranks, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "NO_PROGRESS_LIMIT_S", 0.6)
-    started = time.monotonic()
+    """On a clock of which each look takes half of the limit."""
+    looks = itertools.count()
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: next(looks) * LIMIT_S / 2))
+    _, signs = step_counters(ranks._folder, 2)
+    seen: list[int] = []
 
     def load() -> None:
-        _, signs = step_counters(ranks._folder, 2)
-        for _ in range(6):
-            time.sleep(0.3)
-            signs[1] += 1
-        rank.send(RankStage(1, "allocated"))
+        seen.append(1)
+        signs[1] += 1
+        if len(seen) == 20:
+            rank.send(RankStage(1, "allocated"))
 
-    loading = threading.Thread(target=load)
-    loading.start()
+    check_loading = ranks._check_loading
+    monkeypatch.setattr(ranks, "_check_loading", lambda: (load(), check_loading()))
     ranks.wait_allocated()
-    loading.join(LIMIT_S)
-    assert time.monotonic() - started > 1.5
+    monkeypatch.undo()
+    assert next(looks) > 20
 
 
 def test_rank_stopped_while_loading_is_named(ranks: Ranks) -> None:
@@ -134,6 +138,8 @@ def test_rank_without_settings_exits_silently(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     command = [sys.executable, "-m", "meltcore.engine.distributed", str(folder), "1"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not folder.exists()

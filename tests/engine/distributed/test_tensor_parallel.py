@@ -12,6 +12,7 @@ from typing import NamedTuple
 import engine_tools as tools
 import pytest
 import torch
+from waiting import WAIT_S
 
 from meltcore.engine.core import engine as engine_module
 from meltcore.engine.core.request import Request
@@ -202,7 +203,7 @@ def test_ranks_apply_a_token_mask_and_continue_after_a_faulty_one_until_one_dies
             if seen.engine._ranks is not None:
                 process = seen.engine._ranks._processes[1]
                 process.kill()
-                process.wait(10)
+                process.wait(WAIT_S)
                 with pytest.raises(
                     RankError, match=rf"rank 1 \(process {process.pid}\): has ended: killed by signal 9"
                 ):
@@ -230,7 +231,7 @@ def check_blocked_launch(seen: tools.SeenEngine, ranks: Ranks, monkeypatch: pyte
 
     def launch(step: object) -> tuple[torch.Tensor, None]:
         process.kill()
-        assert aborted.wait(10)
+        assert aborted.wait(WAIT_S)
         return torch.zeros(1, dtype=torch.int64), None
 
     monkeypatch.setattr(ranks, "_watch", LaunchWatch(ranks._processes, aborted.set))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
+from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
 from meltcore.engine.host import json_lines
@@ -28,7 +29,6 @@ from meltcore.protocol.json_lines import (
     encode,
 )
 
-LIMIT_S = 30.0
 CONFIG = {"model": "meltcore/sums", "device": "cpu", "max_model_len": 1152, "max_num_seqs": 4}
 
 
@@ -55,11 +55,11 @@ class Pipes:
     def end(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(LIMIT_S)
+        return self.process.wait(WAIT_S)
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(LIMIT_S)
+        self.process.wait(WAIT_S)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
@@ -156,7 +156,7 @@ def test_missing_model_is_reported_and_ends_the_process() -> None:
     failed = pipes.receive()
     assert failed["type"] == "failed"
     assert "no such folder" in failed["message"]
-    assert pipes.process.wait(LIMIT_S) == 1
+    assert pipes.process.wait(WAIT_S) == 1
     pipes.stop()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 from engine_client import EngineClient
+from waiting import WAIT_S
 
 from meltcore.config import EngineConfig
 from meltcore.engine.host.shell import STEP, EngineShell, _CudaProfiler
@@ -69,7 +70,7 @@ def test_process_serves_aborts_refuses_profiles_and_shuts_down(client: EngineCli
     events = json.loads(gzip.decompress(Path(done.path).read_bytes()))["traceEvents"]
     assert sum(event.get("name") == STEP and event.get("cat") == "user_annotation" for event in events) >= 5
     client.send(Shutdown())
-    assert client.process.wait(20) == 0
+    assert client.process.wait(WAIT_S) == 0
 
 
 def test_whole_exception_of_a_failed_start_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +133,7 @@ def test_process_exits_at_the_end_of_its_standard_input(client: EngineClient) ->
     client.ready()
     assert client.process.stdin is not None
     client.process.stdin.close()
-    assert client.process.wait(10) == 0
+    assert client.process.wait(WAIT_S) == 0
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_failed_start_with_ranks_is_one_line_and_a_non_zero_exit(tmp_path: Path,
         assert isinstance(message, EngineFailed)
         assert "no such folder" in message.message
         assert "\n" not in message.message
-        assert client.process.wait(20) == 1
+        assert client.process.wait(WAIT_S) == 1
         assert not list(temporary_folder.glob("meltcore-group-*")), "ranks started ahead are ended"
     finally:
         client.close()
