@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.protocol.machine import gpu_environment
 
 
 class ServerTemplate(NamedTuple):
@@ -143,7 +144,7 @@ def server_environment(python: str | None, gpus: Sequence[str] | None, variables
         if (folder.parent / "pyvenv.cfg").exists():
             environment["VIRTUAL_ENV"] = str(folder.parent)
     if gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        environment |= gpu_environment(gpus)
     return environment | dict(variables)
 
 

@@ -41,9 +41,14 @@ GIB = [int(size) for size in os.environ["SCRIPTED_GIB"].split(",") if size]
 nvmlInit = lambda: time.sleep(float(os.environ["SCRIPTED_NVML_S"]))
 nvmlShutdown = lambda: None
 nvmlSystemGetDriverVersion = lambda: "570.1"
-nvmlDeviceGetHandleByIndex = lambda index: GIB[index]
-nvmlDeviceGetMemoryInfo = lambda size: SimpleNamespace(total=size << 30, used=1 << 29)
-nvmlDeviceGetName = lambda size: f"Scripted {size}"
+nvmlDeviceGetCount = lambda: len(GIB)
+nvmlDeviceGetHandleByIndex = lambda index: SimpleNamespace(gib=GIB[index])
+nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(total=gpu.gib << 30, used=1 << 29)
+nvmlDeviceGetName = lambda gpu: f"Scripted {gpu.gib}"
+
+
+def nvmlDeviceGetMigMode(gpu):
+    raise NVMLError
 """
 
 

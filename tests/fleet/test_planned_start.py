@@ -8,9 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import pynvml
 import pytest
 from waiting import WAIT_S
 
@@ -19,7 +18,6 @@ from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError
 from meltcore.fleet import measured
 from meltcore.fleet.from_spec import server_config
-from meltcore.fleet.machine import read_gpus
 from meltcore.fleet.operations import check_unchanged
 from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan import GIB
@@ -247,38 +245,6 @@ def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, m
     file.write_text(f"residency: {{turn_s: 7}}\nmodels: {{a: {{{QWEN}}}}}")
     with pytest.raises(ConfigError, match="and residency changed"):
         check_unchanged(first, planner.config())
-
-
-class _Memory(NamedTuple):
-    total: int
-    used: int
-
-
-def test_gpus_are_read_as_cuda_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, answer in {
-        "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
-        "nvmlSystemGetDriverVersion": lambda: "570.1",
-        "nvmlDeviceGetCount": lambda: 3,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda handle: b"NVIDIA H200" if handle else "NVIDIA L4",
-        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}a",
-        "nvmlDeviceGetMemoryInfo": lambda handle: _Memory((handle + 1) * GIB, 2**20),
-    }.items():
-        monkeypatch.setattr(pynvml, name, answer)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-0")
-    gpus, driver = read_gpus()
-    assert driver == "570.1"
-    assert [(gpu.number, gpu.name, gpu.total_bytes // GIB) for gpu in gpus] == [
-        (0, "NVIDIA H200", 3),
-        (1, "NVIDIA L4", 1),
-    ]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-")
-    with pytest.raises(ConfigError, match="'GPU-', which matches 3 GPUs"):
-        read_gpus()
-    for nothing in ("", "-1", "NoDevFiles"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
-        assert read_gpus() == ((), "")
 
 
 def test_planned_settings_survive_the_way_to_a_daemon() -> None:

@@ -142,7 +142,8 @@ def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan"
         cluster, machine = None, read_machine()
         if args.host_memory:
             machine = machine._replace(host_bytes=round(args.host_memory * GIB))
-    if not machine.gpus and any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
+    wants_gpus = any(model.kind != "url" and model.device != "cpu" for model in spec.models.values())
+    if wants_gpus and not machine.gpus and not machine.problem:
         print_unplanned(
             f"{'the cluster' if args.ray else 'this machine'} has no NVIDIA GPU, so this is the plan of its CPUs; "
             "name the memory of a GPU in GiB to plan for one, as --vram 141"

@@ -19,6 +19,7 @@ from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import describe_exit, group_members, signal_group, start_async
 from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.machine import gpu_environment
 from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports
@@ -157,6 +158,6 @@ def engine_environment(message: StartEngine) -> dict[str, str]:
     environment |= ONE_ARENA_ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     if message.gpus:
         names = visible_gpus()
-        return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in message.gpus)}
+        return environment | gpu_environment([names[number] for number in message.gpus])
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // message.cpu_engines)
     return environment | {"OMP_NUM_THREADS": str(threads)}

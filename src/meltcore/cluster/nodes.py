@@ -83,7 +83,7 @@ def _local_options(folder: Path) -> dict[str, Any]:
 
     folder: for its files, which Ray opens to all users. `auto` looks in another one, so it does not find this cluster.
     """
-    gpus = read_machine().gpus
+    gpus = read_machine().checked().gpus
     return {
         "address": "local",
         "include_dashboard": False,
@@ -212,7 +212,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
             if problem := version_problem(version):
                 found = [machine, missing]  # of another version: not to be read
             machine, missing = found
-            problem = problem or _gpus_problem(int(resources.get("GPU", 0)), machine)
+            problem = problem or machine.problem or _gpus_problem(int(resources.get("GPU", 0)), machine)
     except ray.exceptions.RayTaskError as error:
         problem = str(error.cause)
     except ray.exceptions.GetTimeoutError:

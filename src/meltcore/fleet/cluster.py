@@ -158,7 +158,7 @@ def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
 
     Ray may give away all memory of its GPUs, as the driver starts it.
     """
-    machine, name = read_machine(), socket.gethostname()
+    machine, name = read_machine().checked(), socket.gethostname()
     gib = {gpu.number: gpu.total_bytes / 2**30 for gpu in machine.gpus}
     return ClusterNode(name, name, "127.0.0.1", machine, gib, unloadable(checkpoints))
 

@@ -27,6 +27,7 @@ from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.replica import ReplicaState, ServerParts
 from meltcore.fleet.supervised_model import SupervisedModel
+from meltcore.protocol.machine import gpu_environment
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
@@ -169,7 +170,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             return nullcontext()
         gpus, memory_bytes = self.config.gpus[replica], self.config.memory_bytes
         engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)
-        return self._parts.gate.loading(Placement(engine, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}))
+        return self._parts.gate.loading(Placement(engine, gpu_environment(gpus)))
 
     def _on_ready(self, server: ForeignServer, load_s: float) -> None:
         server.state, server.reason = "ready", ""

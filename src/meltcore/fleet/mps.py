@@ -16,6 +16,7 @@ from pathlib import Path
 from meltcore.config import PriorityClass
 from meltcore.errors import ConfigError
 from meltcore.process import ProcessError, end_group, run, start
+from meltcore.protocol.machine import gpu_environment
 
 _PROGRAM = "nvidia-cuda-mps-control"
 _FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/local/cuda/bin")  # also where PATH lacks them
@@ -48,7 +49,8 @@ class MpsDaemon:
             Path(path).mkdir(parents=True, exist_ok=True)
         (self._pipe / "control").unlink(missing_ok=True)  # of a daemon that was killed
         # The daemon would number the GPUs of CUDA_VISIBLE_DEVICES anew, and its clients name them as the driver does.
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment = os.environ | gpu_environment([])
+        del environment["CUDA_VISIBLE_DEVICES"]
         command = [self._control, "-f"]
         process = start(command, environment=environment | self.environment, stdout=subprocess.DEVNULL)
         self._process = process

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from meltcore.config import EngineConfig, ModelConfig, PriorityClass, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import ModelSection
+from meltcore.protocol.machine import gpu_environment
 from meltcore.protocol.step_marks import make_marks_file
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
 _DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
@@ -57,7 +58,7 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
     on_gpus = dataclasses.replace(engine, device="cuda")
     first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
-    return [Placement(on_gpus, {_VISIBLE: ",".join(gpus[first : first + gpus_per_replica])}) for first in first_gpus]
+    return [Placement(on_gpus, gpu_environment(gpus[first : first + gpus_per_replica])) for first in first_gpus]
 
 
 def _on_nodes(config: ModelConfig) -> list[Placement]:
@@ -78,7 +79,7 @@ def _on_named_gpus(config: ModelConfig) -> list[Placement]:
             raise ConfigError(
                 f"models.{config.names[0]}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
             )
-        environment = {_VISIBLE: ",".join(gpus[number] for number in numbers)}
+        environment = gpu_environment([gpus[number] for number in numbers])
         placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment))
     return placements
 
@@ -157,7 +158,7 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
         return frozenset(f"{placement.node}:{number}" for number in placement.gpus)
     if engine.device == "cpu":
         return frozenset()
-    own_gpus = placement.environment.get(_VISIBLE)
+    own_gpus = placement.environment.get(VISIBLE)
     gpus = visible_gpus() if own_gpus is None else own_gpus.split(",")
     first = int(engine.device.partition(":")[2] or 0)
     return frozenset(gpus[first : first + engine.tensor_parallel_size])
@@ -181,7 +182,7 @@ def shared_engine(
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number."""
-    visible_devices = os.environ.get(_VISIBLE)
+    visible_devices = os.environ.get(VISIBLE)
     if visible_devices is not None:
         names = [name.strip() for name in visible_devices.split(",")]
         # CUDA stops reading at an empty entry, a negative number or another word that is no GPU.

@@ -316,8 +316,10 @@ def _contexts(machine: Machine) -> ContextMemory:
 
 
 def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that a file allows."""
-    return tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
+    """Return the GPUs that a file allows. Raises ConfigError for one of unknown memory."""
+    limits = {gpu.id: gpu.memory or 0 for gpu in spec.gpus}
+    gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
+    return tuple(gpu.of_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
 
 
 def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
@@ -389,7 +391,12 @@ def _check_there(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> No
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
-    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU."""
+    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU.
+
+    Raises ConfigError where there may be GPUs that cannot be used: no model moves to the CPU because of a fault.
+    """
+    if any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
+        machine.checked()
     count = len(machine.gpus)
     check_gpus(spec, count)
     check_devices(spec, count)
