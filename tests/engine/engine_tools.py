@@ -76,6 +76,17 @@ FAMILIES: dict[str, dict[str, object]] = {
         "head_dim": 32,
         "sliding_window": 96,
     },
+    # Multipliers that are no powers of two, and an eps that the scale of the residual stream makes visible.
+    "granite": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "embedding_multiplier": 5.0,
+        "attention_multiplier": 0.21,
+        "residual_multiplier": 0.3,
+        "logits_scaling": 3.0,
+        "rms_norm_eps": 0.01,
+    },
     # The middle layer does not rotate its queries and keys.
     "smollm3": {
         "hidden_size": 64,

@@ -55,8 +55,9 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "smollm3": "smollm3",
+    "granite": "granite",
 }
-PERMUTED = ("llama", "smollm3")  # whose converter reorders rows of queries and keys
+PERMUTED = ("granite", "llama", "smollm3")  # whose converter reorders rows of queries and keys
 # What the package calls the tensors of a published model, layer by layer.
 _NAMES = {
     name: gguf.get_tensor_name_map(architecture, 8)
@@ -99,6 +100,11 @@ def new_writer(path: Path, config: Any, *, split_tensors: int = 0) -> gguf.GGUFW
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
     if config.model_type in ("gemma3_text", "mistral"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "qwen3_moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

@@ -25,8 +25,12 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320,
 }
 # The class of each family, by its model_type.
-CLASSES = {"smollm3": "SmolLM3ForCausalLM"}
-PUBLISHED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llama", "HuggingFaceTB/SmolLM3-3B": "smollm3"}
+CLASSES = {"granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+PUBLISHED = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "HuggingFaceTB/SmolLM3-3B",
+    "ibm-granite/granite-3.3-2b-instruct",
+)
 
 
 def config_of(model_type: str, **changes: Any) -> DecoderConfig:
@@ -100,6 +104,12 @@ def test_layers_without_rotary_embeddings_are_those_of_transformers(
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
+        ("granite", {"attention_bias": True}, "sets attention_bias to true, which granite here does not compute"),
+        ("granite", {"mlp_bias": True}, "sets mlp_bias to true"),
+        ("granite", {"residual_multiplier": 0.0}, "residual_multiplier must be a number from 1e-4 to 1e4; got 0.0"),
+        ("granite", {"logits_scaling": None}, "logits_scaling must be a number from 1e-4 to 1e4; got null"),
+        ("granite", {"embedding_multiplier": "12"}, 'embedding_multiplier must be .*; got "12"'),
+        ("granite", {"attention_multiplier": float("inf")}, "attention_multiplier must be a number"),
         ("smollm3", {"attention_bias": True}, "sets attention_bias to true, which smollm3 here does not compute"),
         ("smollm3", {"mlp_bias": True}, "sets mlp_bias to true"),
         ("smollm3", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),

@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {"mlp_only_layers": []},
+    "granite": {"tie_word_embeddings": True},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "tie_word_embeddings": True},
     "gemma3_text": {
         "num_hidden_layers": 7,
@@ -326,6 +327,21 @@ def test_gemma_files_that_leave_fields_out_have_the_published_ones(
 
     with torch.device("meta"):
         assert Gemma3(ours).config == replace(published, vocab_size=300)
+
+
+def test_granite_without_its_keys_has_no_factors(tmp_path: Path) -> None:
+    """As in llama.cpp, where 0 stands for none too; scores then have their usual scale."""
+    for value in (None, 0.0):
+        reference = reference_of("granite")
+        writer = new_writer(tmp_path / "granite.gguf", reference.config)
+        for key in ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"):
+            del writer.kv_data[0][f"granite.{key}"]
+            if value is not None:
+                writer.add_float32(f"granite.{key}", value)
+        add_tokenizer(writer, tokens=["a", "b"])
+        add_tensors(writer, reference)
+        config = config_of(finish(writer, tmp_path / "granite.gguf"))
+        assert (config.attention_scale, config.stream_scale, config.logits_scaling) == (16**-0.5, None, 1.0)
 
 
 def test_bundled_model_answers_as_from_its_folder(tmp_path: Path) -> None:

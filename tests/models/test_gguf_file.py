@@ -192,7 +192,7 @@ def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; supported: gemma3, llama, qwen2"),
+        ({"general.architecture": "falcon"}, "general.architecture is 'falcon'; supported: gemma3, granite, llama"),
         ({"general.architecture": None}, "general.architecture is None"),
         ({"context_length": None}, "lacks qwen3.context_length"),
         ({"context_length": 2**30}, "qwen3.context_length must be a whole number from 2 to 16777216; got 1073741824"),
@@ -218,6 +218,9 @@ def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32"
         ({"attention.sliding_window": 64}, "qwen3.attention.sliding_window is 64, which is not computed here"),
         ({"expert_count": 8}, "qwen3.expert_count is 8, which is not computed here"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which is not computed here"),
+        ({"attention.scale": 0.25}, "qwen3.attention.scale is 0.25, which is not computed here"),
+        ({"attention.temperature_scale": 0.1}, "qwen3.attention.temperature_scale is 0.1, which is not computed here"),
+        ({"embedding_scale": 12.0}, "qwen3.embedding_scale is 12.0, which is not computed here"),
         ({"attention.causal": False}, "attention.causal is False, which is not computed here"),
         ({"tokenizer.ggml.tokens": None}, r"has no tokenizer \(tokenizer.ggml.tokens\); name one with --tokenizer"),
         ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(41)]}, "has 41 tokens; token_embd.weight has 40"),

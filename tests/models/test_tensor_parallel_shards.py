@@ -58,6 +58,7 @@ def config_of(family: str) -> dict[str, Any]:
 
 FAMILIES = (
     "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",

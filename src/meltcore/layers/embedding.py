@@ -65,12 +65,15 @@ class ParallelLMHead(nn.Module):
 class VocabParallelEmbedding(ParallelLMHead):
     """Looks up the embeddings of tokens. With tied embeddings it is the output head too.
 
-    scale: factor of the embeddings, None for 1. It is rounded to the weights' type, as transformers does for Gemma.
+    scale: factor of the embeddings, None for 1. rounds_scale: it is rounded to the weights' type, as transformers does
+    for Gemma.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, scale: float | None = None, *, rounds_scale: bool = False
+    ) -> None:
         super().__init__(vocab_size, hidden_size)
-        self._scale = scale
+        self._scale, self._rounds_scale = scale, rounds_scale
 
     def forward(self, token_ids: torch.Tensor) -> ResidualStream:
         """Look up the embeddings of tokens.
@@ -80,7 +83,7 @@ class VocabParallelEmbedding(ParallelLMHead):
         # One rank has a token's row and all others zeros, so the all-reduce is exact in any type.
         embeddings = self.weight.embeddings(token_ids, self._local_tokens.start if self._group else None)
         if self._scale is not None:
-            embeddings *= _rounded(self._scale, embeddings.dtype)
+            embeddings *= _rounded(self._scale, embeddings.dtype) if self._rounds_scale else self._scale
         return ResidualStream(embeddings, self._group)
 
 

@@ -49,6 +49,7 @@ PUBLISHED_CONFIG_FOLDERS = {
     "google/gemma-3-27b-it": Path(__file__).parent / "published" / "gemma-3-27b-it",
     "HuggingFaceTB/SmolLM2-135M-Instruct": Path(__file__).parent / "published" / "smollm2-135m-instruct",
     "HuggingFaceTB/SmolLM3-3B": Path(__file__).parent / "published" / "smollm3-3b",
+    "ibm-granite/granite-3.3-2b-instruct": Path(__file__).parent / "published" / "granite-3.3-2b-instruct",
     "meta-llama/Llama-3.1-8B-Instruct": Path(__file__).parent / "published" / "llama-3.1-8b-instruct",
     "meta-llama/Llama-3.2-1B-Instruct": Path(__file__).parent / "published" / "llama-3.2-1b-instruct",
     "mistralai/Mistral-7B-Instruct-v0.1": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.1",

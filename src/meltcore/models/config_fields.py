@@ -69,6 +69,7 @@ _TEXT_LIST = Rule("a list of texts", _is_text_list)
 _FRACTION = Rule("a number above 0 and at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 _POSITIVE = Rule("a number above 0 and at most 1e6", lambda value: type(value) in (int, float) and 0 < value <= 1e6)
 _NON_NEGATIVE = Rule("a number from 0 to 1e6", lambda value: type(value) in (int, float) and 0 <= value <= 1e6)
+_MULTIPLIER = Rule("a number from 1e-4 to 1e4", lambda value: type(value) in (int, float) and 1e-4 <= value <= 1e4)
 _THETA = Rule("a number from 1 to 1e12", lambda value: type(value) in (int, float) and 1 <= value <= 1e12)
 # The largest numbers are far beyond any model, and small enough that no product of them overflows.
 _COUNT = _integer_rule(1, 2**14)
@@ -152,6 +153,9 @@ RULES: dict[str, Rule] = {
     "hidden_act": _TEXT,
     "layer_types": _TEXT_LIST,
     "full_attention_interval": _COUNT,
+    **dict.fromkeys(
+        ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), _MULTIPLIER
+    ),
     "no_rope_layers": Rule(
         "a list of 0 and 1", lambda value: isinstance(value, list) and all(_is_id(each) and each <= 1 for each in value)
     ),

@@ -196,7 +196,9 @@ class Decoder(Model):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale)
+        self.embedding = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, config.stream_scale, rounds_scale=config.rounds_embedding_scale
+        )
         self.blocks = nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = config.norm(config.hidden_size)
         tie_word_embeddings = config.tie_word_embeddings
@@ -318,7 +320,8 @@ class Decoder(Model):
 
         A rank computes logits of its own part of the vocabulary only.
         """
-        return self.lm_head.logits(hidden, out)
+        logits = self.lm_head.logits(hidden, out)
+        return logits if self.config.logits_scaling == 1.0 else logits.div_(self.config.logits_scaling)
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
         """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""

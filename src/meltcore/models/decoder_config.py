@@ -133,8 +133,9 @@ class DecoderConfig:
     query of the sliding_layers sees, its own included; rope_local_theta: base of the frequencies of the sliding_layers,
     unscaled, None if they are those of the other layers; attention_scale: of the scores, None for head_dim^-0.5;
     post_norms: attention's and the feed-forward's outputs are normalized before they are added; activation: of dense
-    feed-forwards; embedding_scale: factor of the token embeddings, None for 1; nope_layers: layers whose queries and
-    keys are not rotated.
+    feed-forwards; embedding_scale: factor of the token embeddings, None for 1; rounds_embedding_scale: the factor is
+    rounded to the weights' type; nope_layers: layers whose queries and keys are not rotated; residual_multiplier: the
+    factor of what attention and feed-forward add to the residual stream; logits_scaling: divisor of the logits.
     """
 
     hidden_size: int
@@ -163,7 +164,10 @@ class DecoderConfig:
     post_norms: bool = False
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False
     nope_layers: frozenset[int] = frozenset()
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
     @classmethod
     def read(
@@ -228,11 +232,21 @@ class DecoderConfig:
         return max_context(self.max_position_embeddings, self.rope_scaling)
 
     def norm(self, size: int) -> RMSNorm:
-        """Create a norm of `size` features with this family's class and eps."""
+        """Create a norm of `size` features with this family's class and eps.
+
+        With a residual_multiplier r the stream holds 1 / r of its values, so that no layer multiplies its output. A
+        norm of x / r with eps / r^2 is the norm of x with eps.
+        """
         from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 
         norm_cls = ZeroCenteredRMSNorm if self.zero_centered_norms else RMSNorm
-        return norm_cls(size, self.rms_norm_eps)
+        return norm_cls(size, self.rms_norm_eps / self.residual_multiplier**2)
+
+    @property
+    def stream_scale(self) -> float | None:
+        """The factor of the token embeddings at the start of the residual stream, None for 1."""
+        scale = (self.embedding_scale or 1.0) / self.residual_multiplier
+        return None if scale == 1.0 else scale
 
 
 def with_head_dim(config: Fields) -> Fields:

@@ -37,6 +37,8 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 _GEMMA_WINDOW, _GEMMA_PATTERN = 4096, 6
+# Granite's fields that multiply, of which each is 1 where config.json leaves it out.
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _SMOLLM3_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 2_000_000.0,
@@ -53,6 +55,22 @@ def llama_config(config: Mapping[str, Any]) -> DecoderConfig:
         raise fields.unsupported_field("rope_interleaved", "llama here")
     fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
     return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False)
+
+
+def granite_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a dense Granite 3 model."""
+    fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_LLAMA_DEFAULTS), "granite here"))
+    fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
+    embedding, attention, residual, logits = (float(fields.optional_not_null(name, 1.0)) for name in _MULTIPLIERS)
+    return DecoderConfig.read(
+        fields,
+        qkv_bias=False,
+        qk_norm=False,
+        embedding_scale=None if embedding == 1.0 else embedding,
+        attention_scale=attention,
+        residual_multiplier=residual,
+        logits_scaling=logits,
+    )
 
 
 def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -140,6 +158,7 @@ def gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
         post_norms=True,
         activation="gelu_pytorch_tanh",
         embedding_scale=fields.required("hidden_size")["hidden_size"] ** 0.5,
+        rounds_embedding_scale=True,
     )
 
 
@@ -207,6 +226,7 @@ def _text_fields(top_fields: Fields) -> Fields:
 DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Gemma3ForCausalLM": gemma3_config,
     "Gemma3ForConditionalGeneration": gemma3_config,
+    "GraniteForCausalLM": granite_config,
     "LlamaForCausalLM": llama_config,
     "MistralForCausalLM": mistral_config,
     "Qwen2ForCausalLM": qwen2_config,

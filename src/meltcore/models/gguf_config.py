@@ -25,6 +25,7 @@ class _Family(NamedTuple):
 
 FAMILIES = {
     "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", 1e6),
+    "granite": _Family("GraniteForCausalLM", "granite", 1e4),
     "llama": _Family("LlamaForCausalLM", "llama", 1e4),
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", 1e4),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3", 1e4),
@@ -49,8 +50,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
     "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
     "expert_gating_func": (0, 1),  # softmax
     "expert_group_count": (0, 1),
     "expert_shared_count": (0,),
@@ -63,6 +66,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0.0, 1.0),
     "use_parallel_residual": (False,),
 }
+# Granite's fields of config.json and the keys that hold them. 0 and an absent key stand for no factor.
+GRANITE_KEYS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_OWN_KEYS = {"gemma3": ("attention.scale",), "granite": tuple(GRANITE_KEYS.values())}  # which a family computes
 _DTYPES = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -113,7 +124,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         config["intermediate_size"] = keys.required("intermediate_size", "feed_forward_length")
         keys.require_neutral("expert_count", (0,))
     for key, values in _NEUTRAL.items():
-        keys.require_neutral(key, values)
+        if key not in _OWN_KEYS.get(str(name), ()):
+            keys.require_neutral(key, values)
     config |= _read_tensors(model, config)
     config["rope_theta"] = keys.optional("rope_theta", "rope.freq_base", family.rope_theta)
     rope = _read_rope(keys, config)
@@ -126,6 +138,8 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
         elif window:
             raise keys.unsupported("attention.sliding_window")
+    if name == "granite":
+        config |= _read_granite(keys, config)
     if rope:
         config["rope_scaling"] = rope
     return config | _read_token_ids(model, config["vocab_size"])
@@ -217,8 +231,8 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             )
     query = model.tensors.get("blk.0.attn_q.weight")
     dtype = _DTYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"
-    if config["model_type"] == "gemma3_text" and dtype == "float16":
-        dtype = "bfloat16"  # Gemma's activations overflow float16
+    if config["model_type"] in ("gemma3_text", "granite") and dtype == "float16":
+        dtype = "bfloat16"  # Gemma's activations overflow float16; Granite's stream is larger here than published
     return {
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": HEAD not in model.tensors,
@@ -305,6 +319,14 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
             raise keys.error(key, f"must have a value for each of {layers} layers; got {len(sliding)}")
         return fields | {"layer_types": ["sliding_attention" if each else "full_attention" for each in sliding]}
     return fields | {"sliding_window_pattern": keys.optional("sliding_window_pattern", key, GEMMA_PATTERN)}
+
+
+def _read_granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Granite's four constants. Without one for attention, scores have their usual scale."""
+    keys.require_neutral("rope.scaling.finetuned", (True,))  # false: no rotary embeddings at all
+    fields = {field: keys.optional(field, key) for field, key in GRANITE_KEYS.items() if keys.raw(key) != 0.0}
+    fields = {field: value for field, value in fields.items() if value is not None}
+    return {"attention_multiplier": config["head_dim"] ** -0.5} | fields
 
 
 def _gemma_rope(keys: _Keys, config: dict[str, Any], rope: dict[str, Any] | None) -> dict[str, Any] | None:

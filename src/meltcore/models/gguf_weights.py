@@ -49,7 +49,7 @@ _GEMMA_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_PERMUTED_FAMILIES = ("llama", "mistral", "smollm3")
+_PERMUTED_FAMILIES = ("granite", "llama", "mistral", "smollm3")
 _PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 _PART_VALUES = 2**22  # in float32, of a tensor that is loaded with its values
 

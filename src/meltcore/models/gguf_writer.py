@@ -29,6 +29,7 @@ from meltcore.models.gguf_config import (
     EXPERT_KEYS,
     FAMILIES,
     GEMMA_PATTERN,
+    GRANITE_KEYS,
     HEAD,
     REQUIRED_KEYS,
     ROPE_FACTORS,
@@ -244,6 +245,10 @@ def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, A
         values["attention.sliding_window"] = config.sliding_window
     if name == "gemma3":
         values |= _gemma_metadata(config)
+    if name == "granite":
+        values |= {GRANITE_KEYS["embedding_multiplier"]: config.embedding_scale or 1.0}
+        values |= {GRANITE_KEYS["attention_multiplier"]: config.attention_scale}
+        values |= {GRANITE_KEYS[field]: getattr(config, field) for field in ("residual_multiplier", "logits_scaling")}
     values |= _rope_metadata(config)
     return {f"{name}.{key}": value for key, value in values.items()}
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meltcore.models.gemma3 import Gemma3
+from meltcore.models.granite import Granite
 from meltcore.models.llama import Llama, Mistral
 from meltcore.models.model import Model
 from meltcore.models.qwen2 import Qwen2
@@ -19,6 +20,7 @@ ModelClass = Callable[[Mapping[str, Any]], Model]
 ARCHITECTURES: dict[str, ModelClass] = {
     "Gemma3ForCausalLM": Gemma3,
     "Gemma3ForConditionalGeneration": Gemma3,
+    "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
