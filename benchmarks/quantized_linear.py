@@ -20,9 +20,10 @@ from attention import check, median_us
 from bench_output import Row, Target, need_gpu, write_result
 from linear import READ_BYTES_PER_US
 
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty, pack, random_blocks
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty, pack, random_blocks
 from meltcore.kernels.quant.ggml_decode import dequantize
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import GROUP_SIZES, Int4Type
 
 LAYERS = 8

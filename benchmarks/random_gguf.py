@@ -31,7 +31,8 @@ from gguf.constants import (
     TokenType,
 )
 
-from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.kernels.quant.ggml import random_blocks
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD, ROPE_FACTORS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,11 @@ from meltcore.api import protocol
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
+from meltcore.kernels.quant.ggml_skinny_gemm import is_decoded
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, Checkpoint, open_checkpoint
-from meltcore.models.gguf_config import FAMILIES, QUANTIZED_TYPES
+from meltcore.models.gguf_config import FAMILIES
+from meltcore.models.gguf_formats import QUANTIZED_TYPES
 from meltcore.models.gguf_weights import GGUFWeights
 from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from meltcore.models.loader import build_meta_model, build_model
@@ -157,8 +160,23 @@ def _formats() -> list[_Format]:
             _Format(_PUBLISHED_NAMES[method], f"`quant_method` {method}", partial(_build_published, method=method))
             for method in METHODS
         ),
-        *(_Format(name, "GGUF", partial(_build_gguf, stored=name)) for name in (unquantized, *stored)),
+        _Format(unquantized, "GGUF", partial(_build_gguf, stored=[unquantized])),
+        _Format(f"[{len(stored)} quantized formats](#gguf-formats)", "GGUF", partial(_build_gguf, stored=stored)),
     ]
+
+
+def gguf_formats() -> list[str]:
+    """Lines of a table: how a device holds each format of GGUF files, with its bytes per value, and what is lost."""
+    lines = [
+        "| stored as | held as | bytes of 256 values, in the file and held | loss | GPU, up to 32 tokens | CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for stored in GgmlType:
+        held, loss = stored.held
+        sizes = f"{stored.row_bytes(256)}, {sum(held.array_bytes(256))}"
+        kernel = "CUDA C++" if is_decoded(held) else "Triton"
+        lines.append(f"| {stored.name} | {held.name} | {sizes} | {loss or 'none'} | {kernel} | dequantized |")
+    return lines
 
 
 def _family_configs() -> dict[str, dict[str, Any]]:
@@ -186,14 +204,16 @@ def _build_published(config: dict[str, Any], device: torch.device, method: str) 
     return _build(config | {"quantization_config": {"quant_method": method} | _PUBLISHED[method]}, device)
 
 
-def _build_gguf(config: dict[str, Any], device: torch.device, stored: str) -> Model | None:
-    """Build a model whose matrices are all stored alike. None for a family that GGUF files do not have here."""
+def _build_gguf(config: dict[str, Any], device: torch.device, stored: Sequence[str]) -> Model | None:
+    """Build a model for each format that all matrices are stored in. None for a family without GGUF files here."""
     names = {family.architecture for family in FAMILIES.values()} | {"MistralForCausalLM"}  # of `llama` files
     if ARCHITECTURES[config["architectures"][0]] not in {ARCHITECTURES[name] for name in names}:
         return None
-    model = _build(config, device)
-    matrices = [name for name, loader in model.checkpoint_tensors().items() if len(loader.shape) > 1]
-    quantize_as_stored(model, dict.fromkeys(matrices, stored))
+    model = None
+    for each in stored:
+        model = _build(config, device)
+        matrices = [name for name, loader in model.checkpoint_tensors().items() if len(loader.shape) > 1]
+        quantize_as_stored(model, dict.fromkeys(matrices, each), device)
     return model
 
 
@@ -226,4 +246,5 @@ TABLES = {
     "task metrics": task_metrics,
     "published shapes": published_shapes,
     "weight formats": weight_formats,
+    "gguf formats": gguf_formats,
 }

@@ -29,6 +29,7 @@ from meltcore.kernels.quant import (
     ggml_experts,
     ggml_gemm,
 )
+from meltcore.kernels.quant.ggml_types import HELD_TYPES, GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
 
 Cases = list[CompileCase]
@@ -213,9 +214,9 @@ def ggml_weight(ggml_type: ggml.BlockType, *shape: int) -> ggml.GgmlTensor:
 
 def ggml_decode_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
     token_ids, cases = meta(7, dtype=torch.int64), []
-    for ggml_type in (*ggml.GgmlType, Int4Type(128), Int4Type(32, torch.bfloat16)):
+    for ggml_type in (*HELD_TYPES, Int4Type(128), Int4Type(32, torch.bfloat16)):
         weight = ggml_weight(ggml_type, 4096, model.hidden_size)
-        if isinstance(ggml_type, ggml.GgmlType):  # embeddings of 4-bit checkpoints are not quantized
+        if isinstance(ggml_type, GgmlType):  # embeddings of 4-bit checkpoints are not quantized
             cases.append(partial(ggml_decode.ggml_embedding, weight, token_ids, dtype, 4096))
         cases.append(partial(ggml_decode.dequantize, weight, meta(4096, model.hidden_size, dtype=dtype)))
     return cases
@@ -234,8 +235,8 @@ def ggml_gemm_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             residual=residual_of(each, tokens, kind),
         )
         for ggml_type, each, tokens in (
-            (ggml.GgmlType.Q8_0, added, 40),
-            *((ggml_type, gated, 64) for ggml_type in (*ggml.GgmlType, Int4Type(128))),
+            (GgmlType.Q8_0, added, 40),
+            *((ggml_type, gated, 64) for ggml_type in (*HELD_TYPES, Int4Type(128))),
         )
     ]
 
@@ -251,11 +252,11 @@ def ggml_experts_cases(model: ModelShape, dtype: torch.dtype) -> Cases:
             ggml_weight(down, *of.down.shape),
         )
         for tokens, gate_up, down in (
-            (2, ggml.GgmlType.Q8_0, ggml.GgmlType.Q4_0),
-            (12, ggml.GgmlType.Q4_K, ggml.GgmlType.Q8_0),
-            (16 * of.count // of.top_k, ggml.GgmlType.Q4_0, ggml.GgmlType.Q6_K),
+            (2, GgmlType.Q8_0, GgmlType.Q4_0),
+            (12, GgmlType.Q4_K, GgmlType.Q8_0),
+            (16 * of.count // of.top_k, GgmlType.Q4_0, GgmlType.Q6_K),
             (2, Int4Type(128), Int4Type(128)),
-            (ggml_experts.MIN_DEQUANTIZED_PAIRS * of.count // of.top_k, ggml.GgmlType.Q8_0, ggml.GgmlType.Q8_0),
+            (ggml_experts.MIN_DEQUANTIZED_PAIRS * of.count // of.top_k, GgmlType.Q8_0, GgmlType.Q8_0),
         )
     ]
 

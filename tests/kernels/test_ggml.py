@@ -17,15 +17,7 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant import ggml as ggml_file
 from meltcore.kernels.quant import ggml_linear as linear_file
-from meltcore.kernels.quant.ggml import (
-    BlockType,
-    GgmlTensor,
-    GgmlType,
-    dequantize_reference,
-    empty,
-    pack,
-    quantize_blocks,
-)
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference, empty, pack, quantize_blocks
 from meltcore.kernels.quant.ggml_decode import dequantize, ggml_embedding
 from meltcore.kernels.quant.ggml_experts import (
     dequantized_expert_outputs,
@@ -35,18 +27,32 @@ from meltcore.kernels.quant.ggml_experts import (
 )
 from meltcore.kernels.quant.ggml_gemm import ggml_gemm, is_faster
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.ggml_restore import dequantize_blocks, restore_blocks
+from meltcore.kernels.quant.ggml_types import HELD_TYPES, GgmlType
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros
 
-GGML_FORMATS = pytest.mark.parametrize("ggml_type", list(GgmlType), ids=lambda each: each.name)
+STORED_FORMATS = pytest.mark.parametrize("ggml_type", list(GgmlType), ids=lambda each: each.name)
+GGML_FORMATS = pytest.mark.parametrize("ggml_type", HELD_TYPES, ids=lambda each: each.name)
 INT4_TYPES = [Int4Type(128), Int4Type(64), Int4Type(32, torch.bfloat16)]
-FORMATS = pytest.mark.parametrize("ggml_type", [*GgmlType, *INT4_TYPES], ids=lambda each: each.name)
+FORMATS = pytest.mark.parametrize("ggml_type", [*HELD_TYPES, *INT4_TYPES], ids=lambda each: each.name)
+
+# The high bytes of float16 scales in a block, where it is not the second one. MXFP4 has an exponent instead.
+SCALE_BYTES = {
+    GgmlType.Q4_1: (1, 3),
+    GgmlType.Q5_1: (1, 3),
+    GgmlType.Q2_K: (81, 83),
+    GgmlType.Q3_K: (109,),
+    GgmlType.Q4_K: (1, 3),
+    GgmlType.Q5_K: (1, 3),
+    GgmlType.Q6_K: (209,),
+}
 
 
 def random_blocks(seed: int, rows: int, columns: int, ggml_type: GgmlType) -> torch.Tensor:
     """Random bits with finite scales: float16 numbers below 2, at the bytes where a block has them."""
     draw = np.random.default_rng(seed)
     blocks = draw.integers(0, 256, (rows, columns // ggml_type.block_size, ggml_type.block_bytes), dtype=np.uint8)
-    for high_byte in {GgmlType.Q4_K: (1, 3), GgmlType.Q6_K: (209,)}.get(ggml_type, (1,)):
+    for high_byte in SCALE_BYTES.get(ggml_type, (1,)):
         blocks[..., high_byte] &= 0xBF
     return torch.from_numpy(blocks).flatten(1)
 
@@ -71,14 +77,21 @@ def random_weight(seed: int, rows: int, columns: int, ggml_type: BlockType) -> G
     if isinstance(ggml_type, Int4Type):
         return packed_int4(ggml_type, *random_int4(seed, rows, columns, ggml_type))
     blocks = random_blocks(seed, rows, columns, ggml_type).unflatten(1, (-1, ggml_type.block_bytes))
-    sizes = {GgmlType.Q8_0: 74, GgmlType.Q4_0: 4.6, GgmlType.Q4_K: 250.0, GgmlType.Q6_K: 74 * 18.5}
+    sizes = {
+        GgmlType.Q8_0: 74,
+        GgmlType.Q4_0: 4.6,
+        GgmlType.Q4_1: 8.0,
+        GgmlType.Q5_1: 16.0,
+        GgmlType.Q2_K: 13.0,
+        GgmlType.Q4_K: 250.0,
+        GgmlType.Q5_K: 500.0,
+        GgmlType.Q6_K: 74 * 18.5,
+    }
     draw = torch.Generator().manual_seed(seed)
     scales = (torch.rand(rows, blocks.shape[1], 2, generator=draw) + 0.5) / sizes[ggml_type] * columns**-0.5
     scales = scales.half().view(torch.uint8)
-    if ggml_type == GgmlType.Q6_K:
-        blocks[..., 208:] = scales[..., :2]
-    else:
-        blocks[..., : 4 if ggml_type == GgmlType.Q4_K else 2] = scales[..., : 4 if ggml_type == GgmlType.Q4_K else 2]
+    for index, high_byte in enumerate(SCALE_BYTES.get(ggml_type, (1,))):
+        blocks[..., high_byte - 1 : high_byte + 1] = scales[..., 2 * index : 2 * index + 2]
     return pack(blocks.flatten(1), ggml_type)
 
 
@@ -108,19 +121,71 @@ def assert_near(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert (error.abs() <= 4 * step * (expected.abs() + expected.pow(2).mean().sqrt())).all()
 
 
-@GGML_FORMATS
+@STORED_FORMATS
 def test_dequantizes_every_bit_pattern_like_ggml(ggml_type: GgmlType) -> None:
     """Among random scales are infinite ones, zeros, subnormal ones and NaN."""
     columns = 13 * 256 if ggml_type.block_size == 256 else 13 * 32
-    draw = np.random.default_rng(ggml_type)
-    blocks = draw.integers(0, 256, (40, ggml_type.row_bytes(columns)), dtype=np.uint8)
-    with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(ggml_type))
-    packed = pack(torch.from_numpy(blocks), ggml_type)
+    blocks, expected = blocks_and_values(ggml_type, 40, columns)
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)] == (ggml_type.block_size, ggml_type.block_bytes)
+    assert np.array_equal(dequantize_blocks(blocks, ggml_type).numpy(), expected, equal_nan=True)
+    if ggml_type not in HELD_TYPES:
+        return
+    packed = pack(blocks, ggml_type)
     assert np.array_equal(dequantize_reference(packed).numpy(), expected, equal_nan=True)
     allocated = empty(ggml_type, expected.shape)
     assert [each.shape for each in allocated.arrays] == [each.shape for each in packed.arrays]
     assert all(each.shape[1] % 4 == 0 and each.is_contiguous() and each.dtype == torch.uint8 for each in packed.arrays)
+
+
+def blocks_and_values(ggml_type: GgmlType, rows: int, columns: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Random bytes as blocks, and their values by the gguf package."""
+    draw = np.random.default_rng(ggml_type)
+    blocks = draw.integers(0, 256, (rows, ggml_type.row_bytes(columns)), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(blocks), gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(ggml_type))
+
+
+@pytest.mark.parametrize("ggml_type", [GgmlType.Q5_0, GgmlType.IQ4_NL, GgmlType.Q3_K], ids=lambda each: each.name)
+def test_restored_blocks_have_the_same_values(ggml_type: GgmlType) -> None:
+    """Of every bit pattern, with infinite scales, subnormal ones and NaN."""
+    blocks, expected = blocks_and_values(ggml_type, 30, 7 * 256)
+    restored = restore_blocks(blocks, ggml_type)
+    assert restored.shape[1] == ggml_type.held.type.row_bytes(7 * 256)
+    found = dequantize_blocks(restored, ggml_type.held.type).numpy()
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert ggml_type.held.loss == ""
+
+
+def test_restored_iq4_xs_loses_at_most_the_stated_part_of_a_value() -> None:
+    """Scales are float16 below 2, and subnormal ones, of which products are exact."""
+    blocks = random_blocks(1, 40, 5 * 256, GgmlType.IQ4_XS)
+    blocks[:20, 1] &= 0x83  # of the first block of a row: its scale is subnormal
+    expected = dequantize_blocks(blocks, GgmlType.IQ4_XS)
+    found = dequantize_blocks(restore_blocks(blocks, GgmlType.IQ4_XS), GgmlType.Q8_0)
+    error = (found - expected).abs()
+    assert (error <= 2.0**-11 * expected.abs()).all()
+    assert error.max() > 0
+    tiny = expected.abs() < 2.0**-15
+    assert tiny.any() and (error[tiny] == 0).all()  # noqa: PT018
+
+
+def test_restored_mxfp4_is_exact_for_scales_of_weights_and_refuses_larger_ones() -> None:
+    blocks, _ = blocks_and_values(GgmlType.MXFP4, 43, 32)
+    for exponent, row in zip(range(-24, 19), blocks, strict=True):
+        row[0] = exponent + 128
+    expected = dequantize_blocks(blocks, GgmlType.MXFP4)
+    assert torch.equal(dequantize_blocks(restore_blocks(blocks, GgmlType.MXFP4), GgmlType.Q8_0), expected)
+    for exponent in (-128, -60, -30, -25):
+        blocks[:, 0] = exponent + 128
+        expected = dequantize_blocks(blocks, GgmlType.MXFP4)
+        found = dequantize_blocks(restore_blocks(blocks, GgmlType.MXFP4), GgmlType.Q8_0)
+        assert torch.equal(found, (expected * 2.0**24).round() * 2.0**-24)
+    for exponent in (19, 127):
+        blocks[7, 0] = exponent + 128
+        with pytest.raises(ValueError, match=rf"has a block with the scale 2\^{exponent}; .*up to 2\^18"):
+            restore_blocks(blocks, GgmlType.MXFP4)
+    blocks[7, 1:] = 0x80  # zeros of both signs, of any scale
+    assert torch.equal(restore_blocks(blocks, GgmlType.MXFP4)[7, 2:], torch.zeros(32, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("int4_type", INT4_TYPES, ids=lambda each: each.name)
@@ -168,6 +233,8 @@ def test_refuses_partial_blocks_and_formats_without_rounding() -> None:
         empty(GgmlType.Q6_K, (2, 320))
     with pytest.raises(ValueError, match="Q4_K is not quantized to"):
         quantize_blocks(torch.zeros(1, 256), GgmlType.Q4_K)
+    with pytest.raises(KeyError):
+        empty(GgmlType.Q5_0, (2, 320))
 
 
 @pytest.mark.slow
@@ -255,7 +322,8 @@ def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
 
 
 @pytest.mark.parametrize(
-    ("ggml_type", "most"), [(GgmlType.Q4_0, 64), (GgmlType.Q8_0, 64), (GgmlType.Q4_K, 64), (GgmlType.Q6_K, 32)]
+    ("ggml_type", "most"),
+    [(GgmlType.Q4_0, 64), (GgmlType.Q8_0, 64), (GgmlType.Q4_K, 64), (GgmlType.Q6_K, 32), (GgmlType.Q5_K, 32)],
 )
 def test_weights_are_dequantized_from_the_second_tile_of_tokens_on(ggml_type: GgmlType, most: int) -> None:
     weight = random_weight(2, 16, 256, ggml_type)
@@ -266,7 +334,7 @@ def test_weights_are_dequantized_from_the_second_tile_of_tokens_on(ggml_type: Gg
 
 def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:
     """A shard may be any number of blocks wide."""
-    for ggml_type in (GgmlType.Q4_0, GgmlType.Q8_0, *INT4_TYPES):
+    for ggml_type in (GgmlType.Q4_0, GgmlType.Q4_1, GgmlType.Q5_1, GgmlType.Q8_0, *INT4_TYPES):
         columns = 3 * 128 if ggml_type.block_size == 128 else 7 * 64 if ggml_type.block_size == 64 else 11 * 32
         weight, hidden = random_weight(5, 64, columns, ggml_type), torch.randn(3, columns).half()
         assert_rounded_once(ggml_gemm(hidden.to(device), there(weight, device)), exact(hidden, weight), torch.float16)
@@ -280,6 +348,8 @@ def test_columns_that_fill_no_chunk_are_padded(device: torch.device) -> None:
         (GgmlType.Q4_0, 9, "indirect"),
         (GgmlType.Q4_K, 30, "grouped"),
         (GgmlType.Q6_K, 3, "gemv"),
+        (GgmlType.Q4_1, 9, "indirect"),
+        (GgmlType.Q5_K, 30, "grouped"),
         (Int4Type(128), 9, "indirect"),
         (Int4Type(128), 30, "grouped"),
     ],

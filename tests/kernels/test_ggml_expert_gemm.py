@@ -19,7 +19,7 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant import ggml_expert_gemm as expert_gemm_file
 from meltcore.kernels.quant import ggml_experts
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty
 from meltcore.kernels.quant.ggml_expert_gemm import (
     KERNEL,
     MAX_PAIRS,
@@ -36,6 +36,7 @@ from meltcore.kernels.quant.ggml_experts import (
     ggml_expert_outputs_reference,
     select_body,
 )
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
 
 META = torch.device("meta")

@@ -8,8 +8,9 @@ from test_ggml import INT4_TYPES, random_weight
 
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
 from meltcore.kernels.nvrtc import compile_source
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_skinny_gemm import (
+    DECODED_TYPES,
     KERNEL,
     MAX_TOKENS,
     MIN_CAPABILITY,
@@ -18,8 +19,9 @@ from meltcore.kernels.quant.ggml_skinny_gemm import (
     select_config,
     supports,
 )
+from meltcore.kernels.quant.ggml_types import GgmlType
 
-TYPES = [*GgmlType, *INT4_TYPES]
+TYPES = [*DECODED_TYPES, *INT4_TYPES]
 FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
 SHAPES = [(43008, 5376), (5376, 21504), (6144, 4096), (100, 512)]
 # Rows and columns, some of which are no multiple of a tile or a chunk.

@@ -10,7 +10,7 @@ import torch
 from meltcore.errors import ConfigError
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.ggml import GgmlType
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, ggml_method

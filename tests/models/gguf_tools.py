@@ -15,7 +15,8 @@ from gguf.constants import GGMLQuantizationType, TokenType
 from gguf.quants import dequantize, quantize
 from transformers import PreTrainedModel
 
-from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.kernels.quant.ggml import random_blocks
+from meltcore.kernels.quant.ggml_types import HELD_TYPES, GgmlType
 from meltcore.models.checkpoint import open_checkpoint
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_file import GGUFModel
@@ -32,20 +33,28 @@ TYPES |= {
         GGMLQuantizationType[name],
         partial(lambda kind, tensor: quantize(tensor.numpy(), kind), GGMLQuantizationType[name]),
     )
-    for name in ("Q8_0", "Q4_0")
+    for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 }
-# The gguf package does not quantize to these: blocks of the tensor's size, and what they hold is read back.
+
+
+def drawn_blocks(kind: GgmlType, tensor: torch.Tensor) -> np.ndarray:
+    """Random blocks of the tensor's size, with values of about its deviation and a mean of zero."""
+    generator, deviation = torch.Generator().manual_seed(tensor.numel()), float(tensor.std())
+    if kind in HELD_TYPES:
+        return random_blocks(kind, tensor.shape, deviation, generator).numpy()
+    *rows, columns = tensor.shape
+    blocks = torch.empty(*rows, kind.row_bytes(columns), dtype=torch.uint8).random_(generator=generator)
+    first_byte, size = {"Q3_K": (108, 45.0), "IQ4_NL": (0, 70.0), "IQ4_XS": (0, 1300.0)}[kind.name]
+    by_block = blocks.view(-1, kind.block_bytes)
+    scales = torch.randn(len(by_block), 1, generator=generator) * (deviation / size)
+    by_block[:, first_byte : first_byte + 2] = scales.half().view(torch.uint8)
+    return blocks.numpy()
+
+
+# The gguf package does not quantize to these: what the blocks hold is read back.
 TYPES |= {
-    name: (
-        GGMLQuantizationType[name],
-        partial(
-            lambda kind, tensor: random_blocks(
-                kind, tensor.shape, float(tensor.std()), torch.Generator().manual_seed(tensor.numel())
-            ).numpy(),
-            GgmlType[name],
-        ),
-    )
-    for name in ("Q4_K", "Q6_K")
+    name: (GGMLQuantizationType[name], partial(drawn_blocks, GgmlType[name]))
+    for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 }
 ARCHITECTURES = {
     "llama": "llama",
@@ -58,6 +67,11 @@ ARCHITECTURES = {
     "granite": "granite",
 }
 PERMUTED = ("granite", "llama", "smollm3")  # whose converter reorders rows of queries and keys
+# Formats that take turns, so that those of a layer differ. Experts of a layer are of one mix too.
+MIXES = {
+    "blocks of 32": ("Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q8_0", "BF16"),
+    "blocks of 256": ("Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "Q4_K", "Q6_K", "IQ4_NL", "Q4_1"),
+}
 # What the package calls the tensors of a published model, layer by layer.
 _NAMES = {
     name: gguf.get_tensor_name_map(architecture, 8)
@@ -162,16 +176,19 @@ def stored_kind(name: str, tensor: torch.Tensor, store: str) -> str:
     if store == "Q4_K_M":  # every second layer stands for those that it finds important
         important = any(each in name for each in ("attn_v", "ffn_down")) and int(name.split(".")[1]) % 2 == 0
         return "Q6_K" if important or name == "output.weight" else "Q4_K"
+    if store in MIXES:
+        kinds = MIXES[store]
+        return kinds[sum(map(ord, name)) % len(kinds)] if tensor.dim() == 2 else kinds[tensor.shape[1] % len(kinds)]
     return store
 
 
 def load_dequantized(reference: PreTrainedModel, path: Path) -> int:
-    """Give a network the values of a file's quantized tensors by the gguf package. Returns how many there are."""
+    """Give a network the values of a file's rounded tensors by the gguf package. Returns how many there are."""
     model, config = GGUFModel(path), reference.config
     stored = {
         name: torch.from_numpy(dequantize(model.file_of[name].blocks(name), tensor.type)).view(tensor.shape)
         for name, tensor in model.tensors.items()
-        if tensor.type.name in GgmlType.__members__
+        if tensor.type.name in GgmlType.__members__ or tensor.type.name in ("BF16", "F16")
     }
     heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
     with torch.no_grad():

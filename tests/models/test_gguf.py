@@ -12,15 +12,26 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGUFValueType
-from gguf_tools import add_tensors, add_tokenizer, config_of, finish, load_dequantized, new_writer, permute, write_model
+from gguf_tools import (
+    MIXES,
+    add_tensors,
+    add_tokenizer,
+    config_of,
+    finish,
+    load_dequantized,
+    new_writer,
+    permute,
+    write_model,
+)
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
 from meltcore.config import Quantization
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
-from meltcore.kernels.quant.ggml import GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.kernels.quant.ggml_linear import scratch_values
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
@@ -115,6 +126,33 @@ def test_quantized_files_give_the_logits_of_the_dequantized_weights(
     assert load_dequantized(reference, file) >= 15
     assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
     assert set(weight_dtypes(loaded(file))) == formats | {"float32"}
+
+
+@pytest.mark.parametrize("kind", list(GgmlType), ids=lambda each: each.name)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+def test_every_format_gives_the_logits_of_the_dequantized_weights(tmp_path: Path, family: str, kind: GgmlType) -> None:
+    """In all matrices of the file: linear layers, embedding, head and stacked experts.
+
+    Where scales are rounded, all experts compute every token: rounding may select another one.
+    """
+    experts = {"num_experts_per_tok": tools.FAMILIES["qwen3_moe"]["num_experts"]} if kind.name == "IQ4_XS" else {}
+    reference = reference_of(family, **(BLOCKS_OF_32 if kind.block_size == 32 else BLOCKS_OF_256) | experts)
+    file = write_model(tmp_path / "model.gguf", reference, kind.name)
+    assert load_dequantized(reference, file) >= 13
+    assert tools.error_against(reference, file, max_model_len=512) <= (2e-3 if kind.name == "IQ4_XS" else 1e-4)
+    assert set(weight_dtypes(loaded(file))) == {kind.held.type.name.lower(), "float32"}
+
+
+@pytest.mark.parametrize("store", MIXES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_formats_mix_within_a_layer(tmp_path: Path, family: str, store: str) -> None:
+    sizes = BLOCKS_OF_32 if store == "blocks of 32" else BLOCKS_OF_256
+    reference = reference_of(family, **sizes | {"num_hidden_layers": 4, "layer_types": None})
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    kinds = {tensor.type.name for tensor in GGUFModel(file).tensors.values()}
+    assert len(kinds & set(MIXES[store])) >= 5
+    load_dequantized(reference, file)
+    assert tools.error_against(reference, file, max_model_len=512) <= 2e-3
 
 
 @pytest.mark.parametrize(

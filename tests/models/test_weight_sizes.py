@@ -15,8 +15,9 @@ from few_layers import open_few_layers
 from meltcore.engine.core.workspace import plan_workspace
 from meltcore.kernels.moe.grouped_gemm_tma import BLOCK_M
 from meltcore.kernels.quant import ggml_experts
-from meltcore.kernels.quant.ggml import GgmlType, empty
+from meltcore.kernels.quant.ggml import empty
 from meltcore.kernels.quant.ggml_experts import experts_scratch_values
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import (
     PUBLISHED_CONFIG_FOLDERS,

@@ -16,10 +16,11 @@ from torch import nn
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType, empty, pack
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
 from meltcore.kernels.quant.ggml_experts import experts_scratch_values, ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight, EmbeddingWeight, LinearWeight, QuantizationMethod
 from meltcore.layers.weight_loader import (
@@ -64,6 +65,8 @@ def _packing_loader(ggml_type: GgmlType, columns: int, arrays: Sequence[torch.Te
             raise ValueError(f"a {ggml_type.name} weight is loaded from blocks in uint8, not from {source.dtype}")
         # The file's bytes are copied to the device and arranged there.
         packed = pack(source.to(arrays[0].device), ggml_type)
+        if not packed.scales.view(torch.float16).isfinite().all():
+            raise ValueError(f"has {ggml_type.name} blocks whose scales are not finite numbers")
         for array, packed_array in zip(arrays, packed.arrays, strict=True):
             array.copy_(packed_array)
 

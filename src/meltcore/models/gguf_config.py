@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType, TokenType
 from meltcore.errors import ConfigError
 from meltcore.models.config_fields import RULES, Rule
 from meltcore.models.gguf_file import GGUFArray, GGUFModel, describe_value
+from meltcore.models.gguf_formats import DENSE_TYPES, QUANTIZED_TYPES
 
 
 class _Family(NamedTuple):
@@ -74,18 +75,6 @@ GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 _OWN_KEYS = {"gemma3": ("attention.scale",), "granite": tuple(GRANITE_KEYS.values())}  # which a family computes
-_DTYPES = {
-    GGMLQuantizationType.F32: "float32",
-    GGMLQuantizationType.F16: "float16",
-    GGMLQuantizationType.BF16: "bfloat16",
-}
-# Stay quantized on the device (layers/ggml_weights.py).
-QUANTIZED_TYPES = (
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q6_K,
-)
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.
 _GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, GEMMA_PATTERN = 34, 62, 8.0, 6
@@ -224,13 +213,13 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
             f"{model.path}: block_count is {config['num_hidden_layers']}; the file has tensors of {len(layers)} layers"
         )
     for name, tensor in model.tensors.items():
-        if tensor.type not in (*_DTYPES, *QUANTIZED_TYPES):
+        if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES):
             raise ConfigError(
                 f"{model.file_of[name].path}: {name} is stored as {tensor.type.name}; "
-                f"supported: {', '.join(each.name for each in (*_DTYPES, *QUANTIZED_TYPES))}"
+                f"supported: {', '.join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))}"
             )
     query = model.tensors.get("blk.0.attn_q.weight")
-    dtype = _DTYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"
+    dtype = DENSE_TYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"
     if config["model_type"] in ("gemma3_text", "granite") and dtype == "float16":
         dtype = "bfloat16"  # Gemma's activations overflow float16; Granite's stream is larger here than published
     return {

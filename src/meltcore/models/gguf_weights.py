@@ -7,13 +7,16 @@ leave to be added. All experts of a layer are one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
-from meltcore.kernels.quant.ggml import GgmlType, pack
+from meltcore.kernels.quant.ggml import pack
 from meltcore.kernels.quant.ggml_decode import dequantize
+from meltcore.kernels.quant.ggml_restore import dequantize_blocks, restore_blocks
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.weight_loader import (
     ConvertingLoader,
     Index,
@@ -24,8 +27,9 @@ from meltcore.layers.weight_loader import (
     row_loader,
     row_parts,
 )
-from meltcore.models.gguf_config import EMBEDDING, HEAD, QUANTIZED_TYPES, ROPE_FACTORS
+from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_FACTORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
+from meltcore.models.gguf_formats import QUANTIZED_TYPES
 from meltcore.models.tensor_file import TensorEntry, TensorFile
 
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -87,7 +91,8 @@ class GGUFWeights(TensorFile):
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:
         """Return the loader for the tensor as it is stored, from the loader for the published tensor.
 
-        A target that does not take blocks gets their values in float32, tensor by tensor.
+        A target that does not take blocks gets their values in float32, tensor by tensor. One that takes blocks of
+        another format gets them restored as such.
         """
         if has_permuted_rows(name, self._model_type):
             target = _unpermuted(target, self._head_dim)
@@ -96,9 +101,15 @@ class GGUFWeights(TensorFile):
             return ConvertingLoader(target.shape, lambda source: dense.copy_(source.float() - 1))
         entry = self.entries[name]
         ggml_type = GgmlType.__members__.get(entry.dtype_name)
-        if ggml_type is None or entry.shape == tuple(target.shape):
+        if ggml_type is None or not target.shape:
             return target
-        return _dequantizing(target, ggml_type, device)
+        if target.shape[-1] == ggml_type.columns(entry.shape[-1]):
+            return _converting(target, ggml_type, ggml_type.block_size, partial(_dequantized, ggml_type, device))
+        held = ggml_type.held.type
+        if held == ggml_type:
+            return target
+        width = held.row_bytes(ggml_type.block_size)
+        return _converting(target, ggml_type, width, partial(_restored, ggml_type, device))
 
     def _published(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
@@ -138,28 +149,47 @@ def gguf_name(name: str, model_type: str) -> str:
     return f"blk.{layer}.{stored_parts[part]}.{kind}"
 
 
-def _dequantizing(target: WeightLoader, ggml_type: GgmlType, device: torch.device) -> WeightLoader:
-    """Return a loader of blocks, [rows, bytes of a row], that gives `target` their values.
+def _dequantized(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
+    """Return the values of rows of blocks in float32, computed on `device`. Raises ValueError if one is not finite."""
+    blocks = source.to(device)
+    if ggml_type.held.type == ggml_type:
+        packed = pack(blocks, ggml_type)
+        values = torch.empty(len(blocks), packed.columns, device=device, dtype=torch.float32)
+        dequantize(packed, values)
+    else:
+        values = dequantize_blocks(blocks, ggml_type)
+    if not values.isfinite().all():
+        raise ValueError("has values that are not finite numbers")
+    return values
 
-    Of a slice of columns it reads the blocks that hold them. `target` itself if no row of it is whole blocks.
+
+def _restored(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
+    """Return rows of blocks as those of the format that a device holds."""
+    return restore_blocks(source.to(device), ggml_type)
+
+
+def _converting(
+    target: WeightLoader, ggml_type: GgmlType, width: int, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> WeightLoader:
+    """Return a loader of blocks, [rows, bytes of a row], that gives `target` what `convert` makes of them.
+
+    width: the columns of `target` that one block becomes. Of a slice of columns it reads the blocks that hold them.
+    `target` itself if no row of it is whole blocks.
     """
     *rows, columns = target.shape
-    if columns % ggml_type.block_size:
+    if columns % width:
         return target
 
     def blocks(index: Index, part: WeightLoader) -> tuple[Index, WeightLoader]:
         start, stop, _ = (index[1] if len(index) > 1 else slice(None)).indices(columns)
-        first, last = start // ggml_type.block_size, -(-stop // ggml_type.block_size)
-        kept = slice(start - first * ggml_type.block_size, stop - first * ggml_type.block_size)
-
+        first, last = start // width, -(-stop // width)
+        kept = slice(start - first * width, stop - first * width)
         stored_bytes = slice(first * ggml_type.block_bytes, last * ggml_type.block_bytes)
 
         def loader(part: WeightLoader) -> WeightLoader:
             def store(source: torch.Tensor) -> None:
                 for rows, part_rows in row_parts(part, max(1, _PART_VALUES // columns)):
-                    packed = pack(source[as_slice(rows)].to(device), ggml_type)
-                    values = torch.empty(len(rows), packed.columns, device=device, dtype=torch.float32)
-                    part_rows.copy_(dequantize(packed, values)[:, kept])
+                    part_rows.copy_(convert(source[as_slice(rows)])[:, kept])
 
             def rows_loader(rows: range) -> WeightLoader | None:
                 part_rows = row_loader(part, rows)
@@ -173,7 +203,7 @@ def _dequantizing(target: WeightLoader, ggml_type: GgmlType, device: torch.devic
 
     if not isinstance(target, ShardLoader):
         return blocks((slice(None),), target)[1]
-    shape = torch.Size((*rows, ggml_type.row_bytes(columns)))
+    shape = torch.Size((*rows, columns // width * ggml_type.block_bytes))
     return ShardLoader(shape, tuple(blocks(index, part) for index, part in target.slices))
 
 

@@ -18,7 +18,8 @@ from meltcore.errors import ConfigError, ShardError
 from meltcore.host_memory import host_available_bytes
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.quant.fp8 import FP8
-from meltcore.kernels.quant.ggml import GgmlType, random_blocks
+from meltcore.kernels.quant.ggml import random_blocks
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_parts, stored_dtypes
@@ -142,7 +143,7 @@ def _shard_on_meta(
             model.shard(group)
         if checkpoint.gguf is not None:
             formats = {name: entry.dtype_name for name, entry in _stored_entries(checkpoint).items()}
-            quantize_as_stored(model, formats, linear_layers=quantization == "none")
+            quantize_as_stored(model, formats, device, linear_layers=quantization == "none")
         if published is not None:
             if isinstance(published, AwqConfig | GptqConfig):
                 with ExitStack() as stack:
@@ -311,18 +312,24 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
     stored = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
     for name, target in model.checkpoint_tensors().items():
         entry, dtypes = stored.get(name), stored_dtypes(target)
-        if entry is not None and entry.dtype_name in GgmlType.__members__ and entry.shape == tuple(target.shape):
-            ggml_type, dtype = GgmlType[entry.dtype_name], torch.uint8
-        else:
-            ggml_type, dtype = None, torch.int32 if dtypes == (torch.int32,) else model.dtype
+        ggml_type = None if entry is None else _held_format(entry, target)
+        dtype = torch.uint8 if ggml_type else torch.int32 if dtypes == (torch.int32,) else model.dtype
         for _, part in row_parts(target, _rows_per_part(target.shape, dtype.itemsize)):
             if ggml_type is not None:
                 *rows, row_bytes = part.shape
-                columns = row_bytes // ggml_type.block_bytes * ggml_type.block_size
-                part.copy_(random_blocks(ggml_type, (*rows, columns), DUMMY_WEIGHT_STD, generator))
+                shape = (*rows, ggml_type.columns(row_bytes))
+                part.copy_(random_blocks(ggml_type, shape, DUMMY_WEIGHT_STD, generator))
                 continue
             values = torch.empty(part.shape, dtype=dtype, device=model.device)
             part.copy_(_draw(values, name, generator, is_fp8=dtypes == (FP8,)))
+
+
+def _held_format(entry: TensorEntry, target: WeightLoader) -> GgmlType | None:
+    """Return the format of the blocks that `target` takes of a GGUF tensor; None: it takes values."""
+    stored = GgmlType.__members__.get(entry.dtype_name)
+    if stored is None or stored.columns(entry.shape[-1]) == target.shape[-1]:
+        return None
+    return stored.held.type
 
 
 def _rows_per_part(shape: Sequence[int], value_bytes: int) -> int:

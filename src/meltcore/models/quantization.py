@@ -9,8 +9,8 @@ import torch
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8_CAPABILITY
 from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE
-from meltcore.kernels.quant.ggml import GgmlType
 from meltcore.kernels.quant.ggml_linear import scratch_values
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
@@ -20,6 +20,7 @@ from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
 from meltcore.models.decoder import Block, Decoder
+from meltcore.models.gguf_formats import held_type
 from meltcore.models.model import Model
 
 
@@ -79,17 +80,20 @@ def quantize_fp8_layer(
     layer.quantize(merged_method(methods))
 
 
-def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
-    """Make every layer keep the blocks of the GGUF tensors that it is loaded from. Called on the meta device.
+def quantize_as_stored(
+    model: Model, dtype_names: Mapping[str, str], device: torch.device, *, linear_layers: bool = True
+) -> None:
+    """Make every layer hold the GGUF tensors that it is loaded from as `held_type` says. Called on the meta device.
 
-    dtype_names: the GGML type of each tensor by its published name; linear_layers: False for embedding and head alone.
-    Raises ConfigError where experts are quantized in part.
+    dtype_names: the GGML type of each tensor by its published name; device: that the model is for; linear_layers: False
+    for embedding and head alone. Raises ConfigError where experts are quantized in part.
     """
     assert isinstance(model, Decoder)
     for layer, names in tensors_of_layers(model):
         if not linear_layers and not isinstance(layer, ParallelLMHead):
             continue
-        types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
+        stored_types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
+        types = [each and held_type(each, on_cpu=device.type == "cpu") for each in stored_types]
         if not any(each is not None for each in types):
             continue
         if isinstance(layer, SparseMoeBlock) and None in types:

@@ -169,7 +169,7 @@ def _generation(
     element_size = _element_size(model, on_cpu, str(stored))
     is_packed = checkpoint.gguf is not None or model.format in ("q4_0", "q8_0")
     if checkpoint.gguf is not None and model.quantization == "none":
-        weight_bytes = _gguf_bytes(checkpoint.gguf, element_size) // ranks
+        weight_bytes = _gguf_bytes(checkpoint.gguf, element_size, on_cpu=on_cpu) // ranks
         source = "header of the GGUF file"
     else:
         published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
@@ -320,13 +320,10 @@ def _weight_format(model: ModelSection) -> WeightFormat:
     return "dense" if model.format == "auto" else model.format
 
 
-def _gguf_bytes(gguf: GGUFModel, element_size: int) -> int:
-    """Return the bytes of a GGUF file's tensors here: blocks as they are, other values in the model's type."""
-    total = 0
-    for tensor in gguf.tensors.values():
-        values = 1
-        for size in tensor.shape:
-            values *= size
-        is_packed = tensor.num_bytes < values * 2
-        total += tensor.num_bytes if is_packed else values * element_size
-    return total
+def _gguf_bytes(gguf: GGUFModel, element_size: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a GGUF file's tensors as a device holds them. Those that are no weights are left out."""
+    from meltcore.models.gguf_config import ROPE_FACTORS
+    from meltcore.models.gguf_formats import held_bytes
+
+    tensors = (tensor for name, tensor in gguf.tensors.items() if name != ROPE_FACTORS)
+    return sum(held_bytes(tensor, element_size, on_cpu=on_cpu) for tensor in tensors)

@@ -1,68 +1,37 @@
-"""Block-quantized tensors: Q8_0, Q4_0, Q4_K and Q6_K, as GGUF files hold them, and INT4 (int4.py).
+"""Block-quantized tensors: formats of GGUF files that kernels decode (ggml_types.py), and INT4 (int4.py).
 
 A row is a sequence of blocks, each with its quantized values and its scales. `pack` arranges them for a GPU: values,
 scales and sub-scales in arrays of their own, and the bits of each value in the order in which kernels decode them. It
-takes as many bytes as the file, up to padding. Formats: ggml's ggml-common.h and the GGUF specification (ggml-org).
+takes as many bytes as the file, up to padding. Blocks of other formats become one of these first (ggml_restore.py).
 
-    Q8_0   32 values: d * q, q int8
-    Q4_0   32 values: d * (q - 8), q of 4 bits
-    Q4_K   256 values in 8 sub-blocks: d * scale * q - dmin * minimum, q of 4 bits, scale and minimum of 6 bits
-    Q6_K   256 values in 16 sub-blocks: d * scale * (q - 32), q of 6 bits, scale int8
     INT4   32, 64 or 128 values: scale * (q - zero), q of 4 bits (int4.py, of AWQ and GPTQ checkpoints)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import CHUNK, Int4Type, dequantize_int4, pack_nibbles, unpack_nibbles
 
 # Of random blocks with scales from 0.5 to 1.5.
-_DEVIATIONS = {2: 4.83, 8: 77.0, 12: 175.5, 14: 1420.0}
-
-
-class GgmlType(IntEnum):
-    """Supported formats, by their numbers in GGUF files."""
-
-    Q4_0 = 2
-    Q8_0 = 8
-    Q4_K = 12
-    Q6_K = 14
-
-    @property
-    def block_size(self) -> int:
-        """Values per block, which divides the columns of a tensor and of each shard of it."""
-        return 32 if self in (GgmlType.Q4_0, GgmlType.Q8_0) else 256
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes per block in a file."""
-        return {GgmlType.Q4_0: 18, GgmlType.Q8_0: 34, GgmlType.Q4_K: 144, GgmlType.Q6_K: 210}[self]
-
-    def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of `columns` values in a file.
-
-        Raises ValueError if the row is not a whole number of blocks.
-        """
-        if columns % self.block_size:
-            raise ValueError(f"{columns} columns are no multiple of {self.name}'s blocks of {self.block_size}")
-        return columns // self.block_size * self.block_bytes
-
-    def array_bytes(self, columns: int) -> tuple[int, int, int]:
-        """Return the bytes of a packed row's values, scales and sub-scales. All are multiples of 4."""
-        chunks = -(-columns // CHUNK)
-        if self == GgmlType.Q8_0:
-            return columns, (columns // 32 + 1) // 2 * 4, 0
-        return {
-            GgmlType.Q4_0: (128 * chunks, 16 * chunks, 0),
-            GgmlType.Q4_K: (128 * chunks, 4 * chunks, 12 * chunks),
-            GgmlType.Q6_K: (192 * chunks, (chunks + 1) // 2 * 4, 16 * chunks),
-        }[self]
-
+_DEVIATIONS = {
+    GgmlType.Q4_0: 4.83,
+    GgmlType.Q4_1: 4.8,
+    GgmlType.Q5_1: 9.6,
+    GgmlType.Q8_0: 77.0,
+    GgmlType.Q2_K: 10.25,
+    GgmlType.Q4_K: 175.5,
+    GgmlType.Q5_K: 351.0,
+    GgmlType.Q6_K: 1420.0,
+}
+# With m or dmin of these times d, the values of a block have a mean of about zero.
+_CENTERS = {GgmlType.Q4_1: -7.5, GgmlType.Q5_1: -15.5, GgmlType.Q2_K: 1.5, GgmlType.Q4_K: 7.5, GgmlType.Q5_K: 15.5}
+# The first byte of a block's scales, where it is not 0.
+_SCALES_PLACE = {GgmlType.Q2_K: 80, GgmlType.Q6_K: 208}
 
 BlockType = GgmlType | Int4Type
 
@@ -72,10 +41,12 @@ class GgmlTensor(NamedTuple):
 
     values: of 8 bits in their order (Q8_0), or chunks of 4 bits each (see CHUNK), which for Q6_K are the low bits of
     all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with those of
-    values j, 32 + j, ..., 224 + j. Values that ggml subtracts 8 or 32 from have their highest bit inverted, which
-    makes them two's complements. scales: float16 of each block, for Q4_K d and dmin. subscales: of Q4_K 3 words per
-    block (see `_pack_q4_k_subscales`); of Q6_K int8 in their order; of INT4 8 - zero of each block, int8. Rows of Q4_0
-    and INT4 are padded to whole chunks by blocks of zeros, scales and sub-scales to words of 4 bytes.
+    values j, 32 + j, ..., 224 + j. Q2_K has such half words alone. After the low 4 bits of all chunks, Q5_1 and Q5_K
+    have the highest bits of all chunks: 32 bytes per chunk, byte j with those of values j, 32 + j, ..., 224 + j. Values
+    that ggml subtracts 8 or 32 from have their highest bit inverted, which makes them two's complements. scales:
+    float16 of each block, with a minimum d and m, or d and dmin. subscales: of Q4_K and Q5_K 3 words per block (see
+    `_pack_q4_k_subscales`); of Q2_K and Q6_K bytes in their order; of INT4 8 - zero of each block, int8. Rows of blocks
+    of 32 values and INT4 are padded to whole chunks by blocks of zeros, scales and sub-scales to words of 4 bytes.
     """
 
     type: BlockType
@@ -114,15 +85,26 @@ def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
     if ggml_type == GgmlType.Q8_0:
         scales, values = block[..., :2], block[..., 2:].flatten(-2)
     elif ggml_type == GgmlType.Q4_0:
-        scales, values = block[..., :2], pack_nibbles(_nibbles(block[..., 2:], 16) ^ 8)
+        scales, values = block[..., :2], pack_nibbles(nibbles_of(block[..., 2:], 16) ^ 8)
+    elif ggml_type == GgmlType.Q4_1:
+        scales, values = block[..., :4], pack_nibbles(nibbles_of(block[..., 4:], 16))
+    elif ggml_type == GgmlType.Q5_1:
+        scales, low, high = block[..., :4], nibbles_of(block[..., 8:], 16), bits_of(block[..., 4:8])
+        values = torch.cat([pack_nibbles(low), _pack_bits(high)], -1)
+    elif ggml_type == GgmlType.Q2_K:
+        scales, subscales = block[..., 80:], block[..., :16].flatten(-2)
+        values = _pack_pairs(pairs_of(block[..., 16:80]))
     elif ggml_type == GgmlType.Q4_K:
-        scales, values = block[..., :4], pack_nibbles(_nibbles(block[..., 16:], 32))
+        scales, values = block[..., :4], pack_nibbles(nibbles_of(block[..., 16:], 32))
         subscales = _pack_q4_k_subscales(block[..., 4:16])
+    elif ggml_type == GgmlType.Q5_K:
+        scales, subscales = block[..., :4], _pack_q4_k_subscales(block[..., 4:16])
+        # A file has the highest bits in the order of kernels.
+        values = torch.cat([pack_nibbles(nibbles_of(block[..., 48:], 32)), block[..., 16:48].flatten(-2)], -1)
     else:
         scales, subscales = block[..., 208:], block[..., 192:208].flatten(-2)
-        low, high = _nibbles(block[..., :128], 64), block[..., 128:192].unflatten(-1, (2, 32))
-        high = torch.cat([high & 3, high >> 2 & 3, high >> 4 & 3, high >> 6], -1).flatten(-3) ^ 2
-        values = torch.cat([pack_nibbles(low), _pack_pairs(high)], -1)
+        low, high = nibbles_of(block[..., :128], 64), pairs_of(block[..., 128:192])
+        values = torch.cat([pack_nibbles(low), _pack_pairs(high ^ 2)], -1)
     arrays = (values, scales.flatten(-2), subscales)
     padded = (
         torch.nn.functional.pad(array, (0, size - array.shape[-1]))
@@ -131,13 +113,45 @@ def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
     return GgmlTensor(ggml_type, columns, *(array.contiguous() for array in padded))
 
 
-def _nibbles(values: torch.Tensor, group: int) -> torch.Tensor:
+def nibbles_of(values: torch.Tensor, group: int) -> torch.Tensor:
     """Return the 4-bit values of a file's blocks: [..., blocks, bytes] -> [..., columns].
 
     group: the number of bytes that hold as many values in their low bits, then as many in their high bits.
     """
     groups = values.unflatten(-1, (-1, group))
     return torch.cat([groups & 15, groups >> 4], -1).flatten(-3)
+
+
+def pairs_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the 2-bit values of a file's blocks: [..., blocks, 64] -> [..., columns].
+
+    32 bytes hold as many values in their lowest bits, then as many in the next ones, and so on.
+    """
+    groups = values.unflatten(-1, (2, 32))
+    pairs: torch.Tensor = torch.cat([groups & 3, groups >> 2 & 3, groups >> 4 & 3, groups >> 6], -1).flatten(-3)
+    return pairs
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of bytes, the lowest ones first: [..., blocks, bytes] -> [..., blocks * bytes * 8]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=values.device)
+    bits: torch.Tensor = (values[..., None] >> shifts & 1).flatten(-3)
+    return bits
+
+
+def _pack_bits(values: torch.Tensor) -> torch.Tensor:
+    """Pack bits [..., columns] in chunks of 32 bytes, [..., chunks * 32]. Padding is zeros."""
+    chunks = torch.nn.functional.pad(values, (0, -values.shape[-1] % CHUNK)).unflatten(-1, (-1, 8, 32))
+    shifts = torch.arange(8, dtype=torch.uint8, device=values.device)[:, None]
+    packed: torch.Tensor = (chunks << shifts).sum(-2, dtype=torch.uint8).flatten(-2)
+    return packed
+
+
+def _unpack_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Undo `_pack_bits`, except that padding is kept."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)[:, None]
+    bits: torch.Tensor = (packed.unflatten(-1, (-1, 1, 32)) >> shifts & 1).flatten(-3)
+    return bits
 
 
 def _pack_pairs(values: torch.Tensor) -> torch.Tensor:
@@ -178,18 +192,42 @@ def dequantize_reference(tensor: GgmlTensor) -> torch.Tensor:
     if tensor.type == GgmlType.Q4_0:
         values = (unpack_nibbles(tensor.values)[..., :columns] ^ 8).float()
         return _scaled(values - 8.0, scales[..., : columns // 32])
-    if tensor.type == GgmlType.Q4_K:
-        values = unpack_nibbles(tensor.values).float()
-        low, high = tensor.subscales.unflatten(-1, (-1, 12)).split([8, 4], -1)
-        high = torch.cat([high & 15, high >> 4], -1)
-        d, dmin = scales.unflatten(-1, (-1, 2, 1)).unbind(-2)
-        scaled = _scaled(values, (d * (low & 15 | (high & 3) << 4)).flatten(-2))
-        minima: torch.Tensor = (dmin * (low >> 4 | high >> 2 << 4)).flatten(-2)
-        return scaled - minima.repeat_interleave(32, -1)
+    if tensor.type != GgmlType.Q6_K:
+        return _dequantize_with_minima(tensor, scales.unflatten(-1, (-1, 2, 1)))
     low, high = tensor.values.split([columns // 2, columns // 4], -1)
     values = (unpack_nibbles(low) | (_unpack_pairs(high) ^ 2) << 4).float()
     d = scales[..., : columns // 256].repeat_interleave(16, -1)
     return _scaled(values - 32.0, d * tensor.subscales.view(torch.int8))
+
+
+def _dequantize_with_minima(tensor: GgmlTensor, scales: torch.Tensor) -> torch.Tensor:
+    """Compute the values of a format with minima. scales: [..., blocks, 2, 1], of each block scale and minimum."""
+    d, dmin = scales.unbind(-2)
+    if tensor.type in (GgmlType.Q4_1, GgmlType.Q5_1):
+        d, minima = (each.flatten(-2)[..., : tensor.columns // 32] for each in (d, -dmin))
+    elif tensor.type == GgmlType.Q2_K:
+        both = tensor.subscales.unflatten(-1, (-1, 16))
+        d, minima = ((d * (both & 15)).flatten(-2), (dmin * (both >> 4)).flatten(-2))
+    else:
+        low, high = tensor.subscales.unflatten(-1, (-1, 12)).split([8, 4], -1)
+        high = torch.cat([high & 15, high >> 4], -1)
+        d, minima = (
+            (d * (low & 15 | (high & 3) << 4)).flatten(-2),
+            (dmin * (low >> 4 | high >> 2 << 4)).flatten(-2),
+        )
+    scaled = _scaled(_unsigned(tensor)[..., : tensor.columns].float(), d)
+    dense: torch.Tensor = scaled - minima.repeat_interleave(tensor.columns // minima.shape[-1], -1)
+    return dense
+
+
+def _unsigned(tensor: GgmlTensor) -> torch.Tensor:
+    """Return the values of a format with minima, [..., columns] uint8, with those of padding."""
+    if tensor.type == GgmlType.Q2_K:
+        return _unpack_pairs(tensor.values)
+    if tensor.type in (GgmlType.Q4_1, GgmlType.Q4_K):
+        return unpack_nibbles(tensor.values)
+    low, high = tensor.values.tensor_split((tensor.values.shape[-1] // 5 * 4,), -1)
+    return unpack_nibbles(low) | _unpack_bits(high) << 4
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -239,11 +277,15 @@ def random_blocks(
     # Random signs: the values of a block of Q4_0 have another mean than zero.
     draws = torch.rand(2, len(block), 1, device=device, generator=generator)
     scales = (draws[0] + 0.5).copysign(draws[1] - 0.5) * (deviation / _DEVIATIONS[ggml_type])
-    if ggml_type == GgmlType.Q4_K:  # a sub-block's minimum is the mean of its values: 7.5 times its scale
+    # The minimum of each sub-block is that of its scale.
+    if ggml_type in (GgmlType.Q4_K, GgmlType.Q5_K):
         block[:, 8:12] = block[:, 4:8]
         block[:, 12:16] = block[:, 12:16] % 16 * 17
-        scales = torch.cat([scales, 7.5 * scales], -1)
-    first_byte = 208 if ggml_type == GgmlType.Q6_K else 0
+    if ggml_type == GgmlType.Q2_K:
+        block[:, :16] = block[:, :16] % 16 * 17
+    if ggml_type in _CENTERS:
+        scales = torch.cat([scales, _CENTERS[ggml_type] * scales], -1)
+    first_byte = _SCALES_PLACE.get(ggml_type, 0)
     block[:, first_byte : first_byte + 2 * scales.shape[1]] = scales.half().view(torch.uint8)
     return blocks
 

@@ -16,7 +16,8 @@ import torch
 
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType, dequantize_reference
+from meltcore.kernels.quant.ggml import GgmlTensor, dequantize_reference
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import CHUNK
 
 # Masks of each byte of a word, as int32: constants of kernels.
@@ -83,11 +84,54 @@ def _decode_q4_0(values_ptr, scales_ptr, row, step, K: tl.constexpr):
     return planes
 
 
+@triton.constexpr_function
+def nibble_bytes(name: str, columns: int) -> int:
+    """Return the bytes of a tile's values before their further bits, of a format of that name."""
+    return {"Q8_0": columns, "Q2_K": columns // 4}.get(name, columns // 2)
+
+
+@triton.constexpr_function
+def value_bytes(name: str, columns: int) -> int:
+    """Return the bytes of a tile's values with their further bits."""
+    further: int = {"Q6_K": columns // 4, "Q5_1": columns // 8, "Q5_K": columns // 8}.get(name, 0)
+    return int(nibble_bytes(name, columns)) + further
+
+
 @triton.jit
-def _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K: tl.constexpr):
-    block = row * (K // 256) + step
-    word = tl.load(_words(values_ptr) + block * 32 + tl.arange(0, 32)[None, :])
+def _low_nibbles(values_ptr, row, step, CHUNKS: tl.constexpr, HAS_BIT: tl.constexpr):
+    """Return the bytes of the unsigned values of the even planes and of the odd ones, of 4 bits or of 5."""
+    STRIDE: tl.constexpr = 160 if HAS_BIT else 128
+    row_ptr = values_ptr + row * (STRIDE * CHUNKS)
+    column = tl.arange(0, 32)[None, :]
+    word = tl.load(_words(row_ptr) + step * 32 + column)
     even, odd = word & LOW_NIBBLES, (word >> 4) & LOW_NIBBLES
+    if HAS_BIT:
+        # Bit p of a byte has the highest bit of plane p. The product has bits 0, 2, 4, 6 at bit 4 of the bytes.
+        high = tl.load(row_ptr + 128 * CHUNKS + step * 32 + column).to(tl.int32)
+        even |= ((high & 0x55) * 0x410410) & 0x10101010
+        odd |= (((high >> 1) & 0x55) * 0x410410) & 0x10101010
+    return even, odd
+
+
+@triton.jit
+def _decode_with_minima(values_ptr, scales_ptr, row, step, K: tl.constexpr, HAS_BIT: tl.constexpr):
+    """Decode Q4_1 and Q5_1, whose blocks have a scale and a minimum each."""
+    CHUNKS: tl.constexpr = (K + 255) // 256
+    even, odd = _low_nibbles(values_ptr, row, step, CHUNKS, HAS_BIT)
+    scale_ptr = _words(scales_ptr) + (row * CHUNKS + step) * 8
+    planes = ()
+    for plane in tl.static_range(8):
+        both = tl.load(scale_ptr + plane)
+        number = _byte(even if plane % 2 == 0 else odd, plane).to(tl.float32)
+        planes += (number * _half(both, 0) + _half(both, 1),)  # type: ignore[assignment]
+    return planes
+
+
+@triton.jit
+def _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K: tl.constexpr, HAS_BIT: tl.constexpr):
+    """Decode Q4_K, and with a further bit Q5_K."""
+    block = row * (K // 256) + step
+    even, odd = _low_nibbles(values_ptr, row, step, K // 256, HAS_BIT)
     both = tl.load(_words(scales_ptr) + block)
     d, dmin = _half(both, 0), _half(both, 1)
     # Bytes of the scales, then of the minima, of sub-blocks 0 to 3 and 4 to 7.
@@ -104,6 +148,26 @@ def _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K: tl.constex
         minimum = dmin * _byte(minima[plane // 4], plane % 4 * 2).to(tl.float32)
         number = _byte(even if plane % 2 == 0 else odd, plane).to(tl.float32)
         planes += (number * scale - minimum,)  # type: ignore[assignment]
+    return planes
+
+
+@triton.jit
+def _decode_q2_k(values_ptr, scales_ptr, subscales_ptr, row, step, K: tl.constexpr):
+    block = row * (K // 256) + step
+    half = tl.arange(0, 2)[None, :]
+    word = tl.load(values_ptr.to(tl.pointer_type(tl.uint16)) + block * 32 + tl.arange(0, 32)[None, :]).to(tl.int32)
+    # From 16 bits to the low bits of 4 bytes, of each the values of an even and of an odd plane.
+    word = (word | (word << 8)) & 0x00FF00FF
+    word = (word | (word << 4)) & LOW_NIBBLES
+    even, odd = word & 0x03030303, (word >> 2) & 0x03030303
+    both = tl.load(_words(scales_ptr) + block)
+    d, dmin = _half(both, 0), _half(both, 1)
+    planes = ()
+    for plane in tl.static_range(8):
+        subscales = tl.load(_words(subscales_ptr) + block * 4 + plane // 2) >> (plane % 2 * 16 + 8 * half)
+        scale, minimum = d * (subscales & 15).to(tl.float32), dmin * ((subscales >> 4) & 15).to(tl.float32)
+        number = _byte(even if plane % 2 == 0 else odd, plane).to(tl.float32)
+        planes += (number * _repeat(scale, 16) - _repeat(minimum, 16),)  # type: ignore[assignment]
     return planes
 
 
@@ -191,8 +255,12 @@ def decode_tile(
         planes = _decode_q8_0(values_ptr, scales_ptr, row, step, K, BLOCK_K)
     elif FORMAT == "Q4_0":
         planes = _decode_q4_0(values_ptr, scales_ptr, row, step, K)
-    elif FORMAT == "Q4_K":
-        planes = _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K)
+    elif FORMAT == "Q4_1" or FORMAT == "Q5_1":
+        planes = _decode_with_minima(values_ptr, scales_ptr, row, step, K, FORMAT == "Q5_1")
+    elif FORMAT == "Q2_K":
+        planes = _decode_q2_k(values_ptr, scales_ptr, subscales_ptr, row, step, K)
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        planes = _decode_q4_k(values_ptr, scales_ptr, subscales_ptr, row, step, K, FORMAT == "Q5_K")
     elif FORMAT == "Q6_K":
         planes = _decode_q6_k(values_ptr, scales_ptr, subscales_ptr, row, step, K)
     else:

@@ -18,7 +18,13 @@ from meltcore.kernels.launch import pdl_options
 from meltcore.kernels.moe.align import Alignment, max_tiles
 from meltcore.kernels.nvrtc import CudaKernel
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
-from meltcore.kernels.quant.ggml_skinny_gemm import MAX_WEIGHT_BYTES, MIN_CAPABILITY, THREADS, SkinnyConfig
+from meltcore.kernels.quant.ggml_skinny_gemm import (
+    MAX_WEIGHT_BYTES,
+    MIN_CAPABILITY,
+    THREADS,
+    SkinnyConfig,
+    is_decoded,
+)
 
 # Pairs per expert up to which it is faster than the body in Triton. Measured with Q8_0: at 16 pairs 245 us against 252
 # on an H200 and 267 against 257 on an H100, at 24 pairs 303 against 270 on the latter.
@@ -59,7 +65,8 @@ def supports(hidden: torch.Tensor, pairs: int, weights: Sequence[GgmlTensor]) ->
     if not hidden.is_cuda or capability(hidden.device) < MIN_CAPABILITY:
         return False
     return (
-        pairs <= MAX_PAIRS * len(weights[0].values)
+        all(is_decoded(weight.type) for weight in weights)
+        and pairs <= MAX_PAIRS * len(weights[0].values)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()
         and all(array.nbytes < MAX_WEIGHT_BYTES for weight in weights for array in weight.arrays)

@@ -13,12 +13,15 @@ from meltcore.kernels.capability import shared_memory_bytes, sm_count
 from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
-from meltcore.kernels.quant.ggml import GgmlTensor, GgmlType
-from meltcore.kernels.quant.ggml_decode import block_k, decode_tile
+from meltcore.kernels.quant.ggml import GgmlTensor
+from meltcore.kernels.quant.ggml_decode import block_k, decode_tile, nibble_bytes, value_bytes
+from meltcore.kernels.quant.ggml_types import GgmlType
 
 # With more, a second tile of tokens would decode the weight again, which takes longer than dequantizing it for cuBLAS.
-# So does the first tile of Q6_K. On an H200 (docs/decisions/quantized-weights.md).
-MAX_TOKENS, _MAX_Q6_K_TOKENS = 64, 32
+# So does the first tile of Q6_K. On an H200 (docs/decisions/quantized-weights.md). Other formats whose values are put
+# together from two loads are taken for the same.
+MAX_TOKENS, _MAX_SPLIT_TOKENS = 64, 32
+_SPLIT_TYPES = (GgmlType.Q6_K, GgmlType.Q5_1, GgmlType.Q5_K)
 _MAX_STAGES = 4
 _PREFETCH_STEPS = 4
 
@@ -26,7 +29,7 @@ _PREFETCH_STEPS = 4
 def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel takes these tokens, of a 16-bit type, and is faster than dequantizing the weight."""
     return (
-        1 <= hidden.shape[0] <= (_MAX_Q6_K_TOKENS if weight.type == GgmlType.Q6_K else MAX_TOKENS)
+        1 <= hidden.shape[0] <= (_MAX_SPLIT_TOKENS if weight.type in _SPLIT_TYPES else MAX_TOKENS)
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()
     )
@@ -111,8 +114,8 @@ def _ggml_gemm_kernel(
     source = weight_row(row, N, GATED).to(tl.int64)[:, None]
     first_step, end_step = split * STEPS // SPLIT_K, (split + 1) * STEPS // SPLIT_K
     if PDL:
-        STEP_BYTES: tl.constexpr = BLOCK_K if FORMAT == "Q8_0" else BLOCK_K // 2
-        ROW_BYTES: tl.constexpr = STEPS * (STEP_BYTES // 2 * 3 if FORMAT == "Q6_K" else STEP_BYTES)
+        STEP_BYTES: tl.constexpr = nibble_bytes(FORMAT, BLOCK_K)
+        ROW_BYTES: tl.constexpr = STEPS * value_bytes(FORMAT, BLOCK_K)
         for step in tl.static_range(PREFETCH_STEPS):
             prefetch(values_ptr + source * ROW_BYTES + (first_step + step) * STEP_BYTES)
         pdl_sync(PDL)

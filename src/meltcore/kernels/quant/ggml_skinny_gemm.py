@@ -16,7 +16,8 @@ from meltcore.kernels.capability import capability, shared_memory_bytes, sm_coun
 from meltcore.kernels.gemm.split_k import split_counters
 from meltcore.kernels.launch import pdl_options
 from meltcore.kernels.nvrtc import CudaKernel
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, GgmlType
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
+from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import CHUNK, Int4Type
 
 MAX_TOKENS = 32
@@ -27,6 +28,8 @@ _MAX_L1_TOKENS = 8  # more are copied to shared memory
 _Q8_0_CHUNK = 128
 _PADDING = 16  # columns between tokens in shared memory
 _INT4_FORMAT = 4
+# Formats of GGUF files that ggml_tile.cu decodes. Triton's kernels decode the others.
+DECODED_TYPES = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.Q6_K)
 MAX_WEIGHT_BYTES = 2**32  # of one array: offsets of kernels have 32 bits
 _GATED, _RESIDUAL = 1, 2
 
@@ -94,10 +97,16 @@ def _warp_bytes(block_type: BlockType) -> int:
     return _TILE_ROWS * (sum(block_type.array_bytes(CHUNK)))
 
 
+def is_decoded(block_type: BlockType) -> bool:
+    """Return whether kernels in CUDA C++ decode a format."""
+    return isinstance(block_type, Int4Type) or block_type in DECODED_TYPES
+
+
 def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
     """Return whether the kernel supports these tensors: up to MAX_TOKENS of a 16-bit type, on CUDA."""
     return (
         hidden.is_cuda
+        and is_decoded(weight.type)
         and 1 <= hidden.shape[0] <= MAX_TOKENS
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.is_contiguous()

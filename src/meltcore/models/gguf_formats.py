@@ -1,0 +1,73 @@
+"""Says how a device holds each format of a GGUF file's tensors, and counts the bytes. No torch, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from gguf.constants import GGMLQuantizationType
+
+from meltcore.kernels.quant.ggml_types import GgmlType
+from meltcore.models.gguf_file import GGUFTensor
+
+# Unquantized formats, and the types of their values.
+DENSE_TYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
+QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
+
+
+def held_type(stored: GgmlType, *, on_cpu: bool) -> GgmlType | None:
+    """Return the format in which a device holds blocks of a format; None: their values, in the model's type.
+
+    This is the one place that decides it, for the layers (models/quantization.py) and the memory plans alike.
+    """
+    del on_cpu  # a CPU and a GPU hold the same formats
+    return stored.held.type
+
+
+def held_bytes(tensor: GGUFTensor, element_size: int, *, on_cpu: bool) -> int:
+    """Return the bytes that a device takes for a tensor. element_size: bytes per value of the model's type."""
+    *rows, columns = tensor.shape
+    held = held_type(GgmlType(tensor.type), on_cpu=on_cpu) if tensor.type in QUANTIZED_TYPES else None
+    return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
+
+
+class FormatUse(NamedTuple):
+    """The tensors of a file in one quantized format, and what a device makes of them. loss: empty if none."""
+
+    stored: GgmlType
+    held: GgmlType | None
+    tensors: int
+    stored_bytes: int
+    held_bytes: int
+    loss: str
+
+    def describe(self) -> str:
+        """Describe it in one line."""
+        held = "values in the model's type" if self.held is None else self.held.name
+        sizes = f"{self.stored_bytes / 1e6:,.1f} MB in the file, {self.held_bytes / 1e6:,.1f} MB in memory"
+        return f"{self.stored.name}: {self.tensors} tensors held as {held}, {sizes}, loss: {self.loss or 'none'}"
+
+
+def restored_formats(tensors: Iterable[GGUFTensor], element_size: int, *, on_cpu: bool) -> list[FormatUse]:
+    """Return the formats among `tensors` that a device holds as another one, by their numbers in GGUF files."""
+    uses: dict[GgmlType, FormatUse] = {}
+    for tensor in tensors:
+        if tensor.type not in QUANTIZED_TYPES:
+            continue
+        stored = GgmlType(tensor.type)
+        held = held_type(stored, on_cpu=on_cpu)
+        if held == stored:
+            continue
+        loss = "" if held is None else stored.held.loss
+        use = uses.get(stored, FormatUse(stored, held, 0, 0, 0, loss))
+        uses[stored] = use._replace(
+            tensors=use.tensors + 1,
+            stored_bytes=use.stored_bytes + tensor.num_bytes,
+            held_bytes=use.held_bytes + held_bytes(tensor, element_size, on_cpu=on_cpu),
+        )
+    return [uses[stored] for stored in sorted(uses)]
