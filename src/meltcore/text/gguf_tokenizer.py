@@ -7,62 +7,21 @@ pre-tokenizer `tokenizer.ggml.pre` names, or "llama" for SentencePiece BPE, whic
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
 from gguf.constants import TokenType
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, processors
 
 from meltcore.errors import ConfigError
 from meltcore.models.gguf_config import token_types
 from meltcore.models.gguf_file import GGUFModel, describe_value
+from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 SPACE = "▁"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
-
-
-class PreTokenizer(NamedTuple):
-    """What a name in tokenizer.ggml.pre stands for: the published tokenizer's pattern and settings.
-
-    ignore_merges: a word that is a token stays whole; add_bos: without tokenizer.ggml.add_bos_token.
-    """
-
-    pattern: str
-    normalizer: normalizers.Normalizer | None = None
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-    def splitter(self) -> pre_tokenizers.PreTokenizer:
-        """Return the pre-tokenizer, which splits by the pattern."""
-        split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def _words(digits: str) -> str:
-    """Return the pattern of words of Qwen2 and Llama 3, which differ in how many digits make a token."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-        r"\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-# Words of Mistral's Tekken, which end before a capital letter: "helloWorld" is two.
-_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
-_TEKKEN_WORDS = (
-    f"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = PreTokenizer(_words(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
-PRE_TOKENIZERS = {
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": PreTokenizer(_words(r"\p{N}"), normalizers.NFC()),
-    "tekken": PreTokenizer(_TEKKEN_WORDS, ignore_merges=True, add_bos=True),
-}
 
 
 def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:

@@ -20,8 +20,8 @@ from meltcore.models.checkpoint import Checkpoint, read_json
 from meltcore.models.gguf_config import END_TOKENS, read_config
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.text.chat_template import find_source, special_token_texts
+from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.gguf_tokenizer import (
-    PRE_TOKENIZERS,
     PREFIX,
     SPACE,
     SPECIAL_NAMES,
