@@ -31,7 +31,7 @@ _DEVIATIONS = {
 # With m or dmin of these times d, the values of a block have a mean of about zero.
 _CENTERS = {GgmlType.Q4_1: -7.5, GgmlType.Q5_1: -15.5, GgmlType.Q2_K: 1.5, GgmlType.Q4_K: 7.5, GgmlType.Q5_K: 15.5}
 # The first byte of a block's scales, where it is not 0.
-_SCALES_PLACE = {GgmlType.Q2_K: 80, GgmlType.Q6_K: 208}
+_SCALES_OFFSET = {GgmlType.Q2_K: 80, GgmlType.Q6_K: 208}
 
 BlockType = GgmlType | Int4Type
 
@@ -285,7 +285,7 @@ def random_blocks(
         block[:, :16] = block[:, :16] % 16 * 17
     if ggml_type in _CENTERS:
         scales = torch.cat([scales, _CENTERS[ggml_type] * scales], -1)
-    first_byte = _SCALES_PLACE.get(ggml_type, 0)
+    first_byte = _SCALES_OFFSET.get(ggml_type, 0)
     block[:, first_byte : first_byte + 2 * scales.shape[1]] = scales.half().view(torch.uint8)
     return blocks
 

@@ -106,7 +106,7 @@ def _low_nibbles(values_ptr, row, step, CHUNKS: tl.constexpr, HAS_BIT: tl.conste
     word = tl.load(_words(row_ptr) + step * 32 + column)
     even, odd = word & LOW_NIBBLES, (word >> 4) & LOW_NIBBLES
     if HAS_BIT:
-        # Bit p of a byte has the highest bit of plane p. The product has bits 0, 2, 4, 6 at bit 4 of the bytes.
+        # Bit p of a byte has the highest bit of plane p. Multiplying moves bits 0, 2, 4, 6 to bit 4 of the bytes.
         high = tl.load(row_ptr + 128 * CHUNKS + step * 32 + column).to(tl.int32)
         even |= ((high & 0x55) * 0x410410) & 0x10101010
         odd |= (((high >> 1) & 0x55) * 0x410410) & 0x10101010

@@ -63,8 +63,8 @@ def _numbers(blocks: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
         return numbers - 4
     table = _MXFP4_VALUES if ggml_type == GgmlType.MXFP4 else _IQ4_VALUES
     first_byte = ggml_type.block_bytes - ggml_type.block_size // 2
-    places = nibbles_of(block[..., first_byte:], 16).int()
-    return torch.tensor(table, dtype=torch.int8, device=blocks.device)[places]
+    indices = nibbles_of(block[..., first_byte:], 16).int()
+    return torch.tensor(table, dtype=torch.int8, device=blocks.device)[indices]
 
 
 def _scale_parts(blocks: torch.Tensor, ggml_type: GgmlType) -> tuple[torch.Tensor, ...]:
