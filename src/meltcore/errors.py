@@ -1,5 +1,9 @@
 """Defines the errors that a user can act on. Their texts say what was wrong, the limit, the value and the remedy."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class MeltcoreError(Exception):
     """Is the base class of all errors that Meltcore raises on purpose.
@@ -10,6 +14,16 @@ class MeltcoreError(Exception):
 
 class ConfigError(MeltcoreError):
     """Reports a setting, file or checkpoint that cannot work. It is raised at the start, before anything is served."""
+
+
+class UnservableModelError(ConfigError):
+    """Reports all reasons why a model cannot be served, in one line. source: the file or folder."""
+
+    def __init__(self, source: str, reasons: Sequence[str]) -> None:
+        self.source, self.reasons = source, tuple(reasons)
+        numbered = "; ".join(f"({index}) {reason}" for index, reason in enumerate(reasons, 1))
+        text = f"{source}: {reasons[0]}" if len(reasons) == 1 else f"{source}: {len(reasons)} reasons: {numbered}"
+        super().__init__(text)
 
 
 class ShardError(ConfigError):

@@ -18,8 +18,9 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf_tools import add_tokenizer, finish
 from waiting import WAIT_S
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.errors import ConfigError, UnservableModelError
+from meltcore.kernels.quant.ggml_types import GgmlType
+from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.models.gguf_config import read_config
 from meltcore.models.gguf_file import GGUFFile, GGUFModel
 
@@ -91,8 +92,14 @@ HOSTILE = {
         file_of(tensor(dims=(40, 2), kind=GGMLQuantizationType.Q8_0), tensors=1, data=128),
         r"w has shape \[2, 40\]; Q8_0 needs a multiple of 32 values per row",
     ),
-    "unknown type": (file_of(tensor(kind=77), tensors=1, data=64), "w has the unknown type 77"),
-    "removed type": (file_of(tensor(kind=4), tensors=1, data=64), "w has the unknown type 4"),
+    "unknown type": (
+        file_of(tensor(kind=77), tensors=1, data=64),
+        "stores 1 tensor as unknown type 77 .first: w.; supported: F32, .*; take a file of the model in one",
+    ),
+    "removed type": (
+        file_of(*[tensor(name, kind=kind) for name, kind in (("v", 4), ("w", 36))], tensors=2, data=64),
+        "1 tensor as Q4_2, which ggml has removed, 1 tensor as IQ4_NL_4_4, which ggml has removed .first",
+    ),
     "offset beyond the end": (file_of(tensor(offset=2**62), tensors=1, data=64), "w, F32 .* ends at byte 46116860"),
     "offset that is not aligned": (file_of(tensor(offset=8), tensors=1, data=72), "w begins at 8, .* multiple of 32"),
     "overlapping tensors": (
@@ -241,8 +248,34 @@ def test_wrong_metadata_is_named(tmp_path: Path, change: dict[str, Any], message
 def test_unsupported_weights_are_named_with_their_type(tmp_path: Path, kind: str) -> None:
     refused_quickly(
         write(tmp_path / "model.gguf", kind=kind),
-        rf"blk\.0\.attn_q\.weight is stored as {kind}; supported: F32, F16, BF16, Q4_0, Q4_1, .*MXFP4$",
+        rf"model\.gguf: stores 1 tensor as {kind} \(first: blk\.0\.attn_q\.weight\); supported: F32, F16, BF16, Q4_0.*"
+        r"MXFP4; take .*, or write one: meltcore quantize .*model\.gguf --to q8_0 --allow-requantize$",
     )
+
+
+def test_all_reasons_of_a_refusal_are_named_at_once(tmp_path: Path) -> None:
+    change = {"general.architecture": "falcon", "tokenizer.ggml.tokens": None}
+    refused_quickly(
+        write(tmp_path / "model.gguf", change, kind="IQ2_S"),
+        r"model\.gguf: 3 reasons: \(1\) general\.architecture is 'falcon'; .*; \(2\) stores 1 tensor as IQ2_S .*; "
+        r"\(3\) has no tokenizer \(tokenizer\.ggml\.tokens\); name one with --tokenizer$",
+    )
+    with pytest.raises(UnservableModelError) as error:
+        open_checkpoint(str(tmp_path / "model.gguf"), files="text", tokenizer=BUNDLED_MODEL)
+    assert len(error.value.reasons) == 2
+
+
+@pytest.mark.parametrize("kind", [each for each in GgmlType if each.block_size == 256], ids=lambda each: each.name)
+def test_rows_and_bytes_of_k_quants_are_checked(tmp_path: Path, kind: GgmlType) -> None:
+    """A row that is no whole number of blocks, blocks cut short, and a shape of 2^60 rows."""
+    for dims, data, message in (
+        ((288, 2), 1024, rf"w has shape \[2, 288\]; {kind.name} needs a multiple of 256 values per row"),
+        ((256, 2), 2 * kind.block_bytes - 1, rf"w, {kind.name} \[2, 256\], ends at byte .* cut short"),
+        ((256, 2**60), 64, rf"w, {kind.name} \[1152921504606846976, 256\], ends at byte"),
+    ):
+        path = tmp_path / "model.gguf"
+        path.write_bytes(file_of(tensor(dims=dims, kind=kind), tensors=1, data=data))
+        refused_quickly(path, message)
 
 
 def test_blocks_are_those_that_were_written(tmp_path: Path) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meltcore.api.sampling import checkpoint_defaults
 from meltcore.config import ModelConfig, Task
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, UnservableModelError
 from meltcore.models import checkpoint as checkpoints
 from meltcore.models.checkpoint import (
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
     CheckpointFiles,
+    is_on_hub,
     is_synthesis_model,
     open_checkpoint,
 )
+from meltcore.models.config_fields import Fields
+from meltcore.models.decoder_families import DECODER_CONFIGS
+from meltcore.models.quantization_config import read_quantization_config
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -40,10 +45,68 @@ class TextModel:
 
 
 def find_checkpoint(config: ModelConfig) -> Checkpoint:
-    """Return the checkpoint's folder and configuration, downloaded if it is a hub's. Raises ConfigError."""
+    """Return the checkpoint's folder and configuration, downloaded if it is a hub's.
+
+    Raises UnservableModelError with all reasons why a GGUF file cannot be served, and ConfigError.
+    """
     engine = config.engine
     files: CheckpointFiles = "config" if engine.load_format == "dummy" else "text"
-    return open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
+    try:
+        checkpoint = open_checkpoint(engine.model, files=files, tokenizer=engine.tokenizer)
+    except UnservableModelError as error:
+        if engine.tokenizer is not None:
+            raise
+        raise UnservableModelError(error.source, (*error.reasons, *_tokenizer_reasons(Path(error.source)))) from error
+    if checkpoint.gguf is not None and checkpoint.text_folder is None:
+        reasons = _tokenizer_reasons(checkpoint.gguf.path)
+        if reasons:
+            raise UnservableModelError(str(checkpoint.gguf.path), reasons)
+    return checkpoint
+
+
+def check_servable(config: ModelConfig) -> None:
+    """Raise UnservableModelError with all reasons that the files of a local model show, and ConfigError.
+
+    A server calls it before it begins anything. A hub's model is not looked at, since its download takes long.
+    """
+    engine = config.engine
+    if any(name is not None and is_on_hub(name) for name in (engine.model, engine.tokenizer)):
+        return
+    if find_task(config) != "generation":
+        return
+    checkpoint = find_checkpoint(config)
+    if checkpoint.gguf is not None:
+        return
+    reasons = _folder_reasons(checkpoint, is_dummy=engine.load_format == "dummy")
+    if reasons:
+        raise UnservableModelError(str(checkpoint.folder), reasons)
+
+
+def _folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:
+    """Return the reasons why a folder's architecture, quantization, weights or tokenizer cannot be served."""
+    reasons = []
+    names = Fields(checkpoint.config).optional("architectures", [])
+    if not any(name in DECODER_CONFIGS for name in names):
+        reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
+    try:
+        read_quantization_config(checkpoint.config)
+    except ConfigError as error:
+        reasons.append(str(error))
+    folder = checkpoint.text_folder
+    if not is_dummy:
+        if not checkpoint.weight_files:
+            reasons.append("holds no *.safetensors files (--load-format dummy needs none)")
+        if folder is not None and not (folder / "tokenizer.json").exists():
+            reasons.append(f"{folder} has no tokenizer.json; name a folder or hub id that has one with --tokenizer")
+    return reasons
+
+
+def _tokenizer_reasons(path: Path) -> list[str]:
+    """Return the reasons why the tokenizer of a GGUF file is not supported."""
+    from meltcore.models.gguf_file import GGUFModel  # imports gguf and numpy, which other checkpoints do not need
+    from meltcore.text.gguf_tokenizer import tokenizer_reasons
+
+    return tokenizer_reasons(GGUFModel(path))
 
 
 def is_transcription_model(config: ModelConfig) -> bool:

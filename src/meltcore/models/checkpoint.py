@@ -183,8 +183,8 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     download unnecessary; a GGUF file has all. tokenizer: another folder or hub id, whose tokenizer and chat template
     replace those of the checkpoint.
 
-    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file,
-    and for an invalid or unsupported GGUF file.
+    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file
+    and an invalid GGUF file; UnservableModelError for a GGUF file that cannot be served.
     """
     tokenizer_folder = None if tokenizer is None else _find_folder(tokenizer, "text")
     gguf_path = _find_gguf(model, files)
@@ -333,13 +333,12 @@ def _find_gguf(model: str, files: CheckpointFiles) -> Path | None:
 
 def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoint:
     # Imported here: they take 0.2 s, which other checkpoints do not need.
-    from meltcore.models.gguf_config import read_config
+    from meltcore.models.gguf_config import read_servable_config
     from meltcore.models.gguf_file import GGUFModel
 
     gguf = GGUFModel(path)
-    if tokenizer_folder is None and "tokenizer.ggml.tokens" not in gguf.metadata:
-        raise ConfigError(f"{gguf.path} has no tokenizer (tokenizer.ggml.tokens); name one with --tokenizer")
-    checkpoint = Checkpoint(name, path.parent, read_config(gguf), {}, gguf, tokenizer_folder)
+    config = read_servable_config(gguf, has_tokenizer=tokenizer_folder is not None)
+    checkpoint = Checkpoint(name, path.parent, config, {}, gguf, tokenizer_folder)
     _ = checkpoint.eos_token_ids
     return checkpoint
 

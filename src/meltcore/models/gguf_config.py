@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf.constants import GGMLQuantizationType, TokenType
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, UnservableModelError
 from meltcore.models.config_fields import RULES, Rule
 from meltcore.models.gguf_file import GGUFArray, GGUFModel, describe_value
-from meltcore.models.gguf_formats import DENSE_TYPES, QUANTIZED_TYPES
+from meltcore.models.gguf_formats import DENSE_TYPES, unsupported_formats
 
 
 class _Family(NamedTuple):
@@ -88,11 +88,30 @@ END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_o
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
+def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, Any]:
+    """Return the config.json of a GGUF checkpoint that can be served. has_tokenizer: --tokenizer names another one.
+
+    Raises UnservableModelError with all reasons: what `read_config` refuses, formats of weights, no tokenizer.
+    """
+    reasons, config = [], dict[str, Any]()
+    try:
+        config = read_config(model)
+    except ConfigError as error:
+        reasons.append(str(error).removeprefix(f"{model.path}: ").removeprefix(f"{model.path} "))
+    if (reason := unsupported_formats(model)) is not None:
+        reasons.append(reason)
+    if not has_tokenizer and "tokenizer.ggml.tokens" not in model.metadata:
+        reasons.append("has no tokenizer (tokenizer.ggml.tokens); name one with --tokenizer")
+    if reasons:
+        raise UnservableModelError(str(model.path), reasons)
+    return config
+
+
 def read_config(model: GGUFModel) -> dict[str, Any]:
     """Return the config.json of a GGUF checkpoint.
 
-    Raises ConfigError that names file and key for another architecture, for a missing or wrong value, for a variant
-    that is not computed, and for weights of an unsupported type.
+    Raises ConfigError that names file and key for another architecture, for a missing or wrong value, and for a variant
+    that is not computed. Formats of weights are not checked.
     """
     name = model.metadata.get("general.architecture")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -131,7 +150,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         config |= _read_granite(keys, config)
     if rope:
         config["rope_scaling"] = rope
-    return config | _read_token_ids(model, config["vocab_size"])
+    return config | (_read_token_ids(model, config["vocab_size"]) if EMBEDDING in model.tensors else {})
 
 
 class _Keys:
@@ -204,20 +223,17 @@ def _head_dim(keys: _Keys, config: dict[str, Any]) -> int:
 def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that tensors give: the vocabulary, whether the head is tied, and the type of weights."""
     embedding = model.tensors.get(EMBEDDING)
+    if embedding is None and EMBEDDING in model.unknown_types:
+        return {"vocab_size": 0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}  # the type is refused
     if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != config["hidden_size"]:
         shape = "is missing" if embedding is None else f"has shape {list(embedding.shape)}"
         raise ConfigError(f"{model.path}: {EMBEDDING} {shape}; it must be [vocabulary, {config['hidden_size']}]")
-    layers = {int(parts[1]) for name in model.tensors if (parts := name.split("."))[0] == "blk" and parts[1].isdigit()}
+    names = (*model.tensors, *model.unknown_types)
+    layers = {int(parts[1]) for name in names if (parts := name.split("."))[0] == "blk" and parts[1].isdigit()}
     if layers != set(range(config["num_hidden_layers"])):
         raise ConfigError(
             f"{model.path}: block_count is {config['num_hidden_layers']}; the file has tensors of {len(layers)} layers"
         )
-    for name, tensor in model.tensors.items():
-        if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES):
-            raise ConfigError(
-                f"{model.file_of[name].path}: {name} is stored as {tensor.type.name}; "
-                f"supported: {', '.join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))}"
-            )
     query = model.tensors.get("blk.0.attn_q.weight")
     dtype = DENSE_TYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"
     if config["model_type"] in ("gemma3_text", "granite") and dtype == "float16":

@@ -74,7 +74,10 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """The header of one GGUF file. `metadata` has numbers, texts and undecoded arrays by key, `tensors` by name."""
+    """The header of one GGUF file. `metadata` has numbers, texts and undecoded arrays by key, `tensors` by name.
+
+    unknown_types: the type numbers of further tensors by name, which have no known size of blocks.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises ConfigError naming the key or tensor that is invalid."""
@@ -95,11 +98,16 @@ class GGUFFile:
                 raise ConfigError(f"{path}: the metadata has {key} twice")
             self.metadata[key] = header.value(key)
         self.tensors: dict[str, GGUFTensor] = {}
+        self.unknown_types: dict[str, int] = {}
         for index in range(num_tensors):
             name = header.text(f"the name of tensor {index + 1} of {num_tensors}")
-            if name in self.tensors:
+            if name in self.tensors or name in self.unknown_types:
                 raise ConfigError(f"{path}: tensor {name} is there twice")
-            self.tensors[name] = header.tensor(name)
+            tensor = header.tensor(name)
+            if isinstance(tensor, GGUFTensor):
+                self.tensors[name] = tensor
+            else:
+                self.unknown_types[name] = tensor
         self._place_tensors(header.position)
 
     def texts(self, key: str) -> list[str]:
@@ -180,11 +188,11 @@ class GGUFModel:
                 if name in self.file_of:
                     raise ConfigError(f"{file.path}: tensor {name} is in {self.file_of[name].path.name} too")
                 self.file_of[name] = file
-        total = self.metadata.get("split.tensors.count", len(self.file_of))
-        if total != len(self.file_of):
-            raise ConfigError(
-                f"{self.path}: split.tensors.count is {describe_value(total)}; the parts hold {len(self.file_of)}"
-            )
+        self.unknown_types = {name: number for file in self.files for name, number in file.unknown_types.items()}
+        found = len(self.file_of) + len(self.unknown_types)
+        total = self.metadata.get("split.tensors.count", found)
+        if total != found:
+            raise ConfigError(f"{self.path}: split.tensors.count is {describe_value(total)}; the parts hold {found}")
 
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
@@ -237,8 +245,11 @@ class _HeaderParser:
         # The shortest decimal of a float32 is what its writer meant: 1e-06, not 9.999999974752427e-07.
         return float(str(number)) if dtype.kind == "f" else int(number)
 
-    def tensor(self, name: str) -> GGUFTensor:
-        """Read shape, type and offset of a tensor; the offset is relative to the end of the header."""
+    def tensor(self, name: str) -> GGUFTensor | int:
+        """Read shape, type and offset of a tensor; the offset is relative to the end of the header.
+
+        Returns the number of an unknown type alone.
+        """
         num_dims = self._unpack(_UINT32, f"the number of dimensions of {name}")
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._error(f"{name} has {num_dims} dimensions; supported: 1 to {_MAX_DIMS}")
@@ -248,8 +259,8 @@ class _HeaderParser:
         try:
             tensor_type = GGMLQuantizationType(type_id)
             block_size, _ = GGML_QUANT_SIZES[tensor_type]
-        except (ValueError, KeyError) as error:
-            raise self._error(f"{name} has the unknown type {type_id}") from error
+        except (ValueError, KeyError):
+            return type_id
         if min(shape) < 1 or shape[-1] % block_size:
             requirement = f"a multiple of {block_size} values per row" if min(shape) else "no dimension of 0"
             raise self._error(f"{name} has shape {list(shape)}; {tensor_type.name} needs {requirement}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from gguf.constants import GGMLQuantizationType
 
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.gguf_file import GGUFTensor
+from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 
 # Unquantized formats, and the types of their values.
 DENSE_TYPES = {
@@ -17,7 +18,42 @@ DENSE_TYPES = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+# Formats that ggml has removed, and their numbers.
+_REMOVED = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
 QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
+
+
+def unsupported_formats(model: GGUFModel) -> str | None:
+    """Return the reason why a file's formats cannot be served, with the numbers of tensors; None where all can be."""
+    found = {
+        name: tensor.type.name
+        for name, tensor in model.tensors.items()
+        if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES)
+    }
+    is_readable = not model.unknown_types
+    for name, type_id in model.unknown_types.items():
+        found[name] = (
+            f"{_REMOVED[type_id]}, which ggml has removed" if type_id in _REMOVED else f"unknown type {type_id}"
+        )
+    if not found:
+        return None
+    counts = ", ".join(
+        f"{count} tensor{'s' if count > 1 else ''} as {label}" for label, count in Counter(found.values()).most_common()
+    )
+    supported = ", ".join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))
+    remedy = "take a file of the model in one of these"
+    if is_readable:
+        remedy += f", or write one: meltcore quantize {model.path} --to q8_0 --allow-requantize"
+    return f"stores {counts} (first: {next(iter(found))}); supported: {supported}; {remedy}"
 
 
 def held_type(stored: GgmlType, *, on_cpu: bool) -> GgmlType | None:

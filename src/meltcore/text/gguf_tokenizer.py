@@ -14,13 +14,14 @@ import tokenizers
 from gguf.constants import TokenType
 from tokenizers import decoders, models, normalizers, processors
 
-from meltcore.errors import ConfigError
+from meltcore.errors import ConfigError, UnservableModelError
 from meltcore.models.gguf_config import token_types
 from meltcore.models.gguf_file import GGUFModel, describe_value
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 SPACE = "▁"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
+_KINDS = ("gpt2", "llama")
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
 
 
@@ -29,9 +30,9 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
+    if reasons := tokenizer_reasons(gguf):
+        raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
-    if kind not in ("gpt2", "llama"):
-        raise _unsupported(gguf, "model", kind, ("gpt2", "llama"))
     tokens = gguf.texts(f"{PREFIX}tokens")
     types = token_types(gguf, len(tokens))
     used = np.flatnonzero(types != TokenType.UNUSED)
@@ -58,6 +59,19 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def tokenizer_reasons(gguf: GGUFModel) -> list[str]:
+    """Return the reasons why the kind of a file's tokenizer is not supported, without building it.
+
+    None for a file without tokens, of which its reader says so.
+    """
+    if f"{PREFIX}tokens" not in gguf.metadata:
+        return []
+    kind = gguf.metadata.get(f"{PREFIX}model")
+    if kind == "gpt2":
+        return _unsupported("pre", gguf.metadata.get(f"{PREFIX}pre"), PRE_TOKENIZERS)
+    return _unsupported("model", kind, _KINDS)
+
+
 def special_tokens(gguf: GGUFModel) -> dict[str, str]:
     """Return the texts of the special tokens by their names in a chat template, such as bos_token."""
     tokens = gguf.texts(f"{PREFIX}tokens") if f"{PREFIX}tokens" in gguf.metadata else []
@@ -81,10 +95,7 @@ def _byte_level(
     gguf: GGUFModel, vocab: dict[str, int], _types: np.ndarray[Any, Any]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
-    name = gguf.metadata.get(f"{PREFIX}pre")
-    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
-    if pre is None:
-        raise _unsupported(gguf, "pre", name, PRE_TOKENIZERS)
+    pre = PRE_TOKENIZERS[gguf.metadata[f"{PREFIX}pre"]]
     if f"{PREFIX}merges" not in gguf.metadata:
         raise ConfigError(f"{gguf.path} lacks {PREFIX}merges; name a tokenizer with --tokenizer")
     merges: list[tuple[str, str]] = []
@@ -162,8 +173,10 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
 
 
-def _unsupported(gguf: GGUFModel, key: str, value: Any, supported: Iterable[str]) -> ConfigError:
-    return ConfigError(
-        f"{gguf.path}: {PREFIX}{key} is {describe_value(value)}; supported: {', '.join(supported)} "
-        "(--tokenizer names another tokenizer)"
-    )
+def _unsupported(key: str, value: Any, supported: Iterable[str]) -> list[str]:
+    """Return the reason why the value of a key is not supported; none if it is."""
+    names = list(supported)
+    if isinstance(value, str) and value in names:
+        return []
+    listed = ", ".join(names)
+    return [f"{PREFIX}{key} is {describe_value(value)}; supported: {listed} (--tokenizer names another tokenizer)"]

@@ -1,0 +1,118 @@
+"""`meltcore serve` refuses a model with all reasons at once, before it prints or starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from meltcore.cli.main import main
+from meltcore.fleet import daemon, supervisor
+
+FIELDS = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(supervisor, "serve", fail)
+    monkeypatch.setattr(daemon, "start", fail)
+
+
+def write(path: Path, architecture: str, types: list[str], pre: str | None) -> Path:
+    """Write the header of a GGUF file with a matrix of each type. pre: the pre-tokenizer; None: no tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in FIELDS.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    if pre is not None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([f"t{index}" for index in range(32)])
+    for index, name in enumerate(types):
+        kind = gguf.GGMLQuantizationType[name]
+        size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        blocks = np.zeros((32, 256 // size * block_bytes), dtype=np.uint8)
+        writer.add_tensor("token_embd.weight" if index == 0 else f"blk.0.ffn_{index}.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that is printed."""
+    assert main(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("daemon_options", [[], ["--daemon"]], ids=["foreground", "daemon"])
+@pytest.mark.parametrize(
+    ("architecture", "types", "pre", "reasons"),
+    [
+        (
+            "rwkv7",
+            ["IQ2_XXS", "TQ1_0", "IQ2_XXS", "Q4_K"],
+            "none-such",
+            [
+                "general.architecture is 'rwkv7'",
+                "stores 2 tensors as IQ2_XXS, 1 tensor as TQ1_0 (first: token_embd.weight)",
+                "tokenizer.ggml.pre is 'none-such'",
+            ],
+        ),
+        ("llama", ["IQ1_M", "F16"], None, ["stores 1 tensor as IQ1_M", "has no tokenizer (tokenizer.ggml.tokens)"]),
+        ("qwen2", ["Q5_0", "Q2_K"], "none-such", ["tokenizer.ggml.pre is 'none-such'"]),
+    ],
+)
+def test_all_reasons_of_a_gguf_file_are_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    architecture: str,
+    types: list[str],
+    pre: str | None,
+    reasons: list[str],
+    daemon_options: list[str],
+) -> None:
+    path = write(tmp_path / "model.gguf", architecture, types, pre)
+    line = refusal([str(path), *daemon_options], capsys)
+    for reason in reasons:
+        assert reason in line
+    assert (f"{len(reasons)} reasons: (1)" in line) == (len(reasons) > 1)
+    assert "--tokenizer" in line
+    with_tokenizer = [*daemon_options, "--tokenizer", "meltcore/sums"]
+    if len(reasons) > 1:
+        assert "tokenizer.ggml" not in refusal([str(path), *with_tokenizer], capsys)
+
+
+def test_all_reasons_of_a_folder_are_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"architectures": ["MambaForCausalLM"], "quantization_config": {"quant_method": "hqq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = refusal([str(tmp_path)], capsys)
+    assert "4 reasons: (1) config.json names MambaForCausalLM; we have Gemma3" in line
+    for reason in ("quant_method", "holds no *.safetensors files", "has no tokenizer.json; name a folder"):
+        assert reason in line
+    line = refusal([str(tmp_path), "--load-format", "dummy"], capsys)
+    assert "2 reasons: (1) config.json names MambaForCausalLM" in line
+
+
+@pytest.mark.parametrize("name", ["none.gguf", "none"])
+def test_a_missing_model_is_refused_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    line = refusal([str(tmp_path / name)], capsys)
+    assert line.startswith(f"meltcore serve: {tmp_path / name}: no such f")
+
+
+def test_a_file_cut_short_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "model.gguf", "llama", ["Q4_1", "Q5_K"], "qwen2")
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "cut short or is damaged" in refusal([str(path)], capsys)
