@@ -15,7 +15,7 @@ import pytest
 from server_harness import MODEL, RunningServer, scripted_server
 from waiting import WAIT_S, wait_until
 
-from meltcore.api import http_server
+from meltcore.api import http_protocol, http_server
 from meltcore.api.http import read_body, send_bytes
 from meltcore.api.stats import ServerStats
 from meltcore.fleet.listener import raise_file_limit
@@ -95,7 +95,7 @@ def test_headers_without_end_are_431(server: RunningServer, piece: bytes) -> Non
             pass  # closed while we were sending
         else:
             assert answer.startswith(b"HTTP/1.1 431")
-            assert str(http_server.MAX_HEAD_BYTES).encode() in answer
+            assert str(http_protocol.MAX_HEAD_BYTES).encode() in answer
     assert server.request("GET", "/health", headers={f"x-{n}": "v" * 1000 for n in range(50)}).status == 200
 
 
@@ -119,7 +119,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     ids=["nothing", "half a head", "half a body", "a whole request", "half a second request"],
 )
 def test_stalled_request_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, sent: bytes, stays: bool) -> None:
-    monkeypatch.setattr(http_server, "SILENT_LIMIT_S", 0.1)
+    monkeypatch.setattr(http_protocol, "SILENT_LIMIT_S", 0.1)
     monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.02)
     answer = exchange(sent)
     assert (answer is None) == stays
@@ -142,8 +142,8 @@ def test_stalled_request_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, s
 def test_slowly_sent_request_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes, stays: bool
 ) -> None:
-    monkeypatch.setattr(http_server, "HEAD_LIMIT_S", 0.5)
-    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 0.7)
+    monkeypatch.setattr(http_protocol, "HEAD_LIMIT_S", 0.5)
+    monkeypatch.setattr(http_protocol, "REQUEST_LIMIT_S", 0.7)
     monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.02)
     answer = exchange(sent, [piece] * (4 if stays else 1000))
     assert (answer is None) == stays
@@ -238,7 +238,7 @@ def open_files(server: RunningServer) -> int:
 
 
 def test_clients_that_never_send_are_disconnected_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SILENT_LIMIT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "SILENT_LIMIT_S", 0.3)
     monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.05)
     raise_file_limit()
 

@@ -142,7 +142,7 @@ class ForwardingEndpoint:
 
     async def _answer_own(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._own is None:
-            await discard_body(receive)  # a client that is still sending would lose the answer to a reset
+            await discard_body(scope, receive)  # a client that is still sending would lose the answer to a reset
             raise HTTPException(404)
         await self._own(scope, receive, send)
 

@@ -63,7 +63,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     """Return the whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
     length = header(scope, b"content-length")
     if length is not None and int(length) > limit_bytes:
-        await discard_body(receive)
+        await discard_body(scope, receive)
         raise _body_too_large_error(f"{int(length):,} bytes", limit_bytes)
     chunks: list[bytes] = []
     size = 0
@@ -74,7 +74,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
         body = message.get("body", b"")
         size += len(body)
         if size > limit_bytes:
-            await discard_body(receive)
+            await discard_body(scope, receive)
             raise _body_too_large_error(f"more than {limit_bytes:,} bytes", limit_bytes)
         chunks.append(body)
         if not message.get("more_body", False):
@@ -88,8 +88,14 @@ async def join_pieces(pieces: Sequence[bytes]) -> bytes:
     return await asyncio.to_thread(b"".join, pieces)
 
 
-async def discard_body(receive: Receive) -> None:
-    """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset."""
+async def discard_body(scope: Scope, receive: Receive) -> None:
+    """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset.
+
+    A client that waits to be asked for its body (`Expect: 100-continue`) is not asked.
+    """
+    connection = scope.get("meltcore.connection")
+    if connection is not None and connection.holds_body(scope):
+        return
     size = 0
     try:
         async with asyncio.timeout(_DISCARD_S):

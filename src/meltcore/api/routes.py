@@ -221,6 +221,8 @@ class _Handlers:
 
     async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         name = scope["path_params"]["name"]
+        if not name:  # of /v1/models/, which is the list
+            return await self.models(scope, _receive)
         return _model_card(self._models.find(name), name)
 
     async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
@@ -261,15 +263,18 @@ def _model_card(backend: Backend, name: str) -> dict[str, Any]:
     return card if status == "ready" else card | {"status": status}
 
 
-async def _server_error(_request: Request, error: Exception) -> Response:
+async def _server_error(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception in OpenAI's error form. Starlette raises it on to the log."""
-    body = error_json(RequestError(f"the server failed: {type(error).__name__}", status=500))
-    return Response(body, status_code=500, media_type="application/json")
+    return _error_response(request, RequestError(f"the server failed: {type(error).__name__}", status=500))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer Starlette's own errors (no such path, wrong method) in OpenAI's form."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shorten(request.url.path)}: {error.detail}"
-    body = error_json(RequestError(message, status=error.status_code))
-    return Response(body, status_code=error.status_code, media_type="application/json", headers=error.headers)
+    return _error_response(request, RequestError(message, status=error.status_code), error.headers)
+
+
+def _error_response(request: Request, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    all_headers = {"x-request-id": request_id(request.scope), **(headers or {})}
+    return Response(error_json(error), status_code=error.status, media_type="application/json", headers=all_headers)
