@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from meltcore.api.backend import ModelTable
+from meltcore.api.forward import LANGUAGE_PATHS, default_model
 from meltcore.fleet.from_spec import server_config
 from meltcore.protocol.fleet_file import parse_fleet
 from meltcore.routes_config import RoutesConfig
@@ -37,6 +38,21 @@ def test_default_follows_the_file_and_survives_replacements() -> None:
     assert order(table) == ["a", "b", "c", "new"]
     table.routes = RoutesConfig(order=("new", "c", "b", "a"))
     assert order(table) == ["new", "c", "b", "a"]
+
+
+def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
+    def forwarding(name: str, *paths: str) -> Any:
+        return SimpleNamespace(names=(name,), paths=paths, forward=None)
+
+    chat, completions = LANGUAGE_PATHS
+    table = ModelTable([forwarding("embed", "/v1/embeddings"), forwarding("far", chat), backend("own", "alias")])
+    plain = RoutesConfig()
+    found = [default_model(table, plain, path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
+    assert found == ["far", "own", "embed", None]
+    assert default_model(table, RoutesConfig(chat_model="alias"), chat) == "alias"
+    table.routes = RoutesConfig(chat_model="own")  # those of a fleet replace the others
+    assert default_model(table, plain, chat) == "own"
+    assert default_model(table, plain, "/v1/embeddings") == "embed"
 
 
 def test_without_an_order_models_stay_as_they_were_added() -> None:

@@ -62,8 +62,9 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
                 assert (whole.choices[0].message.content or "").split()[-1] == "w7"
                 parts = client.chat.completions.create(model=name, messages=QUESTION, stream=True)
                 assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices).count(" w") == 8
+        assert server.post("/v1/chat/completions", {"messages": QUESTION}).status == 200  # the first model's
         found = server.metrics()
-        assert found["requests_finished_total"] == found["requests_accepted_total"] == 6
+        assert found["requests_finished_total"] == found["requests_accepted_total"] == 7
         server.signal()
         assert server.wait_exit() == 0
         assert [pid for guard in guards for pid in group_members(guard)] == []

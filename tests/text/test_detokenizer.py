@@ -109,10 +109,53 @@ def test_text_that_only_began_a_stop_string_is_shown_in_the_end() -> None:
     assert detokenizer.flush() == "sto"
 
 
-def test_stop_string_is_not_looked_for_before_min_tokens() -> None:
+def test_stop_string_that_ends_within_min_tokens_does_not_count() -> None:
     detokenizer = Detokenizer(byte_level(), SamplingParams(stop=("x",), min_tokens=3))
     assert detokenizer.add(b"xxxaxb") == ("xxxa", "x")
     assert detokenizer.token_count == 5
+    at_the_limit = Detokenizer(byte_level(), SamplingParams(stop=("bc",), min_tokens=3))
+    assert at_the_limit.add(b"abc") == ("abc", None)
+    assert at_the_limit.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "shown"),
+    [
+        (b"one\n\nQ: two", "\n\nQ:", 5, "one"),
+        (b"ab</s>cd", "</s>", 3, "ab"),
+        (b"aaa", "aa", 2, "a"),  # the second match begins within the first, which does not count
+        ("né!".encode(), "né", 2, ""),  # the first two tokens end within the character
+    ],
+)
+def test_stop_string_that_begins_within_min_tokens_is_found(
+    text: bytes, stop: str, min_tokens: int, shown: str
+) -> None:
+    detokenizer = Detokenizer(byte_level(), SamplingParams(stop=(stop,), min_tokens=min_tokens))
+    pieces = [detokenizer.add([token_id]) for token_id in text]
+    assert "".join(piece for piece, _ in pieces) == shown
+    assert pieces[-1][1] == stop
+
+
+@given(
+    st.text("ab", max_size=14),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_first_stop_string_that_ends_after_min_tokens_ends_the_text(
+    text: str, stops: list[str], min_tokens: int, include: bool
+) -> None:
+    params = SamplingParams(stop=tuple(stops), min_tokens=min_tokens, include_stop_str_in_output=include)
+    detokenizer = Detokenizer(byte_level(), params)
+    shown = "".join(detokenizer.add([token_id])[0] for token_id in text.encode()) + detokenizer.flush()
+    ends = [end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    if not ends:
+        assert (shown, detokenizer.matched_stop) == (text, None)
+        return
+    stop = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    assert (detokenizer.matched_stop, detokenizer.token_count) == (stop, ends[0])
+    # What was shown before the string could count stays shown.
+    assert shown == text[: ends[0] if include else ends[0] - len(stop)]
 
 
 @pytest.mark.skipif(not QWEN.exists(), reason="needs Qwen3's tokenizer beside the repository")

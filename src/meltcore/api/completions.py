@@ -8,6 +8,7 @@ import time
 from starlette.types import Receive, Scope, Send
 
 from meltcore.api.backend import Backend, ModelTable
+from meltcore.api.forward import default_model
 from meltcore.api.generation import Generation
 from meltcore.api.http import (
     ClientDisconnectedError,
@@ -19,7 +20,7 @@ from meltcore.api.http import (
     send_json,
 )
 from meltcore.api.log import Log
-from meltcore.api.protocol import ChatRequest, CompletionRequest, decode_request
+from meltcore.api.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
 from meltcore.api.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
@@ -92,24 +93,27 @@ class _RequestHandler:
         body = await read_body(self.scope, self.receive, endpoint.config.max_body_bytes)
         request = decode_request(body, endpoint.form)
         self.user = request.user
-        backend = self.backend = endpoint.models.find(request.model)
+        name = request.model or default_model(endpoint.models, endpoint.config.routes, self.scope["path"])
+        backend = self.backend = endpoint.models.find(name)
         self.model = backend.names[0]
-        options = request.stream_options
-        if options is not None and not request.stream:
+        if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
-        continuous = options is not None and bool(options.continuous_usage_stats)
+        options = request.stream_options or StreamOptions()
         if not MIN_PRIORITY <= (request.priority or 0) <= MAX_PRIORITY:
             raise RequestError(
                 f"priority must be at least {MIN_PRIORITY} and at most {MAX_PRIORITY}; got {request.priority}",
                 param="priority",
             )
         generation = Generation(
-            self.request_id, arrived_s=self.arrived_s, streaming=bool(request.stream), every_token=continuous
+            self.request_id,
+            arrived_s=self.arrived_s,
+            streaming=bool(request.stream),
+            every_token=bool(options.continuous_usage_stats),
         )
         await backend.submit(request, generation)
         self.generation = generation
-        self.writer = endpoint.writer_type(generation, request.model, usage_in_events=continuous)
-        self.usage_event = options is not None and bool(options.include_usage)
+        self.writer = endpoint.writer_type(generation, request.model or self.model, options)
+        self.usage_event = bool(options.include_usage)
 
     async def respond(self) -> None:
         """Send the response; end the request in the engine if the client leaves first."""

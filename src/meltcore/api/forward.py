@@ -21,11 +21,14 @@ from meltcore.api.http import ClientDisconnectedError, Headers, discard_body, he
 from meltcore.api.log import Log, shorten
 from meltcore.api.task_backends import SpeechBackend, SynthesisBackend, TranslationBackend
 from meltcore.errors import RequestError
+from meltcore.routes_config import RoutesConfig
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
 FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
+LANGUAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 FORWARDED_PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/translate"),
+    *LANGUAGE_PATHS,
+    *("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/translate"),
     *FOREIGN_PATHS,
 )
 _MULTIPART_MODEL = b'name="model"'
@@ -101,12 +104,15 @@ def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
 class ForwardingEndpoint:
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
 
-    def __init__(self, own: ASGIApp | None, models: ModelTable, log: Log, limit_bytes: int) -> None:
+    def __init__(
+        self, own: ASGIApp | None, models: ModelTable, log: Log, limit_bytes: int, routes: RoutesConfig
+    ) -> None:
         """Create the endpoint. own: None on a path that no model of ours serves. limit_bytes: of a body."""
         self._own = own
         self._models = models
         self._log = log
         self._limit_bytes = limit_bytes
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -119,10 +125,11 @@ class ForwardingEndpoint:
             body = await read_body(scope, receive, self._limit_bytes)
             content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
             fields = read_fields(body, content_type)
-            named = None if fields.model is None else self._models.get(fields.model)
+            name = fields.model or self._default(scope["path"])
+            named = None if name is None else self._models.get(name)
             if not is_forwarding(named):
                 if self._own is None:
-                    raise _not_served(self._models.find(fields.model), scope["path"])
+                    raise _not_served(self._models.find(name), scope["path"])
                 await self._answer_own(scope, _replay(body, receive), send)
                 return
             exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}
@@ -139,6 +146,11 @@ class ForwardingEndpoint:
         seconds = round(time.monotonic() - exchange.arrived_s, 6)
         path = scope["path"]
         self._log.write("request", request_id=exchange.identity, path=path, **exchange.fields, total_s=seconds)
+
+    def _default(self, path: str) -> str | None:
+        """Return the model of a request that names none. Speech and translation choose theirs by language."""
+        has_default = path in LANGUAGE_PATHS or path in FOREIGN_PATHS
+        return default_model(self._models, self._routes, path) if has_default else None
 
     async def _answer_own(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._own is None:
@@ -203,7 +215,18 @@ def routes_of(backend: Backend | ForwardingBackend) -> Sequence[str]:
     if isinstance(backend, SynthesisBackend):
         return ("/v1/audio/speech",)
     is_translation = isinstance(backend, TranslationBackend) and backend.translates
-    return ("/v1/translate",) if is_translation else ("/v1/chat/completions", "/v1/completions")
+    return ("/v1/translate",) if is_translation else LANGUAGE_PATHS
+
+
+def default_model(models: ModelTable, routes: RoutesConfig, path: str) -> str | None:
+    """Return the name of the model for a request that names none; None where no model serves `path`.
+
+    It is `chat_model` of the fleet's routes for chats and completions, else the first model that serves the path.
+    """
+    chat_model = (models.routes or routes).chat_model
+    if chat_model is not None and path in LANGUAGE_PATHS:
+        return chat_model
+    return next((backend.names[0] for backend in models.backends if path in routes_of(backend)), None)
 
 
 def _not_served(backend: Backend | ForwardingBackend, path: str) -> RequestError:

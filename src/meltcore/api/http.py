@@ -60,7 +60,15 @@ def request_id(scope: Scope) -> str:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Return the whole request body. Raises RequestError (413) past `limit_bytes`, with or without a content-length."""
+    """Return the whole request body.
+
+    Raises RequestError: 413 past `limit_bytes`, with or without a content-length; 415 for a compressed body.
+    """
+    coding = header(scope, b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"", b"identity"):
+        await discard_body(scope, receive)
+        text = shorten(coding.decode("latin-1"))
+        raise RequestError(f"Content-Encoding {text!r} is not decoded here; send the body as it is", status=415)
     length = header(scope, b"content-length")
     if length is not None and int(length) > limit_bytes:
         await discard_body(scope, receive)

@@ -144,7 +144,7 @@ def _require_tokens(ids: list[int], param: str) -> list[int]:
 def _with_system_role(message: ChatMessage) -> dict[str, str]:
     """Return a message as a template sees it. Templates know "developer" only under its older name, "system"."""
     content = message.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}
     if message.reasoning_content is not None:
         template_message["reasoning_content"] = message.reasoning_content

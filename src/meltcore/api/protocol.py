@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -52,7 +53,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that chat and completion requests share."""
 
-    model: str
+    model: str | None = None  # None: the default of the route
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -270,8 +271,10 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
 
 def decode_request(body: bytes, form: type[Request]) -> Request:
     """Parse a request body. Raises RequestError (400) naming the field at fault."""
+    if not body:
+        raise RequestError("the body is empty; send a JSON object")
     try:
-        request: Request = _DECODERS[form].decode(body)
+        request = _decode(body.removeprefix(codecs.BOM_UTF8), form)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -282,6 +285,25 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
     for index, message in enumerate(getattr(request, "messages", None) or ()):
         check_supported(message, f"messages[{index}].")
     return request
+
+
+def _decode(body: bytes, form: type[Request]) -> Request:
+    """Decode a body. A whole number may be written as 16.0 where an integer is expected, as JSON Schema has it."""
+    try:
+        request: Request = _DECODERS[form].decode(body)
+    except msgspec.ValidationError as error:
+        if _FLOAT_FOR_INT.match(str(error)) is None:
+            raise
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        return msgspec.convert({name: _with_whole_numbers(value) for name, value in fields.items()}, form)
+    return request
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a number or a list of numbers, with integers for whole ones. Objects within stay as they are."""
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
@@ -312,6 +334,7 @@ _ENUMERATIONS = {
     "mode": ("llm", "agent"),
     "format": ("audio", "json"),
 }
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _CONTENT_TYPE = re.compile(r"content\[[^]]*\]\.type$")  # of a part of a message
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")

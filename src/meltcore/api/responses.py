@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from meltcore.api.generation import Choice, Generation
+from meltcore.api.protocol import StreamOptions
 from meltcore.protocol.generation import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -30,12 +31,13 @@ class ResponseWriter(ABC):
     stream_object: str
     full_object: str
 
-    def __init__(self, generation: Generation, model: str, *, usage_in_events: bool) -> None:
-        """Create a writer. `usage_in_events`: write the usage so far in every event, not only in the last."""
+    def __init__(self, generation: Generation, model: str, options: StreamOptions) -> None:
+        """Create a writer. `options` say whether events have the usage so far, or null until the last one has it."""
         self._id = self.id_prefix + generation.request_id
         self._created = int(time.time())
         self._model = model
-        self._usage_in_events = usage_in_events
+        self._usage_in_events = bool(options.continuous_usage_stats)
+        self._end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         head = {"id": self._id, "object": self.stream_object, "created": self._created, "model": model}
         self._head = b"data: " + _json(head)[:-1] + b',"choices":['
 
@@ -43,7 +45,7 @@ class ResponseWriter(ABC):
         """Return one server-sent event with the unsent output of `choice`."""
         head, body = self._head, self._event_choice(choice)
         if not self._usage_in_events:
-            return b"%s%s]}\n\n" % (head, body)
+            return b"%s%s%s" % (head, body, self._end)
         usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
         return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
 
@@ -158,25 +160,19 @@ class CompletionResponseWriter(ResponseWriter):
         }
 
     def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]:
-        tokens = [_token_text(choice, token_id) for token_id, _ in entries]
+        first = _first_of_text(choice, entries)
+        tokens = [_token_key(choice, token_id, is_first=at == first) for at, (token_id, _) in enumerate(entries)]
         return {
             "tokens": tokens,
             "token_logprobs": [
                 None if token_logprobs is None else _finite(token_logprobs.logprob) for _, token_logprobs in entries
             ],
             "top_logprobs": [
-                None if token_logprobs is None else self._top_logprobs(choice, token_logprobs)
-                for _, token_logprobs in entries
+                None if token_logprobs is None else _top_logprobs(choice, tokens[at], token_id, token_logprobs)
+                for at, (token_id, token_logprobs) in enumerate(entries)
             ],
             "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
         }
-
-    def _top_logprobs(self, choice: Choice, token_logprobs: TokenLogprobs) -> dict[str, float]:
-        top_pairs = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
-            : choice.params.logprobs
-        ]
-        # Two ids may have the same text (an unfinished character, say): the more probable one, the first, stays.
-        return {_token_text(choice, token_id): _finite(logprob) for token_id, logprob in reversed(top_pairs)}
 
 
 def usage_json(choices: list[Choice]) -> bytes:
@@ -195,8 +191,41 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
     )
 
 
-def _token_text(choice: Choice, token_id: int) -> str:
-    return choice.tokenizer.token_bytes(token_id).decode(errors="replace")
+def _first_of_text(choice: Choice, entries: list[_LogprobsEntry]) -> int | None:
+    """Return the index of the entry that the text begins with, None for a text that begins before the entries."""
+    if not entries or entries[0][1] is not None:
+        return None
+    visible = (at for at, (token_id, _) in enumerate(entries) if not choice.detokenizer.is_hidden(token_id))
+    return next(visible, None)
+
+
+def _top_logprobs(choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs) -> dict[str, float]:
+    """Return the highest log-probabilities by token, and after them that of `token` unless it is among them."""
+    tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
+    found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
+    keyed: dict[str, float] = {}
+    for each, logprob in found.items():
+        key = token if each == token_id else _token_key(choice, each)
+        # Another token of the same text (a byte token beside the character, say) must not hide the chosen one.
+        if (key == token and each != token_id) or key in keyed:
+            key = _bytes_key(choice.tokenizer.token_bytes(each))
+        keyed.setdefault(key, _finite(logprob))
+    return keyed
+
+
+def _token_key(choice: Choice, token_id: int, *, is_first: bool = False) -> str:
+    """Return the text of a token. One that is a part of a character has its bytes as text, as OpenAI writes them."""
+    data = choice.tokenizer.token_bytes(token_id)
+    if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
+        return choice.tokenizer.decode([token_id], skip_special_tokens=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return _bytes_key(data)
+
+
+def _bytes_key(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

@@ -21,7 +21,7 @@ from meltcore.api.completions import CompletionsEndpoint
 from meltcore.api.docs import ApiDocs
 from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
-from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, ForwardingEndpoint
+from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, LANGUAGE_PATHS, ForwardingEndpoint, default_model
 from meltcore.api.gate import Gate
 from meltcore.api.http import (
     ClientDisconnectedError,
@@ -81,7 +81,7 @@ def build_app(
     """Build the ASGI application, behind the gate that checks origins and keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
-        return ForwardingEndpoint(own, models, log, limit_bytes)
+        return ForwardingEndpoint(own, models, log, limit_bytes, config.routes)
 
     completions = {
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
@@ -227,11 +227,14 @@ class _Handlers:
 
     async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         request = decode_request(await self._body(scope, receive), TokenizeRequest)
-        return await self._models.find(request.model).tokenize(request)
+        return await self._language_model(request.model).tokenize(request)
 
     async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         request = decode_request(await self._body(scope, receive), DetokenizeRequest)
-        return await self._models.find(request.model).detokenize(request)
+        return await self._language_model(request.model).detokenize(request)
+
+    def _language_model(self, name: str | None) -> Backend:
+        return self._models.find(name or default_model(self._models, self._config.routes, LANGUAGE_PATHS[0]))
 
     async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         return await while_connected(scope, self._profile("start"))

@@ -115,7 +115,7 @@ class Detokenizer:
     def add(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
         """Return the new text of the answer, and the stop string that ended it or None.
 
-        Text of the first `min_tokens` tokens is not searched for stop strings.
+        A stop string that is completed by one of the first `min_tokens` tokens does not end the answer.
         """
         if self.matched_stop is not None:
             return "", self.matched_stop
@@ -125,10 +125,11 @@ class Detokenizer:
             text = self._on_hidden_token(token_id) if token_id in self._hidden_ids else self._decoder.add(token_id)
             if self._in_reasoning or self._after_reasoning:
                 text = self._take_answer_text(text)
-            if self._stop_strings is None or self.token_count <= self._min_tokens:
+            if self._stop_strings is None:
                 visible_text += text
                 continue
-            released_text, self.matched_stop = self._stop_strings.feed(text)
+            counts = self.token_count > self._min_tokens
+            released_text, self.matched_stop = self._stop_strings.feed(text, counts=counts)
             visible_text += released_text
             if self.matched_stop is not None:
                 break
@@ -147,7 +148,8 @@ class Detokenizer:
             text = self._take_answer_text(text)
         if self._stop_strings is None:
             return text
-        released_text, self.matched_stop = self._stop_strings.feed(text)
+        counts = self.token_count > self._min_tokens
+        released_text, self.matched_stop = self._stop_strings.feed(text, counts=counts)
         return released_text if self.matched_stop is not None else released_text + self._stop_strings.release()
 
     def _on_hidden_token(self, token_id: int) -> str:

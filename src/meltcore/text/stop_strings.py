@@ -12,16 +12,24 @@ class _Matcher:
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        self.matched_length = 0  # length of the longest proper prefix of `pattern` that the text ends with
+        self.matched_length = 0  # length of the longest prefix of `pattern` that the text ends with
         self._fallback_lengths = _compute_fallback_lengths(pattern)
 
     def feed(self, char: str) -> bool:
         """Read one character and return whether it completes the string."""
         length = self.matched_length
+        if length == len(self.pattern):  # of a match that did not count
+            length = self._fallback_lengths[length - 1]
         while length and self.pattern[length] != char:
             length = self._fallback_lengths[length - 1]
         self.matched_length = length + (self.pattern[length] == char)
         return self.matched_length == len(self.pattern)
+
+    @property
+    def held_length(self) -> int:
+        """The length of the text that may begin the string."""
+        length = self.matched_length
+        return self._fallback_lengths[length - 1] if length == len(self.pattern) else length
 
 
 @lru_cache(maxsize=256)
@@ -52,10 +60,11 @@ class StopStrings:
         self._include_stop = include_stop
         self._held_text = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
         """Return the text that can be shown now, and the stop string that was completed or None.
 
-        With `include_stop` the shown text ends after the stop string, else before it.
+        With `include_stop` the shown text ends after the stop string, else before it. Without `counts` a string that
+        is completed in `text` is shown as any other text. One that only begins there is found in a later call.
         """
         start = len(self._held_text)
         self._held_text += text
@@ -64,11 +73,11 @@ class StopStrings:
             for matcher in self._matchers:
                 if matcher.feed(char) and matched_stop is None:
                     matched_stop = matcher.pattern
-            if matched_stop is not None:
+            if matched_stop is not None and counts:
                 end = offset if self._include_stop else offset - len(matched_stop)
                 visible_text, self._held_text = self._held_text[:end], ""
                 return visible_text, matched_stop
-        num_held = max(matcher.matched_length for matcher in self._matchers)
+        num_held = max(matcher.held_length for matcher in self._matchers)
         num_visible = len(self._held_text) - num_held
         visible_text, self._held_text = self._held_text[:num_visible], self._held_text[num_visible:]
         return visible_text, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import tokenizers
@@ -12,6 +13,8 @@ from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint
 
 NUM_BYTES = 256
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of vocabularies made by SentencePiece
+_LETTER = "x"
 MIN_BATCH_DECODE_TOKENS = 1024
 
 
@@ -42,7 +45,8 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added_tokens = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
-        self.is_byte_level = _is_byte_level(backend)
+        self._decoder_steps = _decoder_steps(backend)
+        self.is_byte_level = self._decoder_steps == ["ByteLevel"]
         self._token_bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -118,9 +122,9 @@ class Tokenizer:
         return result
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token.
+        """Return the bytes of one token within a text. The bytes of all tokens, joined and decoded, are the text.
 
-        In a byte-level vocabulary, the bytes of all tokens, joined and decoded, are the text.
+        A decoder may drop the space that a text begins with: `decode` has the text of a first token.
         """
         result = self._token_bytes.get(token_id)
         if result is None:
@@ -132,16 +136,28 @@ class Tokenizer:
         if token is None:
             return b""
         if not self.is_byte_level:
-            return self.decode([token_id], skip_special_tokens=False).encode()
+            return self._bytes_after_a_letter(token)
         try:
             return bytes([_ALPHABET[char] for char in token])
         except KeyError:  # an added token with a character outside the alphabet is taken as plain text
             return token.encode()
 
+    def _bytes_after_a_letter(self, token: str) -> bytes:
+        """Return the bytes of a token where it does not begin the text. A byte token stands for one byte."""
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None and "ByteFallback" in self._decoder_steps:
+            return bytes([int(byte[1], 16)])
+        decoder = self._backend.decoder
+        if decoder is None:
+            return token.encode()
+        text: str = decoder.decode([_LETTER, token])
+        return text.removeprefix(_LETTER).encode()
 
-def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
+    """Return the types of the steps that convert tokens to text, in order."""
     if backend.decoder is None:
-        return False
+        return []
     decoder_state = json.loads(backend.decoder.__getstate__())
     decoder_steps = decoder_state["decoders"] if decoder_state["type"] == "Sequence" else [decoder_state]
-    return [step["type"] for step in decoder_steps] == ["ByteLevel"]
+    return [step["type"] for step in decoder_steps]
