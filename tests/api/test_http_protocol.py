@@ -279,7 +279,7 @@ def test_announced_body_is_refused_before_it_is_sent(head: bytes, status: int) -
     assert transport.is_closed
 
 
-def test_announced_body_that_is_sent_at_once_is_not_asked_for() -> None:
+def test_announced_body_that_comes_with_its_head_is_not_asked_for() -> None:
     transport = talk([announced(3) + b"abc", request(b"next")], pauses=lambda index: index > 0)
     assert bodies(transport) == [b"POST abc", b"POST next"]
     transport = talk([announced(0) + request(b"next")])

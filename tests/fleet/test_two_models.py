@@ -59,14 +59,14 @@ def test_metrics_logs_and_errors_are_keyed_by_model() -> None:
             "second",
         ]
         assert by_model(server, "requests_finished_total") == {"first": 1, "second": 2}
-        nameless = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 4})
-        assert nameless.json["model"] == "first"
         assert by_model(server, "generation_tokens_total") == {"first": 4, "second": 8}
         wait_until(lambda: server.stderr.count("model=second") == 2, "the log lines")
         assert server.stderr.count("model=first") == 1
         missing = complete(server, "third")
         assert (missing.status, missing.error["code"]) == (404, "model_not_found")
         assert all(name in missing.error["message"] for name in NAMES)
+        nameless = server.post("/v1/completions", {"prompt": "ab", "max_tokens": 4})
+        assert nameless.json["model"] == "first"
         assert len(server.engine_pids()) == 2
         assert len(server.api_server_pids()) == 1
 

@@ -6,6 +6,7 @@ model's name, and passes the request to its backend, or to the other endpoint.
 
 from __future__ import annotations
 
+import codecs
 import re
 import time
 from collections.abc import Sequence
@@ -122,14 +123,14 @@ class ForwardingEndpoint:
         exchange = _Exchange(scope, send)
         try:
             self._models.check_ready()
-            body = await read_body(scope, receive, self._limit_bytes)
+            body = (await read_body(scope, receive, self._limit_bytes)).removeprefix(codecs.BOM_UTF8)
             content_type = (header(scope, b"content-type") or b"application/json").decode("latin-1")
             fields = read_fields(body, content_type)
-            name = fields.model or self._default(scope["path"])
+            name = None if fields is None else fields.model or self._default(scope["path"])
             named = None if name is None else self._models.get(name)
-            if not is_forwarding(named):
+            if fields is None or not is_forwarding(named):
                 if self._own is None:
-                    raise _not_served(self._models.find(name), scope["path"])
+                    raise self._not_here(fields, name, scope["path"])
                 await self._answer_own(scope, _replay(body, receive), send)
                 return
             exchange.fields |= {"model": named.names[0], "user": fields.user, "stream": bool(fields.stream)}
@@ -146,6 +147,11 @@ class ForwardingEndpoint:
         seconds = round(time.monotonic() - exchange.arrived_s, 6)
         path = scope["path"]
         self._log.write("request", request_id=exchange.identity, path=path, **exchange.fields, total_s=seconds)
+
+    def _not_here(self, fields: _Fields | None, name: str | None, path: str) -> RequestError:
+        if fields is None:
+            return RequestError("the body is neither a JSON object nor a form")
+        return _not_served(self._models.find(name), path)
 
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose theirs by language."""
@@ -194,8 +200,8 @@ class _Exchange:
         self.fields: dict[str, Any] = {}
 
 
-def read_fields(body: bytes, content_type: str) -> _Fields:
-    """Return the fields of a JSON body or of a form that the API needs; none of them where it is neither."""
+def read_fields(body: bytes, content_type: str) -> _Fields | None:
+    """Return the fields of a JSON body or of a form that the API needs; None where it is neither."""
     if content_type.startswith("multipart/"):
         position = body.find(_MULTIPART_MODEL)
         found = None if position < 0 else _FIELD_VALUE.match(body, position)
@@ -203,7 +209,7 @@ def read_fields(body: bytes, content_type: str) -> _Fields:
     try:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Fields()  # the endpoint of our own models says what is wrong
+        return None  # the endpoint of our own models says what is wrong
 
 
 def routes_of(backend: Backend | ForwardingBackend) -> Sequence[str]:

@@ -337,8 +337,8 @@ class _Refusal:
 class _ResponseBeforeBody:
     """Runs an application for a client that waits to be asked for its body (`Expect: 100-continue`).
 
-    uvicorn asks when the application reads. A final response before that ends the connection: the client has announced
-    a body that it need not send any more, so no next request can be told apart from it.
+    uvicorn asks when the application reads. A final response before that ends the connection: the client may leave out
+    the body that it has announced, and nothing distinguishes a body from the next request.
     """
 
     def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
