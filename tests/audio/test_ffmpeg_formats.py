@@ -94,9 +94,9 @@ def bad_inputs() -> dict[str, tuple[bytes, str]]:
         output.mux(stream.encode(None))
     silence = np.zeros(48_000 * 90, np.float32)
     return {
-        "no index": (m4a[: len(m4a) // 2], "is MP4 or M4A that is truncated or damaged"),
-        "truncated": (indexed[: len(indexed) // 2], "is truncated: 8.0 s are announced|cannot be decoded"),
-        "truncated webm": (webm[: len(webm) // 2], "is truncated: 4.0 s are announced|cannot be decoded"),
+        "no index": (m4a[: len(m4a) // 2], "is truncated: a part of it has .* bytes, of which"),
+        "truncated": (indexed[: len(indexed) // 2], "is truncated: a part of it has .* bytes, of which"),
+        "truncated webm": (webm[: len(webm) // 2], "is truncated: a part of it has .* bytes, of which"),
         "damaged": (bytes(damaged), "cannot be decoded after"),
         "head alone": (m4a[:12], "is MP4 or M4A that is truncated or damaged"),
         "matroska junk": (b"\x1a\x45\xdf\xa3" + b"hello" * 99, "is WebM or Matroska that is truncated or damaged"),

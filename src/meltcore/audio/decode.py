@@ -12,7 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meltcore.audio.files import AudioFile, Floats, open_audio, refusal
+from meltcore.audio.checks import refusal
+from meltcore.audio.containers import parts
+from meltcore.audio.ffmpeg import Floats
+from meltcore.audio.files import AudioFile, open_audio
 from meltcore.errors import RequestError
 
 _INT16_MAX = 32_767
@@ -22,6 +25,8 @@ SILENCE_PEAK = 8
 _WINDOW_S = 0.2
 _WINDOW_FRAMES = 20  # of 10 ms, at whose ends a window begins
 _MIN_CLIP_FRACTION = 0.4  # of the longest clip: cuts come after this part of it
+# Channels cancel each other in a window where their mean has less than this part of what unlike channels leave in it.
+_MIX_WINDOW_S, _CANCELLED = 0.25, 0.25
 
 Samples = npt.NDArray[np.int16]
 
@@ -49,22 +54,28 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
 
     Raises RequestError (400) for data that is no audio, truncated, silent, beyond a limit, or holds NaN.
     """
-    with closing(open_audio(data)) as file:
-        _check_format(file, limits)
-        cutter = _Cutter(limits)
-        num_samples, peak = 0, 0
-        for block in _resampled(file, limits):
-            num_samples += len(block)
-            if num_samples > limits.max_audio_s * limits.sample_rate:
-                raise _too_long(limits)
-            peak = max(peak, _peak(block))
-            yield from cutter.add(block)
-        if num_samples == 0:
-            raise refusal("holds no samples")
-        if peak < SILENCE_PEAK:
-            raise refusal(f"is silent: its loudest sample is {peak} of {_INT16_MAX}")
-        yield from cutter.rest()
-        yield num_samples / limits.sample_rate
+    cutter = _Cutter(limits)
+    num_samples, peak = 0, 0
+    for block in _all_samples(data, limits):
+        num_samples += len(block)
+        if num_samples > limits.max_audio_s * limits.sample_rate:
+            raise _too_long(limits)
+        peak = max(peak, _peak(block))
+        yield from cutter.add(block)
+    if num_samples == 0:
+        raise refusal("holds no samples")
+    if peak < SILENCE_PEAK:
+        raise refusal(f"is silent: its loudest sample is {peak} of {_INT16_MAX}")
+    yield from cutter.rest()
+    yield num_samples / limits.sample_rate
+
+
+def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples]:
+    """Yield the samples of a file, and of those that were joined to it."""
+    for part in parts(data):
+        with closing(open_audio(part, limits.max_audio_s)) as file:
+            _check_format(file, limits)
+            yield from _resampled(file, limits)
 
 
 def _check_format(file: AudioFile, limits: AudioLimits) -> None:
@@ -78,7 +89,7 @@ def _check_format(file: AudioFile, limits: AudioLimits) -> None:
 
 
 def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
-    """Yield the file as mono int16 blocks at the clips' rate. All channels have the same part in it."""
+    """Yield the file as mono int16 blocks at the clips' rate."""
     import soxr
 
     resampler = None
@@ -91,10 +102,32 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
             raise refusal(
                 f"holds samples that are not numbers (NaN or infinity) before {num_read / file.sample_rate:.1f} s"
             )
-        mono: Floats = block[:, 0] if file.num_channels == 1 else block.mean(axis=1)
+        if block.shape[1] > limits.max_channels:
+            raise refusal(f"has {block.shape[1]} channels; the limit is {limits.max_channels}")
+        mono = mixed(block, file.sample_rate)
         yield _int16(mono if resampler is None else resampler.resample_chunk(mono))
     if resampler is not None:
         yield _int16(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+
+
+def mixed(block: Floats, sample_rate: int) -> Floats:
+    """Return the mean of all channels [frames, channels], or the loudest channel where they cancel each other.
+
+    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone, by
+    the energy of the mean beside that of channels that have nothing in common.
+    """
+    num_channels = block.shape[1]
+    mono: Floats = block.mean(axis=1) if num_channels > 1 else block[:, 0]
+    if num_channels == 1:
+        return mono
+    window = round(_MIX_WINDOW_S * sample_rate)
+    for start in range(0, len(block), window):
+        channels = block[start : start + window]
+        energies = np.einsum("ij,ij->j", channels, channels)
+        found = mono[start : start + window]
+        if float(found @ found) < _CANCELLED * float(energies.sum()) / num_channels**2:
+            mono[start : start + window] = channels[:, energies.argmax()]
+    return mono
 
 
 def _int16(samples: Floats) -> Samples:

@@ -1,0 +1,27 @@
+"""What all readers of audio files share: their errors, and a limit on what is counted in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+
+from meltcore.errors import RequestError
+
+# Pages, chunks or boxes of one file. Counting this number takes about a second. It is 3.3 hours of Opus at least.
+_MAX_ELEMENTS = 600_000
+
+
+def refusal(reason: str) -> RequestError:
+    """Return the error of audio that cannot be used."""
+    return RequestError(f"the audio {reason}", param="file", code="invalid_audio")
+
+
+def cut(announced: int, found: int) -> RequestError:
+    """Return the error of a file that ends within one of its parts."""
+    return refusal(f"is truncated: a part of it has {announced} bytes, of which {found} are there")
+
+
+def each_element() -> Iterator[None]:
+    """Yield for each element of a file, and raise RequestError for too many."""
+    yield from repeat(None, _MAX_ELEMENTS)
+    raise refusal(f"has more than {_MAX_ELEMENTS:,} parts, the limit")

@@ -1,0 +1,184 @@
+"""Reads audio with FFmpeg (PyAV): samples in the places that packet times give them, in few formats."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meltcore.audio.checks import refusal
+from meltcore.audio.containers import AAC, FLAC, MATROSKA, MP3, MP4, OGG, WAV, Container
+from meltcore.audio.mpeg import announced_samples, frame_bytes
+
+_BLOCK_S = 10.0  # of samples, which are yielded together
+# A container may announce a little more than its codec gives: encoders delay their signal and fill up frames.
+_MISSING_S, _MISSING_FRACTION = 0.5, 0.02
+_MP3_PADDING = 4 * 1152  # samples that the header counts and FFmpeg leaves out
+# Packet times are rounded, and the clocks of recorders jitter. ffmpeg's resampler fills gaps from this length on, too.
+_GAP_S = 0.1
+_MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its streams
+_PCM_PACKET_BYTES = 2**16  # of WAV: FFmpeg's own packets of 4096 bytes take twice the time
+_MATROSKA_DURATION, _MAX_HEADER_BYTES = b"\x44\x89", 4096
+
+Floats = npt.NDArray[np.float32]
+
+
+def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: float) -> FFmpegFile | None:
+    """Open a file, or return None for data that is neither MP3 nor AAC and has no container. Raises RequestError."""
+    import av
+
+    options = {"probesize": str(_MAX_PROBE_BYTES)}
+    if container is None:  # FFmpeg guesses between two formats, so that its many others cannot be reached
+        options["format_whitelist"] = "mp3,aac"
+    if container is WAV:
+        options["max_size"] = str(_PCM_PACKET_BYTES)
+    try:
+        # PyAV's types do not tell a reader from a writer, nor what a frame's array holds.
+        file: Any = av.open(
+            io.BytesIO(data),
+            format=container and container.ffmpeg_name,
+            container_options=options,
+            metadata_errors="ignore",
+        )
+    except av.FFmpegError as error:
+        if container is None:
+            return None
+        raise refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}") from error
+    if container is None:
+        container = AAC if file.format.name == "aac" else MP3
+    stream = next((each for each in file.streams.audio if each.codec_context is not None and each.rate), None)
+    if stream is None:
+        file.close()
+        raise refusal(f"is {container.shown_name} without audio that can be decoded")
+    return FFmpegFile(data, container, file, stream, max_audio_s)
+
+
+class FFmpegFile:
+    """A file that FFmpeg reads: its first audio stream that can be decoded."""
+
+    def __init__(self, data: bytes, container: Container, file: Any, stream: Any, max_audio_s: float) -> None:
+        stream.codec_context.thread_count = 1  # CPU time and memory are limited, and files are decoded concurrently
+        self._container, self._file, self._stream = container, file, stream
+        self._max_audio_s = max_audio_s
+        self.sample_rate, self.num_channels = int(stream.rate), int(stream.channels)
+        self.num_frames = round(self._announced_s(data) * self.sample_rate) or None
+        self._num_read = 0  # samples of each channel, with the silence in gaps
+        self._start_s: float | None = None if container is OGG else 0.0  # the time of the first sample
+
+    def _announced_s(self, data: bytes) -> float:
+        """Return when the audio ends as the header says, 0 where it does not. FFmpeg's own value may be an estimate."""
+        if self._container is MP3:
+            return announced_samples(data) / self.sample_rate
+        if self._container is MATROSKA:
+            # It has the duration of all streams together, a recording that was not closed has none.
+            is_written = _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES] and len(self._file.streams) == 1
+            return (self._file.duration or 0) / 1e6 if is_written else 0.0
+        if self._container not in (FLAC, MP4):  # the size of the others is checked before
+            return 0.0
+        start = max(self._stream.start_time or 0, 0) if self._container.is_timed else 0
+        return float(((self._stream.duration or 0) + start) * self._stream.time_base)
+
+    def blocks(self) -> Iterator[Floats]:
+        """Yield the samples. Raises RequestError for damaged data, and for less than announced."""
+        import av
+
+        pending, num_pending = list[Floats](), 0
+        try:
+            for samples in self._samples():
+                is_other = bool(pending) and samples.shape[1] != pending[0].shape[1]
+                if is_other or num_pending >= _BLOCK_S * self.sample_rate:
+                    yield np.concatenate(pending)
+                    pending, num_pending = [], 0
+                pending.append(samples)
+                num_pending += len(samples)
+        except (av.FFmpegError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise refusal(f"cannot be decoded after {self._num_read / self.sample_rate:.1f} s: {reason}") from error
+        if pending:
+            yield np.concatenate(pending)
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Raise RequestError for less than announced."""
+        announced, codec = self.num_frames or 0, self._stream.codec_context.name
+        least = announced * (1 - _MISSING_FRACTION) - _MISSING_S * self.sample_rate
+        if codec == "flac" or self._container is MP3:
+            least = announced - (_MP3_PADDING if self._container is MP3 else 0)
+        if self._num_read < least:
+            found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
+            raise refusal(f"is truncated: {announced_s:.1f} s are announced, {found_s:.1f} s are there")
+
+    def _samples(self) -> Iterator[Floats]:
+        """Yield the samples of each frame at the file's first rate, and silence where times leave a gap."""
+        import av
+
+        form, converter = None, None
+        for frame in self._frames():
+            yield from self._silence_before(frame)
+            # Joined files may differ in all of these.
+            if form != (form := (frame.format.name, frame.layout.name, frame.sample_rate)):
+                if converter is not None:
+                    yield from self._converted(converter, None)
+                converter = av.AudioResampler(format="flt", layout=frame.layout, rate=self.sample_rate)
+            yield from self._converted(converter, frame)
+        if converter is not None:
+            yield from self._converted(converter, None)
+
+    def _converted(self, converter: Any, frame: Any) -> Iterator[Floats]:
+        for converted in converter.resample(frame):
+            self._num_read += converted.samples
+            yield converted.to_ndarray().reshape(converted.samples, -1)
+
+    def _frames(self) -> Iterator[Any]:
+        """Yield decoded frames. Tags between and after the frames of MP3 and AAC are no packets."""
+        import av
+
+        has_frames = self._container in (MP3, AAC)
+        for packet in self._file.demux(self._stream):
+            try:
+                frames = packet.decode()
+            except av.InvalidDataError:
+                if has_frames and frame_bytes(_head(packet)) == 0:
+                    continue
+                if has_frames and packet.size < frame_bytes(_head(packet)):
+                    raise self._cut(packet) from None
+                raise
+            if has_frames and 0 < packet.size < frame_bytes(_head(packet)):
+                raise self._cut(packet)
+            yield from frames
+
+    def _cut(self, packet: Any) -> Exception:
+        announced, at_s = frame_bytes(_head(packet)), self._num_read / self.sample_rate
+        return refusal(f"is truncated: at {at_s:.1f} s a frame of {announced} bytes has {packet.size}")
+
+    def _silence_before(self, frame: Any) -> Iterator[Floats]:
+        """Yield silence from the end of what was read to a frame's time. Raises RequestError beyond the limit."""
+        if not self._container.is_timed or frame.pts is None:
+            return
+        time_s = float(frame.pts * frame.time_base)
+        if self._start_s is None:
+            self._start_s = time_s
+        end_s = self._num_read / self.sample_rate
+        gap_s = time_s - self._start_s - end_s
+        if gap_s < _GAP_S:
+            return
+        if end_s + gap_s > self._max_audio_s:
+            raise refusal(
+                f"has a gap of {gap_s:,.1f} s in its packet times at {end_s:,.1f} s, "
+                f"and is longer than {self._max_audio_s:,.0f} s, the limit"
+            )
+        missing, block = round(gap_s * self.sample_rate), round(_BLOCK_S * self.sample_rate)
+        self._num_read += missing
+        for start in range(0, missing, block):
+            yield np.zeros((min(block, missing - start), self.num_channels), np.float32)
+
+    def close(self) -> None:
+        """Release the decoder."""
+        self._file.close()
+
+
+def _head(packet: Any) -> bytes:
+    return bytes(memoryview(packet)[:6])

@@ -1,0 +1,36 @@
+"""Reads the headers of MPEG audio: frames of MP3 and AAC, whose lengths FFmpeg does not tell."""
+
+from __future__ import annotations
+
+import re
+
+# kbit/s by four bits of a frame's header: Layer III and II of MPEG 1, and both of MPEG 2 and 2.5
+_LAYER_2_KBIT = (0, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 0)
+_LAYER_3_KBIT = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
+_MPEG_2_KBIT = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
+_MPEG_1_RATES = (44_100, 48_000, 32_000, 0)
+
+
+def frame_bytes(header: bytes) -> int:
+    """Return the length of a frame of MP3 or AAC (ADTS) that begins so, 0 for another beginning.
+
+    The length of a frame in Layer I or with a free bit rate is 1: it is not known.
+    """
+    if len(header) < 6 or header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
+        return 0
+    if header[1] & 0xF6 == 0xF0:
+        return (header[3] & 3) << 11 | header[4] << 3 | header[5] >> 5
+    version, is_layer_2 = header[1] >> 3 & 3, header[1] >> 1 & 3 == 2  # versions 3, 2 and 0 are MPEG 1, 2 and 2.5
+    kbit = ((_LAYER_2_KBIT if is_layer_2 else _LAYER_3_KBIT) if version == 3 else _MPEG_2_KBIT)[header[2] >> 4]
+    rate = _MPEG_1_RATES[header[2] >> 2 & 3] >> {3: 0, 2: 1, 0: 2}.get(version, 31)
+    if header[1] >> 1 & 3 not in (1, 2) or not kbit or not rate:
+        return 1
+    return (144_000 if version == 3 or is_layer_2 else 72_000) * kbit // rate + (header[2] >> 1 & 1)
+
+
+def announced_samples(data: bytes) -> int:
+    """Return the samples that the header of an MP3 file announces (Xing's, in its first frame), 0 without one."""
+    mark = re.compile(rb"(?:Xing|Info)\x00\x00\x00.(....)", re.DOTALL).search(data, 0, frame_bytes(data[:6]))
+    if mark is None or not data[mark.start() + 7] & 1:
+        return 0
+    return int.from_bytes(mark.group(1), "big") * (1152 if data[1] >> 3 & 3 == 3 else 576)

@@ -1,0 +1,129 @@
+"""Reads the sizes in WAV, AIFF, AU, CAF and W64 files: where joined ones begin, and whether all samples are there.
+
+Programs that write to a pipe do not know the size of the samples. They leave zero or a large number in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from meltcore.audio.checks import cut, each_element, refusal
+
+# The size of samples that programs write before they know it: 0x7ffff000 is sox's and espeak's, 0x80000000 arecord's
+_UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 0x7FF00000, 2**62
+# Bytes after a WAV file that are no part of it. More of them would be samples that the header does not know.
+_MAX_TRAILER_BYTES = 4096
+
+
+def split_wav(data: bytes) -> Iterator[int]:
+    """Yield where the next WAV file begins. Sizes of programs that did not know them yet are not believed."""
+    order: Literal["big", "little"] = "big" if data[:4] == b"RIFX" else "little"
+    position, long_size, end = 12, 0, 0  # long_size: of the samples in RF64; end: of the samples
+    for _ in each_element():
+        name, size = data[position : position + 4], int.from_bytes(data[position + 4 : position + 8], order)
+        rest = len(data) - position - 8
+        if name in (b"RIFF", b"RIFX", b"RF64", b"BW64") and data[position + 8 : position + 12] == b"WAVE":
+            yield position
+            position, long_size, end = position + 12, 0, 0
+            continue
+        if rest < 0 or (end and not _is_chunk(name, size, rest)):
+            break
+        if name == b"ds64":
+            long_size = int.from_bytes(data[position + 16 : position + 24], "little")
+        elif name == b"data":
+            if size == 0xFFFFFFFF and 0 < long_size < 2**62:
+                size = long_size
+            elif size >= _UNKNOWN_SIZE or (size == 0 and not _is_chunk(data[position + 8 : position + 12], 0, rest)):
+                return
+            if size == 0:
+                raise refusal("holds no samples")
+            if size > rest:
+                raise refusal(f"is truncated: {size} bytes of samples are announced, {rest} are there")
+            end = position + 8 + size
+        position += 8 + size + size % 2
+    if end and len(data) - position > _MAX_TRAILER_BYTES and any(data[position:]):
+        raise refusal(
+            f"has {len(data) - end} bytes after the samples that its header announces, which end at byte {end}"
+        )
+
+
+def _is_chunk(name: bytes, size: int, rest: int) -> bool:
+    """Return whether these may be the name and size of a chunk, with `rest` bytes after them."""
+    return name.isascii() and name.decode().isprintable() and size <= rest
+
+
+def split_aiff(data: bytes) -> Iterator[int]:
+    """Yield where the next AIFF file begins. Raises RequestError for one whose samples are not all there."""
+    return _split(data, b"FORM", lambda head: 8 + (size := _number(head, 4)) + size % 2, unknown=8 + _UNKNOWN_SIZE)
+
+
+def split_au(data: bytes) -> Iterator[int]:
+    """Yield where the next AU file begins. Raises RequestError for one whose samples are not all there."""
+    return _split(data, b".snd", lambda head: _number(head, 8) and _number(head, 4) + _number(head, 8), _UNKNOWN_SIZE)
+
+
+def split_w64(data: bytes) -> Iterator[int]:
+    """Yield where the next W64 file begins. Raises RequestError for one whose samples are not all there."""
+    return _split(data, b"riff", lambda head: int.from_bytes(head[16:24], "little"), _UNKNOWN_LONG_SIZE)
+
+
+def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: int) -> Iterator[int]:
+    """Yield where the next file with this mark begins. size_of: its size by its first 24 bytes, small where unknown."""
+    position = 0
+    for _ in each_element():
+        if data[position : position + 4] != magic:
+            return
+        if position:
+            yield position
+        size = size_of(data[position : position + 24])
+        if not 12 < size < unknown:
+            return
+        if position + size > len(data) + 1:  # the last byte may be missing that makes a size even
+            raise cut(size, len(data) - position)
+        position += size
+
+
+def split_caf(data: bytes) -> Iterator[int]:
+    """Yield where the next CAF file begins. Raises RequestError for one whose samples are not all there."""
+    position = 8
+    for _ in each_element():
+        name, size = data[position : position + 4], _number(data, position + 4, 8)
+        if position + 12 > len(data):
+            return
+        if name == b"caff":
+            yield position
+            position += 8
+            continue
+        if position + 12 + size > len(data):
+            if name == b"data" and size < _UNKNOWN_LONG_SIZE:
+                raise cut(size, len(data) - position - 12)
+            return
+        position += 12 + size
+
+
+def with_sizes(data: bytes) -> bytes:
+    """Return a file of AIFF or RF64 with the sizes that its program left out, without which FFmpeg does not read it."""
+    if data[:4] in (b"RF64", b"BW64") and data[12:16] == b"ds64":
+        size = int.from_bytes(data[28:36], "little")
+        # With the name of a file of 32 bits, all that follows is read.
+        return data if 0 < size < _UNKNOWN_LONG_SIZE else b"RIFF" + data[4:]
+    if data[:4] != b"FORM":
+        return data
+    position, common = 12, 0
+    while position + 16 <= len(data) and data[position : position + 4] != b"SSND":
+        if data[position : position + 4] == b"COMM":
+            common = position
+        size = _number(data, position + 4)
+        position += 8 + size + size % 2
+    size, num_frames, rest = _number(data, position + 4), _number(data, common + 10), len(data) - position - 8
+    frame_bytes = _number(data, common + 8, 2) * ((_number(data, common + 14, 2) + 7) // 8)
+    if not common or rest < 8 or not frame_bytes or (8 < size < _UNKNOWN_SIZE and 0 < num_frames < _UNKNOWN_SIZE):
+        return data
+    samples = ((rest - 8) // frame_bytes).to_bytes(4, "big")
+    head = b"FORM" + (len(data) - 8).to_bytes(4, "big") + data[8 : common + 10] + samples
+    return head + data[common + 14 : position + 4] + rest.to_bytes(4, "big") + data[position + 8 :]
+
+
+def _number(data: bytes, position: int, num_bytes: int = 4) -> int:
+    return int.from_bytes(data[position : position + num_bytes], "big")

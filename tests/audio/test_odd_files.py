@@ -1,0 +1,397 @@
+"""Files as they are found: joined, without a length, with gaps or tags, cut off, or made to harm."""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="the extra av has PyAV")
+pytest.importorskip("soxr", reason="the extra audio has soxr")
+
+import av
+import soundfile
+from test_audio_decode import LIMITS, decoded, encoded, samples_of, tone
+from test_ffmpeg_formats import Recorder, recorded
+
+from meltcore.audio import checks
+from meltcore.audio.decode import decode
+from meltcore.audio.mpeg import frame_bytes
+from meltcore.errors import RequestError
+
+WAV = encoded(tone(1.5), 16_000)
+DATA = WAV.index(b"data")
+ID3V1 = b"TAG" + b"title".ljust(125, b"\0")
+APE = b"APETAGEX" + struct.pack("<IIII", 2000, 47, 1, 0x80000000) + bytes(8)
+APE = (
+    b"APETAGEX"
+    + struct.pack("<IIII", 2000, 47, 1, 0xA0000000)
+    + bytes(8)
+    + struct.pack("<II", 2, 0)
+    + b"Title\0me"
+    + APE
+)
+
+
+def id3v2(size: int, flags: int = 0) -> bytes:
+    footer = b"3DI\4\0\x10" + bytes([0, 0, size >> 7, size & 127]) if flags else b""
+    return b"ID3\4\0" + bytes([flags, 0, 0, size >> 7, size & 127]) + bytes(size) + footer
+
+
+MAKERS: dict[str, Callable[[float, int], bytes]] = {
+    "wav": lambda seconds, rate: encoded(tone(seconds, rate), rate),
+    "flac": lambda seconds, rate: encoded(tone(seconds, rate), rate, "FLAC"),
+    "vorbis": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "VORBIS"),
+    "opus": lambda seconds, rate: encoded(tone(seconds, rate), rate, "OGG", "OPUS"),
+    "mp3": lambda seconds, rate: encoded(tone(seconds, rate), rate, "MP3"),
+    "mp2": lambda seconds, rate: recorded(tone(seconds, rate), "mp2", "mp2", rate),
+    "aiff": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AIFF"),
+    "au": lambda seconds, rate: encoded(tone(seconds, rate), rate, "AU"),
+    "caf": lambda seconds, rate: encoded(tone(seconds, rate), rate, "CAF"),
+    "w64": lambda seconds, rate: encoded(tone(seconds, rate), rate, "W64"),
+    "aac": lambda seconds, rate: recorded(tone(seconds, rate), "adts", "aac", rate),
+    "m4a": lambda seconds, rate: recorded(tone(seconds, rate), "ipod", "aac", rate),
+    "webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate),
+    "live webm": lambda seconds, rate: recorded(tone(seconds, rate), "webm", "libopus", rate, is_live=True),
+    "fragments": lambda seconds, rate: recorded(
+        tone(seconds, rate), "mp4", "aac", rate, is_live=True, movflags="frag_keyframe+empty_moov"
+    ),
+}
+
+
+def duration_s(data: bytes) -> float:
+    return decoded(data)[1]
+
+
+def is_loud(data: bytes, start_s: float, end_s: float) -> bool:
+    found = np.zeros(60 * 16_000, np.int16)
+    for clip in decoded(data)[0]:
+        samples = np.frombuffer(clip.samples, np.int16)
+        found[clip.start : clip.start + len(samples)] = samples
+    part = found[round(start_s * 16_000) : round(end_s * 16_000)].astype(float)
+    return float(np.sqrt((part**2).mean())) > 5000
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_joined_files_are_read_to_the_end_of_the_last_one(name: str) -> None:
+    make = MAKERS[name]
+    data = make(1.0, 16_000) + make(1.5, 48_000 if name != "w64" else 16_000) + make(0.5, 16_000)
+    assert duration_s(data) == pytest.approx(3.0, abs=0.3)
+    assert is_loud(data, 2.6, 2.95)
+
+
+def test_joined_files_of_other_codecs_and_channels() -> None:
+    stereo = encoded(np.stack([tone(1.0), tone(1.0)], axis=1), 16_000, "OGG", "VORBIS")
+    assert duration_s(MAKERS["opus"](1.0, 48_000) + stereo) == pytest.approx(2.0, abs=0.05)
+    stereo_mp3 = encoded(np.stack([tone(1.0, 44_100)] * 2, axis=1), 44_100, "MP3")
+    data = id3v2(300) + MAKERS["mp3"](1.0, 16_000) + ID3V1 + id3v2(100) + stereo_mp3 + APE + ID3V1
+    assert duration_s(data) == pytest.approx(2.0, abs=0.2)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 5.0])
+def test_variable_bit_rate_without_a_count_of_frames(seconds: float) -> None:
+    """The first frames are silent, so that a length guessed from them is wrong."""
+    quiet = np.zeros(16_000, np.float32)
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, round((seconds - 1) * 16_000)).astype(np.float32)
+    file = io.BytesIO()
+    soundfile.write(
+        file, np.concatenate([quiet, noise]), 16_000, format="MP3", bitrate_mode="VARIABLE", compression_level=0.2
+    )
+    data = file.getvalue()
+    assert b"Xing" in data[:200]
+    assert duration_s(data[frame_bytes(data[:6]) :]) == pytest.approx(seconds, abs=0.15)
+
+
+UNKNOWN = (0, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFF000, 0x80000000, 0xFFFFF000, 0x7FFFFFDB)
+
+
+@pytest.mark.parametrize("size", UNKNOWN)
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "PCM_U8", "FLOAT", "DOUBLE"])
+def test_wav_of_programs_that_did_not_know_its_size(size: int, subtype: str) -> None:
+    wav = encoded(np.stack([tone(1.5)] * 2, axis=1), 16_000, "WAVEX" if subtype == "PCM_24" else "WAV", subtype)
+    at = wav.index(b"data")
+    listed = b"LIST" + struct.pack("<I", 5) + b"INFOx\0"  # of an odd size, with the byte that makes it even
+    data = wav[:4] + struct.pack("<I", (size + 36) % 2**32) + wav[8:at] + listed + b"data" + struct.pack("<I", size)
+    assert duration_s(data + wav[at + 8 :]) == 1.5
+
+
+@pytest.mark.parametrize("long_size", [0, 2**64 - 1, 48_000])
+def test_rf64_with_and_without_a_size(long_size: int) -> None:
+    ds64 = b"ds64" + struct.pack("<IQQQI", 28, long_size and 2**64 - 1, long_size, 0, 0)
+    data = b"RF64\xff\xff\xff\xffWAVE" + ds64 + WAV[12:DATA] + b"data\xff\xff\xff\xff" + WAV[DATA + 8 :]
+    assert duration_s(data) == 1.5
+    if long_size == 48_000:
+        with pytest.raises(RequestError, match="is truncated: 48000 bytes of samples are announced, 47000 are there"):
+            duration_s(data[:-1000])
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_aiff_and_au_without_a_size(size: int) -> None:
+    aiff, au, number = (
+        bytearray(MAKERS["aiff"](1.5, 16_000)),
+        bytearray(MAKERS["au"](1.5, 16_000)),
+        struct.pack(">I", size),
+    )
+    for place in (4, aiff.index(b"COMM") + 10, aiff.index(b"SSND") + 4):
+        aiff[place : place + 4] = number
+    au[8:12] = number
+    assert duration_s(bytes(aiff)) == duration_s(bytes(au)) == 1.5
+
+
+def without_length(flac: bytes) -> bytes:
+    return flac[:21] + bytes([flac[21] & 0xF0]) + bytes(4) + flac[26:]
+
+
+def test_flac_without_a_length() -> None:
+    assert duration_s(without_length(MAKERS["flac"](1.5, 16_000))) == 1.5
+    assert duration_s(without_length(MAKERS["flac"](2.5, 96_000))) == 2.5
+
+
+def test_wav_whose_header_is_older_than_its_samples_is_refused() -> None:
+    stale = WAV[: DATA + 4] + struct.pack("<I", 8000) + WAV[DATA + 8 :]
+    with pytest.raises(RequestError, match="has 40000 bytes after the samples that its header announces"):
+        duration_s(stale)
+    assert duration_s(WAV + b"LIST\4\0\0\0INFO" + ID3V1) == 1.5
+    with pytest.raises(RequestError, match="holds no samples"):
+        duration_s(WAV[: DATA + 4] + bytes(4) + b"LIST\4\0\0\0INFO")
+
+
+@pytest.mark.parametrize("name", ["mp3", "flac", "vorbis", "wav", "aac", "m4a", "webm", "aiff", "au"])
+def test_bytes_before_the_first_frame_and_tags_after_the_last(name: str) -> None:
+    data = MAKERS[name](1.5, 48_000)
+    whole = duration_s(data)
+    for lead in (bytes(100), bytes(1), id3v2(500), id3v2(130, 0x10) + id3v2(0), bytes(3) + id3v2(64) + bytes(7)):
+        assert duration_s(lead + data) == whole
+    for tail in (ID3V1, APE, APE + ID3V1, bytes(1000)):
+        assert duration_s(data + tail) == pytest.approx(whole, abs=0.03)
+
+
+def timed(container: str, codec: str, starts_s: list[float]) -> bytes:
+    """A second of tone at each of these times, of a stream whose packets have them."""
+    file: Any = io.BytesIO() if container == "mp4" else Recorder()
+    options = {"page_duration": "20000"} if container == "ogg" else {}  # each packet in a page with its own time
+    with av.open(file, "w", format=container, container_options=options) as output:
+        stream: Any = output.add_stream(codec, rate=48_000, layout="mono")
+        size = stream.codec_context.frame_size or 960
+        for start_s in starts_s:
+            samples = tone(1.0, 48_000)[None]
+            for first in range(0, 48_000 - size + 1, size):
+                part = samples[:, first : first + size].copy()
+                frame = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
+                frame.sample_rate, frame.time_base = 48_000, Fraction(1, 48_000)
+                frame.pts = round(start_s * 48_000) + first
+                converter = av.AudioResampler(stream.codec_context.format, "mono", 48_000)
+                for converted in converter.resample(frame):
+                    output.mux(stream.encode(converted))
+        output.mux(stream.encode(None))
+    return file.getvalue() if container == "mp4" else file.data
+
+
+TIMED = [("webm", "libopus"), ("matroska", "pcm_s16le"), ("mp4", "aac")]
+
+
+@pytest.mark.parametrize(("container", "codec"), [*TIMED, ("ogg", "libopus")])
+def test_gaps_in_packet_times_are_silence(container: str, codec: str) -> None:
+    data = timed(container, codec, [0.0, 4.0, 6.5])
+    assert duration_s(data) == pytest.approx(7.5, abs=0.15)
+    assert is_loud(data, 0.2, 0.9)
+    assert not is_loud(data, 1.2, 3.8)
+    assert is_loud(data, 4.2, 4.9)
+    assert is_loud(data, 6.7, 7.4)
+
+
+@pytest.mark.parametrize(("container", "codec"), TIMED)
+@pytest.mark.parametrize("start_s", [0.5, 3.0])
+def test_audio_that_begins_late_has_silence_before_it(container: str, codec: str, start_s: float) -> None:
+    data = timed(container, codec, [start_s])
+    assert duration_s(data) == pytest.approx(start_s + 1, abs=0.15)
+    assert not is_loud(data, 0.0, start_s - 0.1)
+    assert is_loud(data, start_s + 0.1, start_s + 0.9)
+
+
+@pytest.mark.parametrize(("container", "codec"), TIMED)
+@pytest.mark.parametrize("hours", [1, 10])
+def test_gap_beyond_the_limit_is_refused_by_name(container: str, codec: str, hours: int) -> None:
+    with pytest.raises(
+        RequestError, match=r"has a gap of .* s in its packet times at 1\.0 s|is longer than 60 s"
+    ) as caught:
+        decoded(timed(container, codec, [0.0, hours * 3600.0]))
+    assert "limit" in caught.value.message
+
+
+@pytest.mark.parametrize("name", [*MAKERS])
+@pytest.mark.parametrize("part", [0.4, 0.83])
+def test_files_that_end_early_are_refused(name: str, part: float) -> None:
+    data = MAKERS[name](2.0, 48_000)
+    with pytest.raises(RequestError, match=r"truncated|cannot be decoded after"):
+        decoded(data[: round(len(data) * part) | 1])
+
+
+def test_a_file_is_not_truncated_where_only_its_index_is() -> None:
+    webm = MAKERS["webm"](2.0, 48_000)
+    cues = webm.rindex(b"\x1c\x53\xbb\x6b")
+    assert duration_s(webm[: cues + 6]) == pytest.approx(2.0, abs=0.05)
+    with pytest.raises(RequestError, match="is truncated"):
+        decoded(webm[: cues - 30])
+
+
+def test_video_with_late_audio_keeps_its_times() -> None:
+    file = Recorder()
+    with av.open(file, "w", format="matroska") as output:
+        video, audio = output.add_stream("mpeg4", rate=5), output.add_stream("pcm_s16le", rate=16_000, layout="mono")
+        video.width = video.height = 32
+        for number in range(15):
+            picture = av.VideoFrame(32, 32, "yuv420p")
+            picture.pts = number
+            output.mux(video.encode(picture))
+        frame = av.AudioFrame.from_ndarray((tone(1.0)[None] * 32767).astype(np.int16), format="s16", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = 16_000, 16_000, Fraction(1, 16_000)
+        output.mux([*audio.encode(frame), *audio.encode(None), *video.encode(None)])
+    assert duration_s(file.data) == pytest.approx(2.0, abs=0.01)
+    assert not is_loud(file.data, 0.0, 0.95)
+    assert is_loud(file.data, 1.05, 1.95)
+
+
+def fragment_with(count: int) -> bytes:
+    data = bytearray(MAKERS["fragments"](1.0, 48_000))
+    at = data.index(b"trun")
+    data[at + 8 : at + 12] = struct.pack(">I", count)
+    return bytes(data)
+
+
+def index_with(size: int, count: int) -> bytes:
+    data = bytearray(MAKERS["m4a"](1.0, 48_000))
+    at = data.index(b"stsz")
+    data[at + 8 : at + 16] = struct.pack(">II", size, count)
+    return bytes(data)
+
+
+def claiming(data: bytes, mark: bytes, offset: int, value: bytes) -> bytes:
+    at = data.index(mark) + offset
+    return data[:at] + value + data[at + len(value) :]
+
+
+HARMFUL: dict[str, tuple[Callable[[], bytes], str]] = {
+    "fragment": (lambda: fragment_with(70_000_000), "announces 70,000,000 packets in"),
+    "index": (lambda: index_with(0, 2**31), "announces 2,147,483,648 packets in"),
+    "sizes": (lambda: index_with(1, 2**31), "announces 134,217,728 packets in"),
+    "boxes": (lambda: b"\0\0\0\x08ftyp" + b"\0\0\0\x08free" * 2400, "has more than 2,000 parts"),
+    "nested": (lambda: b"".join(struct.pack(">I", 8 * (900 - n)) + b"moov" for n in range(900)), "MP4 or M4A that is"),
+    "compressed index": (lambda: b"\0\0\0\x18moov\0\0\0\x10cmov" + bytes(8), "has a compressed index"),
+    "elements": (lambda: b"\x1a\x45\xdf\xa3\x80" + b"\xec\x80" * 2400, "has more than 2,000 parts"),
+    "pages": (lambda: (b"OggS\0\2" + bytes(21)) * 2400, "has more than 2,000 parts"),
+    "chunks": (lambda: WAV[:12] + b"JUNK\0\0\0\0" * 2400, "has more than 2,000 parts"),
+    "tags": (lambda: id3v2(0) * 2400, "has more than 2,000 parts"),
+    "endless tag": (lambda: b"ID3\4\0\0\x7f\x7f\x7f\x7f" + bytes(50), "is truncated: its tag"),
+    "many files": (lambda: encoded(tone(0.001)) * 520, "is joined from more than 500 files"),
+    "flac of a day": (
+        lambda: claiming(MAKERS["flac"](0.5, 16_000), b"fLaC", 22, b"\xff\xff\xff\xff"),
+        "is longer than 60 s",
+    ),
+    "mp3 of a day": (
+        lambda: claiming(MAKERS["mp3"](0.5, 16_000), b"Xing", 8, b"\x0f\xff\xff\xff"),
+        "is longer than 60 s",
+    ),
+    "webm of years": (
+        lambda: claiming(MAKERS["webm"](0.5, 48_000), b"\x44\x89\x88", 3, struct.pack(">d", 1e12)),
+        "is longer than 60 s",
+    ),
+    "packets of a caf": (
+        lambda: b"caff\0\1\0\0desc" + struct.pack(">QdIIIIII", 32, 48_000, 0x61616320, 0, 0, 1024, 1, 0)
+        + b"pakt" + struct.pack(">QQQII", 24, 2**31 - 16, 0, 0, 0) + b"data" + struct.pack(">Q", 104) + bytes(104),
+        "CAF that is truncated or damaged|without audio",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_files_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_MAX_ELEMENTS", 2000)
+    make, message = HARMFUL[name]
+    with pytest.raises(RequestError, match=message):
+        decoded(make())
+
+
+@pytest.mark.parametrize("text", ["The wide river was free. ", "ftyp moov RIFF WAVE ", "fLaC is a format. "])
+def test_text_is_no_audio(text: str) -> None:
+    with pytest.raises(RequestError, match=r"is not audio in a format|is FLAC that is truncated or damaged"):
+        decoded(text.encode() * 50)
+
+
+@pytest.fixture
+def without_av(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+
+
+@pytest.mark.parametrize("name", ["wav", "flac", "vorbis", "opus", "mp3", "aiff", "au", "caf", "w64"])
+def test_without_pyav_a_file_is_read_to_its_end_or_refused(without_av: None, name: str) -> None:
+    data = MAKERS[name](2.0, 16_000)
+    assert duration_s(data) == pytest.approx(2.0, abs=0.01)
+    assert duration_s(id3v2(30) + data + ID3V1) == pytest.approx(2.0, abs=0.01)
+    with pytest.raises(RequestError, match=r"truncated|cannot be decoded"):
+        decoded(data[: len(data) * 2 // 3])
+    if name == "mp3":
+        with pytest.raises(RequestError, match=r"bytes after 2\.0 s, the guessed end; this server lacks PyAV \(melt"):
+            decoded(data + data)
+    else:
+        assert duration_s(data + data) == pytest.approx(4.0, abs=0.01)
+
+
+def test_without_pyav_files_that_need_it_name_it(without_av: None) -> None:
+    mp3 = MAKERS["mp3"](2.0, 16_000)
+    gap = encoded(tone(1.0), 16_000, "MP3")
+    for data in (
+        without_length(MAKERS["flac"](1.0, 16_000)),
+        WAV[: DATA + 4] + bytes(4) + WAV[DATA + 8 :],
+        MAKERS["aac"](1.0, 16_000),
+        mp3[500:],
+        gap[frame_bytes(gap[:6]) :] + mp3,
+    ):
+        with pytest.raises(RequestError, match=r"lacks.*PyAV|PyAV .*lacks"):
+            decoded(data)
+
+
+def mixed_to(channels: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    return samples_of(decoded(encoded(np.stack(channels, axis=1), 16_000, subtype="FLOAT"))[0]).astype(float)
+
+
+@pytest.mark.parametrize("second", [-1.0, -0.97, -0.8, -1.2])
+def test_channels_that_cancel_each_other_give_the_louder_one(second: float) -> None:
+    voice = tone(1.5)
+    found = mixed_to([voice, second * voice])
+    expected = max(1.0, abs(second)) * voice * 32767
+    np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=3)
+
+
+def test_surround_sound_that_cancels_gives_its_loudest_channel() -> None:
+    voice = tone(1.5)
+    noise = 0.01 * np.random.default_rng(1).standard_normal(len(voice)).astype(np.float32)
+    found = mixed_to([voice, -voice, 0.2 * voice, noise, 0.5 * voice, -0.7 * voice])
+    assert np.sqrt((found**2).mean()) == pytest.approx(0.5 / np.sqrt(2) * 32767, rel=0.01)
+
+
+def test_channels_that_cancel_for_a_while_only() -> None:
+    voice = tone(2.0)
+    other = np.concatenate([voice[:16_000], -voice[16_000:]])
+    found = mixed_to([voice, other])
+    np.testing.assert_allclose(np.abs(found), np.abs(voice) * 32767, atol=3)
+
+
+def test_channels_that_do_not_cancel_are_averaged() -> None:
+    left, right = tone(1.5, hz=440), tone(1.5, hz=631)
+    np.testing.assert_allclose(mixed_to([left, right]), (left + right) / 2 * 32767, atol=3)
+    np.testing.assert_allclose(mixed_to([left, 0 * right]), left / 2 * 32767, atol=3)
+    np.testing.assert_allclose(mixed_to([left, *[0 * left] * 5]), left / 6 * 32767, atol=3)
+
+
+def test_damage_within_a_file_is_named() -> None:
+    mp3 = bytearray(recorded(tone(3.0, 48_000), "adts", "aac"))
+    mp3[len(mp3) // 2 : len(mp3) // 2 + 900] = bytes(range(1, 226)) * 4
+    with pytest.raises(RequestError, match=r"cannot be decoded after|is truncated"):
+        list(decode(bytes(mp3), LIMITS))
