@@ -87,6 +87,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "logits_scaling": 3.0,
         "rms_norm_eps": 0.01,
     },
+    "olmo2": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None},
     # The middle layer does not rotate its queries and keys.
     "smollm3": {
         "hidden_size": 64,

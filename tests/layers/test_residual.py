@@ -19,11 +19,11 @@ class TwoEqualRanks(TensorParallelGroup):
         self.all_reduces = 0
 
     def all_reduce_add_rms_norm(
-        self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm
+        self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.all_reduces += 1
         total = 2 * partial_sum if residual is None else residual.add_(2 * partial_sum)
-        return total, rms_norm(total, *norm)
+        return total, total if norm is None else rms_norm(total, *norm)
 
 
 @pytest.fixture
@@ -53,6 +53,22 @@ def test_with_a_group_reads_return_all_reduced_normalized_values(norm: RMSNorm) 
     torch.testing.assert_close(residual.normalized(norm), norm(2 * start + 2 * partial_sum))
     torch.testing.assert_close(residual.values, 2 * start + 2 * partial_sum)
     assert group.all_reduces == 2
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_layer_without_a_norm_reads_the_sum(norm: RMSNorm, grouped: bool) -> None:
+    """Of ranks, whose embeddings and outputs are all-reduced first."""
+    group = TwoEqualRanks() if grouped else None
+    ranks, start, output = 1 + grouped, torch.randn(3, 8), torch.randn(3, 8)
+    residual = ResidualStream(start.clone(), group)
+    hidden, remaining = residual.read(None)
+    torch.testing.assert_close(hidden, ranks * start)
+    assert remaining is None
+    residual.add_normalized(output.clone(), norm.parameters_for_fusion(), group)
+    expected = ranks * start + norm(ranks * output)
+    torch.testing.assert_close(residual.read(None)[0], expected)
+    residual.add_normalized(output.clone(), norm.parameters_for_fusion(), group)
+    torch.testing.assert_close(residual.normalized(norm), norm(expected + norm(ranks * output)))
 
 
 def test_deferred_addition_must_be_read_before_the_next(norm: RMSNorm) -> None:

@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "smollm3": "smollm3",
     "granite": "granite",
+    "olmo2": "olmo2",
 }
 PERMUTED = ("granite", "llama", "smollm3")  # whose converter reorders rows of queries and keys
 # Formats that take turns, so that those of a layer differ. Experts of a layer are of one mix too.

@@ -25,10 +25,11 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320,
 }
 # The class of each family, by its model_type.
-CLASSES = {"granite": "GraniteForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+CLASSES = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 PUBLISHED = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
     "HuggingFaceTB/SmolLM3-3B",
+    "allenai/OLMo-2-0425-1B-Instruct",
     "ibm-granite/granite-3.3-2b-instruct",
 )
 
@@ -110,6 +111,9 @@ def test_layers_without_rotary_embeddings_are_those_of_transformers(
         ("granite", {"logits_scaling": None}, "logits_scaling must be a number from 1e-4 to 1e4; got null"),
         ("granite", {"embedding_multiplier": "12"}, 'embedding_multiplier must be .*; got "12"'),
         ("granite", {"attention_multiplier": float("inf")}, "attention_multiplier must be a number"),
+        ("olmo2", {"attention_bias": True}, "sets attention_bias to true, which olmo2 here does not compute"),
+        ("olmo2", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),
+        ("olmo2", {"layer_types": ["sliding_attention"] * 5}, "sets layer_types"),
         ("smollm3", {"attention_bias": True}, "sets attention_bias to true, which smollm3 here does not compute"),
         ("smollm3", {"mlp_bias": True}, "sets mlp_bias to true"),
         ("smollm3", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),

@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"mlp_only_layers": []},
     "granite": {"tie_word_embeddings": True},
+    "olmo2": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "tie_word_embeddings": True},
     "gemma3_text": {
         "num_hidden_layers": 7,
@@ -274,7 +275,7 @@ def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:
         open_checkpoint(str(parts[0]), files="all")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text", "olmo2"])
 def test_each_rank_loads_its_share(tmp_path: Path, family: str) -> None:
     """Rows of permuted heads, experts and norms of a rank are those that it loads from the published layout."""
     reference = reference_of(family)

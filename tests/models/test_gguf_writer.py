@@ -33,9 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
     "gemma3_text": {"tie_word_embeddings": True},
     "granite": {"tie_word_embeddings": True},
+    "olmo2": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None, "tie_word_embeddings": True},
 }
-NOT_READ_BY_TRANSFORMERS = ("granite", "mistral", "smollm3")
+NOT_READ_BY_TRANSFORMERS = ("granite", "mistral", "olmo2", "smollm3")
 NOTICED = 1e-3  # a mutation's error
 
 

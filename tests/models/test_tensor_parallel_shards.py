@@ -61,6 +61,7 @@ FAMILIES = (
     "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo2ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3_5MoeForCausalLM",

@@ -7,7 +7,7 @@ from meltcore.kernels.activation import apply_sigmoid_gate
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.attention.paged import paged_attention
 from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
-from meltcore.layers.norm import NormFactory
+from meltcore.layers.norm import NormFactory, WideHeadNorms
 from meltcore.layers.residual import ResidualStream
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 
@@ -17,9 +17,11 @@ class Attention(nn.Module):
 
     qkv_bias: queries, keys and values have a bias (Qwen2). qk_norm: each head's query and key are normalized (Qwen3).
     output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5); the first matrix of `qkv_proj`
-    then holds the gates of all heads above the queries of all heads. sliding_window: how many of the newest tokens a
+    then holds the gates of all heads above the queries of all heads. wide_qk_norm: queries and keys are normalized over
+    all heads together instead (OLMo 2). sliding_window: how many of the newest tokens a
     query sees, its own included, None for all of them. scale: of the scores, None for head_dim^-0.5. post_norm: the
-    output of `o_proj` is normalized before it is added (Gemma 3).
+    output of `o_proj` is normalized before it is added (Gemma 3). pre_norm: the residual stream is normalized before it
+    is read; OLMo 2 has the norms after the layers only.
     """
 
     def __init__(
@@ -36,19 +38,22 @@ class Attention(nn.Module):
         sliding_window: int | None = None,
         scale: float | None = None,
         post_norm: bool = False,
+        pre_norm: bool = True,
+        wide_qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.output_gate = output_gate
         self.sliding_window = sliding_window
-        self.norm = norm(hidden_size)
+        self.norm = norm(hidden_size) if pre_norm else None
         self.post_norm = norm(hidden_size) if post_norm else None
         q_size, kv_size = (1 + output_gate) * num_heads * head_dim, num_kv_heads * head_dim
         self.qkv_proj = ColumnParallelLinear(hidden_size, q_size, kv_size, kv_size, bias=qkv_bias)
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size)
         self.q_norm = norm(head_dim) if qk_norm else None
         self.k_norm = norm(head_dim) if qk_norm else None
+        self.wide_norms = WideHeadNorms(norm, q_size, kv_size) if wide_qk_norm else None
 
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's heads. If there are fewer KV heads than ranks, several ranks keep the same KV head."""
@@ -56,6 +61,8 @@ class Attention(nn.Module):
         local_kv_heads = group.shard_or_replicate(self.num_kv_heads, "key-value heads (num_key_value_heads)")
         self.num_heads, self.num_kv_heads = len(local_heads), len(local_kv_heads)
         kv_rows = self._weight_rows(local_kv_heads)
+        if self.wide_norms is not None:
+            self.wide_norms.shard(self._weight_rows(local_heads), kv_rows, group)
         self.qkv_proj.shard(self._weight_rows(local_heads, 1 + self.output_gate), kv_rows, kv_rows)
         self.o_proj.shard(self._weight_rows(local_heads), group)
 
@@ -71,6 +78,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(*residual.read(self.norm))
         if self.output_gate:
             gates, qkv = qkv.tensor_split([self.num_heads * self.head_dim], dim=1)
+        if self.wide_norms is not None:
+            self.wide_norms(qkv)
         params = AttentionParams(self._head_norms(), rotary, *cache, self.scale, self.sliding_window)
         output = paged_attention(qkv, params, positions, metadata).flatten(1)
         if self.output_gate:

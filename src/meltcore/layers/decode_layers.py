@@ -36,7 +36,9 @@ def _decode_layer(attention: nn.Module, mlp: nn.Module, keys: torch.Tensor, valu
     has_more = attention.output_gate or attention.sliding_window is not None or attention.qkv_proj.bias is not None
     if has_more or attention.post_norm is not None or mlp.post_norm is not None or attention.o_proj.is_sharded:
         return None
-    if attention.q_norm is None or attention.k_norm is None:
+    if attention.q_norm is None or attention.k_norm is None or attention.wide_norms is not None:
+        return None
+    if attention.norm is None or mlp.norm is None:
         return None
     projections = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     weights = [each.weight.values for each in projections if isinstance(each.weight, DenseWeight)]

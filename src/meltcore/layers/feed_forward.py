@@ -25,7 +25,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 class GatedMLP(nn.Module):
     """Computes residual + down_proj(act(gate(x)) * up(x)), where x = norm(residual). One GEMM computes gate and up.
 
-    post_norm: down_proj's output is normalized before it is added (Gemma 3).
+    post_norm: down_proj's output is normalized before it is added (Gemma 3). pre_norm: False if x = residual (OLMo 2).
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class GatedMLP(nn.Module):
         *,
         activation: Activation = "silu",
         post_norm: bool = False,
+        pre_norm: bool = True,
     ) -> None:
         super().__init__()
         self.activation = activation
         self.post_norm = norm(hidden_size) if post_norm else None
-        self.norm = norm(hidden_size)
+        self.norm = norm(hidden_size) if pre_norm else None
         self.gate_up_proj = ColumnParallelLinear(hidden_size, intermediate_size, intermediate_size)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size)
 

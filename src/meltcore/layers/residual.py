@@ -8,12 +8,13 @@ from functools import partial
 import torch
 
 from meltcore.kernels.moe.combine import combine_add_rms_norm
-from meltcore.kernels.norm import Norm, add_rms_norm, norm_add_rms_norm
+from meltcore.kernels.norm import Norm, add_rms_norm, norm_add_rms_norm, rms_norm
 from meltcore.layers.norm import RMSNorm
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 
-# Performs a deferred addition with the norm of the next layer; returns the stream after it, and that normalized.
-_AddNorm = Callable[[Norm], tuple[torch.Tensor, torch.Tensor]]
+# Performs a deferred addition with the norm of the next layer; returns the stream after it, and that normalized. None
+# in place of the norm returns the stream twice.
+_AddNorm = Callable[[Norm | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 class ResidualStream:
@@ -30,12 +31,16 @@ class ResidualStream:
         self._values = None if group else values
         self._deferred_add: _AddNorm | None = partial(group.all_reduce_add_rms_norm, None, values) if group else None
 
-    def read(self, norm: RMSNorm) -> tuple[torch.Tensor, Norm | None]:
-        """Return a layer's input and the norm that the layer must apply, None if the input is normalized already."""
+    def read(self, norm: RMSNorm | None) -> tuple[torch.Tensor, Norm | None]:
+        """Return a layer's input and the norm that the layer must apply, None if the input is normalized already.
+
+        norm: None for a layer that reads the stream as it is.
+        """
+        fused_norm = None if norm is None else norm.parameters_for_fusion()
         if self._deferred_add is None:
-            return self.values, norm.parameters_for_fusion()
+            return self.values, fused_norm
         deferred_add, self._deferred_add = self._deferred_add, None
-        self._values, normalized = deferred_add(norm.parameters_for_fusion())
+        self._values, normalized = deferred_add(fused_norm)
         return normalized, None
 
     def normalized(self, norm: RMSNorm) -> torch.Tensor:
@@ -61,11 +66,17 @@ class ResidualStream:
     def add_normalized(self, output: torch.Tensor, post_norm: Norm, group: TensorParallelGroup | None = None) -> None:
         """Add post_norm(output), where `output` [tokens, hidden_size] is first all-reduced if there is a `group`."""
         values = self.values
-        if group is None:
-            self._deferred_add = lambda norm: (values, norm_add_rms_norm(values, output, post_norm, norm))
-        else:
-            _, normalized = group.all_reduce_add_rms_norm(None, output, post_norm)
-            self._deferred_add = lambda norm: (values, add_rms_norm(values, normalized, *norm))
+        normalized = None if group is None else group.all_reduce_add_rms_norm(None, output, post_norm)[1]
+
+        def add(norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+            if norm is None:
+                values.add_(rms_norm(output, *post_norm) if normalized is None else normalized)
+                return values, values
+            if normalized is None:
+                return values, norm_add_rms_norm(values, output, post_norm, norm)
+            return values, add_rms_norm(values, normalized, *norm)
+
+        self._deferred_add = add
 
     def add_experts(
         self, outputs: torch.Tensor, topk_weights: torch.Tensor, group: TensorParallelGroup | None = None
@@ -75,7 +86,11 @@ class ResidualStream:
         outputs: [tokens * top_k, hidden_size]; topk_weights: [tokens, top_k] float32.
         """
         values = self.values
-        if group is not None:
-            self._deferred_add = partial(group.combine_all_reduce_add_rms_norm, values, outputs, topk_weights)
-        else:
-            self._deferred_add = lambda norm: (values, combine_add_rms_norm(values, outputs, topk_weights, norm))
+
+        def add(norm: Norm | None) -> tuple[torch.Tensor, torch.Tensor]:
+            assert norm is not None, "a layer without a norm after routed experts"
+            if group is not None:
+                return group.combine_all_reduce_add_rms_norm(values, outputs, topk_weights, norm)
+            return values, combine_add_rms_norm(values, outputs, topk_weights, norm)
+
+        self._deferred_add = add

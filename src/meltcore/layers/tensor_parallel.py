@@ -160,14 +160,27 @@ class TensorParallelGroup:
 
     # --- collectives ---
 
+    def all_reduce(self, partial_sum: torch.Tensor) -> torch.Tensor:
+        """Replace `partial_sum`, [rows, columns], by the sum of all ranks' partial sums."""
+        if self.symmetric_memory is not None and can_all_reduce(partial_sum):
+            return all_reduce(partial_sum, self.symmetric_memory)
+        if not self._without_collectives:
+            dist.all_reduce(partial_sum)
+        return partial_sum
+
     def all_reduce_add_rms_norm(
-        self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm
+        self, residual: torch.Tensor | None, partial_sum: torch.Tensor, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return residual + the sum of all ranks' partial sums, and the norm of the result.
 
         All tensors are [tokens, hidden_size]. The result replaces `residual` if it is given. `partial_sum` is
-        overwritten. The way is chosen by shapes and types alone, so that all ranks choose the same.
+        overwritten. The way is chosen by shapes and types alone, so that all ranks choose the same. Without a `norm`
+        the result is returned twice.
         """
+        if norm is None:
+            total = self.all_reduce(partial_sum)
+            total = total if residual is None else residual.add_(total)
+            return total, total
         memory = self.symmetric_memory
         if memory is not None and can_fuse_norm(partial_sum, self.size):
             return all_reduce_rms_norm(partial_sum, memory, norm, residual)

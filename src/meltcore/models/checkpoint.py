@@ -44,6 +44,7 @@ _BUNDLED_FOLDERS = {
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
 PUBLISHED_CONFIG_FOLDERS = {
+    "allenai/OLMo-2-0425-1B-Instruct": Path(__file__).parent / "published" / "olmo-2-0425-1b-instruct",
     "google/gemma-3-1b-it": Path(__file__).parent / "published" / "gemma-3-1b-it",
     "google/gemma-3-4b-it": Path(__file__).parent / "published" / "gemma-3-4b-it",
     "google/gemma-3-27b-it": Path(__file__).parent / "published" / "gemma-3-27b-it",

@@ -163,6 +163,8 @@ def _attention(config: DecoderConfig, layer_idx: int) -> Attention | GatedDeltaN
         sliding_window=config.sliding_window if layer_idx in config.sliding_layers else None,
         scale=config.attention_scale,
         post_norm=config.post_norms,
+        pre_norm=config.pre_norms,
+        wide_qk_norm=config.wide_qk_norm,
     )
 
 
@@ -176,6 +178,7 @@ def _feed_forward(config: DecoderConfig, layer_idx: int) -> GatedMLP | SparseMoe
             config.norm,
             activation=config.activation,
             post_norm=config.post_norms,
+            pre_norm=config.pre_norms,
         )
     return SparseMoeBlock(
         config.hidden_size,

@@ -127,15 +127,17 @@ class DecoderConfig:
     intermediate_size: width of dense feed-forwards, None when all layers are routed; rotary_dim: number of leading
     dimensions of a head with rotary embeddings; rope_scaling: None for unscaled frequencies.
 
-    qkv_bias: queries, keys and values have a bias; qk_norm: each head's query and key are normalized; output_gate: the
-    output of attention is gated; zero_centered_norms: a checkpoint stores a norm's scale minus one; experts: None for a
-    dense model; recurrent: None if all layers have attention; sliding_window: number of newest tokens that a
-    query of the sliding_layers sees, its own included; rope_local_theta: base of the frequencies of the sliding_layers,
-    unscaled, None if they are those of the other layers; attention_scale: of the scores, None for head_dim^-0.5;
-    post_norms: attention's and the feed-forward's outputs are normalized before they are added; activation: of dense
-    feed-forwards; embedding_scale: factor of the token embeddings, None for 1; rounds_embedding_scale: the factor is
-    rounded to the weights' type; nope_layers: layers whose queries and keys are not rotated; residual_multiplier: the
-    factor of what attention and feed-forward add to the residual stream; logits_scaling: divisor of the logits.
+    qkv_bias: queries, keys and values have a bias; qk_norm: each head's query and key are normalized; wide_qk_norm: all
+    heads' queries are normalized together, and so are the keys; output_gate: the output of attention is gated;
+    zero_centered_norms: a checkpoint stores a norm's scale minus one; experts: None for a dense model; recurrent: None
+    if all layers have attention; sliding_window: number of newest tokens that a query of the sliding_layers sees, its
+    own included; rope_local_theta: base of the frequencies of the sliding_layers, unscaled, None if they are those of
+    the other layers; attention_scale: of the scores, None for head_dim^-0.5; post_norms: attention's and the
+    feed-forward's outputs are normalized before they are added; pre_norms: attention and feed-forward read the
+    normalized residual stream; float32_norms: norms round after they have multiplied by their weight; activation: of
+    dense feed-forwards; embedding_scale: factor of the token embeddings, None for 1; rounds_embedding_scale: the factor
+    is rounded to the weights' type; nope_layers: layers whose queries and keys are not rotated; residual_multiplier:
+    the factor of what attention and feed-forward add to the residual stream; logits_scaling: divisor of the logits.
     """
 
     hidden_size: int
@@ -166,6 +168,9 @@ class DecoderConfig:
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False
     nope_layers: frozenset[int] = frozenset()
+    wide_qk_norm: bool = False
+    pre_norms: bool = True
+    float32_norms: bool = False
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
 
@@ -237,10 +242,14 @@ class DecoderConfig:
         With a residual_multiplier r the stream holds 1 / r of its values, so that no layer multiplies its output. A
         norm of x / r with eps / r^2 is the norm of x with eps.
         """
+        import torch
+
         from meltcore.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 
-        norm_cls = ZeroCenteredRMSNorm if self.zero_centered_norms else RMSNorm
-        return norm_cls(size, self.rms_norm_eps / self.residual_multiplier**2)
+        eps = self.rms_norm_eps / self.residual_multiplier**2
+        if self.zero_centered_norms:
+            return ZeroCenteredRMSNorm(size, eps)
+        return RMSNorm(size, eps, torch.float32 if self.float32_norms else None)
 
     @property
     def stream_scale(self) -> float | None:

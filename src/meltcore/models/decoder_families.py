@@ -39,6 +39,7 @@ _GEMMA_DEFAULTS = {
 _GEMMA_WINDOW, _GEMMA_PATTERN = 4096, 6
 # Granite's fields that multiply, of which each is 1 where config.json leaves it out.
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_OLMO2_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 2048}
 _SMOLLM3_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 2_000_000.0,
@@ -81,6 +82,15 @@ def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
     sliding = fields.has("sliding_window")
     layers = range(fields.required("num_hidden_layers")["num_hidden_layers"] if sliding else 0)
     return DecoderConfig.read(fields, qkv_bias=False, qk_norm=False, sliding_layers=frozenset(layers))
+
+
+def olmo2_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of an OLMo 2 model."""
+    fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_OLMO2_DEFAULTS), "olmo2 here"))
+    fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
+    return DecoderConfig.read(
+        fields, qkv_bias=False, qk_norm=False, wide_qk_norm=True, pre_norms=False, post_norms=True, float32_norms=True
+    )
 
 
 def smollm3_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -229,6 +239,7 @@ DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "GraniteForCausalLM": granite_config,
     "LlamaForCausalLM": llama_config,
     "MistralForCausalLM": mistral_config,
+    "Olmo2ForCausalLM": olmo2_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
     "Qwen3_5MoeForCausalLM": qwen3_5_config,

@@ -28,6 +28,7 @@ FAMILIES = {
     "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", 1e6),
     "granite": _Family("GraniteForCausalLM", "granite", 1e4),
     "llama": _Family("LlamaForCausalLM", "llama", 1e4),
+    "olmo2": _Family("Olmo2ForCausalLM", "olmo2", 1e4),
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", 1e4),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3", 1e4),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", "qwen3_moe", 1e4),

@@ -47,7 +47,8 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_GEMMA_LAYER = _LAYER | {
+_POST_NORM_FAMILIES = ("gemma3_text", "olmo2")
+_POST_NORM_LAYER = _LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -118,7 +119,7 @@ class GGUFWeights(TensorFile):
             shape = (*shape[:-1], tensor.row_bytes)
         block, _, rest = stored_name.removeprefix("blk.").partition(".")
         part, _, kind = rest.rpartition(".")
-        names = _GEMMA_LAYER if self._model_type == "gemma3_text" else _LAYER
+        names = _POST_NORM_LAYER if self._model_type in _POST_NORM_FAMILIES else _LAYER
         if stored_name in _OUTER:
             yield _OUTER[stored_name], TensorEntry(dtype_name, shape, offset)
         elif part in _EXPERTS and len(shape) == 3:
@@ -142,7 +143,7 @@ def gguf_name(name: str, model_type: str) -> str:
         return outer[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     part, _, kind = rest.rpartition(".")
-    names = _GEMMA_LAYER if model_type == "gemma3_text" else _LAYER
+    names = _POST_NORM_LAYER if model_type in _POST_NORM_FAMILIES else _LAYER
     if part.startswith("mlp.experts."):
         names, part = _EXPERTS, part.rpartition(".")[2]
     stored_parts = {published: stored for stored, published in names.items()}

@@ -9,6 +9,7 @@ from meltcore.models.gemma3 import Gemma3
 from meltcore.models.granite import Granite
 from meltcore.models.llama import Llama, Mistral
 from meltcore.models.model import Model
+from meltcore.models.olmo2 import Olmo2
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3, Qwen3Moe
 from meltcore.models.qwen3_5 import Qwen3_5
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, ModelClass] = {
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
+    "Olmo2ForCausalLM": Olmo2,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3_5MoeForCausalLM": Qwen3_5,

@@ -24,19 +24,18 @@ class FusedTensor(NamedTuple):
 def norm_tensors(mixer: Attention | GatedDeltaNet, mlp: GatedMLP | SparseMoeBlock) -> dict[str, WeightLoader]:
     """Return the weight loaders of the norms before and after a block's layers, by tensor name.
 
-    A block with norms after its layers (Gemma 3) calls the one after attention post_attention_layernorm. All others
-    call the one before the feed-forward so.
+    A block with norms after its layers (Gemma 3, OLMo 2) calls the one after attention post_attention_layernorm. All
+    others call the one before the feed-forward so.
     """
-    loaders: dict[str, WeightLoader] = {"input_layernorm.weight": mixer.norm.loader}
+    norms = {"input_layernorm": mixer.norm}
     if isinstance(mixer, Attention) and mixer.post_norm is not None:
         assert isinstance(mlp, GatedMLP)
-        assert mlp.post_norm is not None
-        loaders["post_attention_layernorm.weight"] = mixer.post_norm.loader
-        loaders["pre_feedforward_layernorm.weight"] = mlp.norm.loader
-        loaders["post_feedforward_layernorm.weight"] = mlp.post_norm.loader
+        norms["post_attention_layernorm"] = mixer.post_norm
+        norms["pre_feedforward_layernorm"] = mlp.norm
+        norms["post_feedforward_layernorm"] = mlp.post_norm
     else:
-        loaders["post_attention_layernorm.weight"] = mlp.norm.loader
-    return loaders
+        norms["post_attention_layernorm"] = mlp.norm
+    return {f"{name}.weight": norm.loader for name, norm in norms.items() if norm is not None}
 
 
 def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, WeightLoader]:
@@ -46,7 +45,8 @@ def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Weight
     """
     dim_order = half_split_order(attention.head_dim, rotary_dim)
     loaders = named_tensors("self_attn.o_proj", attention.o_proj.tensors(0))
-    orders = (_query_order(attention, dim_order), _head_order(attention.num_kv_heads, dim_order), None)
+    query_order, key_order = _query_order(attention, dim_order), _head_order(attention.num_kv_heads, dim_order)
+    orders = (query_order, key_order, None)
     for matrix_index, (name, order) in enumerate(zip(("q_proj", "k_proj", "v_proj"), orders, strict=True)):
         loaders |= named_tensors(f"self_attn.{name}", attention.qkv_proj.tensors(matrix_index, order))
         if attention.qkv_proj.bias is not None:
@@ -54,6 +54,9 @@ def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Weight
     if attention.q_norm is not None and attention.k_norm is not None:
         loaders["self_attn.q_norm.weight"] = permuted_loader(attention.q_norm.loader, dim_order)
         loaders["self_attn.k_norm.weight"] = permuted_loader(attention.k_norm.loader, dim_order)
+    if attention.wide_norms is not None:
+        names = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+        loaders |= dict(zip(names, attention.wide_norms.loaders(query_order, key_order), strict=True))
     return loaders
 
 

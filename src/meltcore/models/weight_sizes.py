@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
 
 def decoder_matrices(config: DecoderConfig, ranks: int = 1) -> Iterator[Matrix]:
     """Yield the weights of a decoder that one of `ranks` keeps. Raises ConfigError where they cannot divide a size."""
-    hidden, post = config.hidden_size, int(config.post_norms)
+    hidden, norms = config.hidden_size, 2 * config.pre_norms + 2 * config.post_norms
 
     def shard(size: int, name: str) -> int:
         if size % ranks:
@@ -61,7 +61,7 @@ def decoder_matrices(config: DecoderConfig, ranks: int = 1) -> Iterator[Matrix]:
     kv_heads = max(1, config.num_key_value_heads // ranks)
     recurrent, experts = config.recurrent, config.experts
     for layer in range(config.num_hidden_layers):
-        yield Matrix("norm", 2 + 2 * post, hidden)  # norms before, and after in some families
+        yield Matrix("norm", norms, hidden)
         if recurrent is not None and layer in recurrent.layers:
             keys = shard(recurrent.linear_num_key_heads, "linear_num_key_heads") * recurrent.linear_key_head_dim
             value_heads = shard(recurrent.linear_num_value_heads, "linear_num_value_heads")
@@ -81,6 +81,8 @@ def decoder_matrices(config: DecoderConfig, ranks: int = 1) -> Iterator[Matrix]:
                 yield Matrix("vector", 1, rows)
             if config.qk_norm:
                 yield Matrix("norm", 2, config.head_dim)
+            if config.wide_qk_norm:
+                yield Matrix("norm", 1, queries + keys)
         if experts is not None and layer not in experts.dense_layers:
             count = experts.num_experts + experts.shared_expert
             yield Matrix("router", count, hidden)
@@ -103,7 +105,8 @@ def decoder_weight_bytes(
     total = 0.0
     for matrix in decoder_matrices(config, ranks):
         kind = matrix.kind
-        is_float32 = kind == "float32" or (kind == "norm" and config.zero_centered_norms)
+        has_wide_norms = config.zero_centered_norms or config.float32_norms
+        is_float32 = kind == "float32" or (kind == "norm" and has_wide_norms)
         per_value = 4.0 if is_float32 else float(element_size)
         if weight_format == "fp8" and kind in ("linear", "expert"):
             # An expert's rows are its gate and up projections, and the columns of its down projection.
@@ -115,7 +118,7 @@ def decoder_weight_bytes(
             if weight_format == "q4_0" and kind == "head":
                 per_value = _Q6_K_BYTES
             if weight_format == "q4_0" and kind == "embedding" and config.tie_word_embeddings:
-                per_value = element_size if config.post_norms else _Q6_K_BYTES
+                per_value = element_size if config.rounds_embedding_scale else _Q6_K_BYTES  # Gemma 3
         total += matrix.values * per_value
     return round(total)
 

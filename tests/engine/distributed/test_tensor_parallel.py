@@ -36,6 +36,8 @@ NETWORKS: dict[str, dict[str, object]] = {
     "qwen2": {"family": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3"},
     "qwen3_moe": {"family": "qwen3_moe"},
+    # Norms over the heads of all ranks, which share one key head.
+    "olmo2": {"family": "olmo2", "num_key_value_heads": 1},
     "qwen3_5": {"family": "qwen3_5_moe_text"},
     # Heads as the published ones have them: eight ranks hold two queries' each, and four the same key head.
     "qwen3_5 for eight": {
