@@ -11,7 +11,7 @@ import engine_tools as tools
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGUFValueType
+from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf_tools import (
     MIXES,
     add_tensors,
@@ -26,7 +26,9 @@ from gguf_tools import (
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
-from meltcore.config import Quantization
+from meltcore.config import DType, EngineConfig, Quantization
+from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.engine.worker.loading import load
 from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import dequantize_reference
@@ -38,9 +40,10 @@ from meltcore.models import loader
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.models.gguf_config import read_config
 from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.loader import build_meta_model, build_model, fill_dummy_weights, load_weights
+from meltcore.models.loader import TORCH_DTYPES, build_meta_model, build_model, fill_dummy_weights, load_weights
 from meltcore.models.model import Model
 from meltcore.models.quantization import weight_dtypes
+from meltcore.protocol.fleet_spec import ModelSection
 
 sys.path.append(str(Path(__file__).parents[1] / "load"))
 from gguf_file import write_gguf
@@ -258,6 +261,66 @@ def test_plan_has_the_slice_of_a_quantized_weight_that_a_step_dequantizes(tmp_pa
     for store, scratch in (("F32", []), ("Q8_0", [4 * 64 * tools.VOCAB])):  # of the head
         engine = tools.open_engine(write_model(tmp_path / f"{store}.gguf", reference, store)).engine
         assert [row.size_bytes for row in engine.memory if row.name == "scratch"] == scratch
+
+
+# The high bytes of a block's float16 scales, where it has more than one or it is not the second byte.
+SCALE_BYTES = {"Q4_1": (1, 3), "Q5_1": (1, 3), "Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3)}
+SCALE_BYTES |= {"Q6_K": (209,), "MXFP4": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [(kind, "none") for kind in GgmlType] + [(kind, "fp8") for kind in GgmlType if kind.name != "MXFP4"],
+)
+def test_blocks_whose_scale_is_no_number_are_refused(
+    tmp_path: Path, kind: GgmlType, quantization: Quantization
+) -> None:
+    """Of each scale of a block infinity and NaN, of MXFP4 powers that Q8_0 cannot have, and values in FP8 can."""
+    reference = reference_of("qwen3", **(BLOCKS_OF_32 if kind.block_size == 32 else BLOCKS_OF_256))
+    file = write_model(tmp_path / "model.gguf", reference, kind.name)
+    offset = GGUFModel(file).tensors["blk.1.ffn_up.weight"].offset + 3 * kind.block_bytes
+    content = file.read_bytes()
+    for index in SCALE_BYTES.get(kind.name, (1,)):
+        for high_byte in (0x7C, 0xFF):
+            damaged = bytearray(content)
+            damaged[offset + index - (kind.name != "MXFP4") : offset + index + 1] = (
+                bytes((high_byte | 0x80,)) if kind.name == "MXFP4" else bytes((0, high_byte))
+            )
+            file.write_bytes(damaged)
+            with pytest.raises(ConfigError, match=r"model\.gguf: blk\.1\.ffn_up\.weight has (a block|.* not finite)"):
+                loaded(file, quantization)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "store"), [("llama", "blocks of 32"), ("gemma3_text", "blocks of 256")])
+def test_planned_weights_are_those_that_are_held(
+    tmp_path: Path, family: str, store: str, dtype: DType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To the byte, and plan and log name each format that is held as another one, with its bytes and its loss."""
+    sizes = BLOCKS_OF_32 if store == "blocks of 32" else BLOCKS_OF_256
+    reference = reference_of(family, **sizes | {"num_hidden_layers": 4, "layer_types": None})
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    section = ModelSection(checkpoint=str(file), dtype=dtype, max_model_len=64, max_num_seqs=2)
+    row = next(row for row in engine_needs(section).rows if row.name == "weights")
+    checkpoint = open_checkpoint(str(file), files="all")
+    on_gpu = build_model(checkpoint, TORCH_DTYPES[dtype], torch.device("meta"))
+    assert row.size_bytes == sum(weight.nbytes for weight in on_gpu.parameters())
+    config = EngineConfig(model=str(file), device="cpu", dtype=dtype, memory_bytes=2**28, max_model_len=64)
+    load(config, checkpoint, CPU, lambda stage, fraction: None)
+    model = GGUFModel(file)
+    restored = {tensor.type for tensor in model.tensors.values()} & {
+        GGMLQuantizationType(each) for each in GgmlType if each.held.type != each
+    }
+    assert len(restored) >= 2
+    log = capfd.readouterr().err
+    for kind in restored:
+        tensors = [tensor for tensor in model.tensors.values() if tensor.type == kind]
+        stored_bytes = sum(tensor.num_bytes for tensor in tensors)
+        held = GgmlType(kind).held
+        text = f"{len(tensors)} tensors of {kind.name} are held as {held.type.name}: {stored_bytes / 1e6:,.1f} MB of"
+        assert text in row.note
+        assert text in log
+        assert f"loss: {held.loss or 'none'}" in log
 
 
 def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:

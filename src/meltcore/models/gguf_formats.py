@@ -85,8 +85,8 @@ class FormatUse(NamedTuple):
     def describe(self) -> str:
         """Describe it in one line."""
         held = "values in the model's type" if self.held is None else self.held.name
-        sizes = f"{self.stored_bytes / 1e6:,.1f} MB in the file, {self.held_bytes / 1e6:,.1f} MB in memory"
-        return f"{self.stored.name}: {self.tensors} tensors held as {held}, {sizes}, loss: {self.loss or 'none'}"
+        sizes = f"{self.stored_bytes / 1e6:,.1f} MB of the file take {self.held_bytes / 1e6:,.1f} MB"
+        return f"{self.tensors} tensors of {self.stored.name} are held as {held}: {sizes}, loss: {self.loss or 'none'}"
 
 
 def restored_formats(tensors: Iterable[GGUFTensor], element_size: int, *, on_cpu: bool) -> list[FormatUse]:

@@ -38,6 +38,7 @@ from meltcore.models.checkpoint import (
     find_transcriber,
     open_checkpoint,
 )
+from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.decoder_families import DECODER_CONFIGS
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
@@ -166,11 +167,11 @@ def _generation(
         )
     config, ranks = DECODER_CONFIGS[known[0]](checkpoint.config), model.tensor_parallel_size
     stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
-    element_size = _element_size(model, on_cpu, str(stored))
+    element_size, weight_note = _element_size(model, on_cpu, str(stored)), ""
     is_packed = checkpoint.gguf is not None or model.format in ("q4_0", "q8_0")
     if checkpoint.gguf is not None and model.quantization == "none":
-        weight_bytes = _gguf_bytes(checkpoint.gguf, element_size, on_cpu=on_cpu) // ranks
-        source = "header of the GGUF file"
+        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_cpu=on_cpu)
+        weight_bytes, source = total_bytes // ranks, "header of the GGUF file"
     else:
         published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
         if published is None:
@@ -204,7 +205,8 @@ def _generation(
             snapshots=model.enable_prefix_caching,
             has_graphs=None if on_cpu else not model.enforce_eager,
         )
-        return plan.pages >= pages, plan.rows
+        rows = [MemoryRow(row.name, row.size_bytes, weight_note) if row.name == "weights" else row for row in plan.rows]
+        return plan.pages >= pages, rows
 
     budget, rows = _budget(model, divide)
     penalty_bytes = min(seqs * PENALTY_BYTES * config.vocab_size, int(budget * RESERVE_FRACTION * PENALTY_FRACTION))
@@ -320,10 +322,15 @@ def _weight_format(model: ModelSection) -> WeightFormat:
     return "dense" if model.format == "auto" else model.format
 
 
-def _gguf_bytes(gguf: GGUFModel, element_size: int, *, on_cpu: bool) -> int:
-    """Return the bytes of a GGUF file's tensors as a device holds them. Those that are no weights are left out."""
+def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool) -> tuple[int, str]:
+    """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others."""
     from meltcore.models.gguf_config import ROPE_FACTORS
-    from meltcore.models.gguf_formats import held_bytes
+    from meltcore.models.gguf_formats import held_bytes, restored_formats
 
-    tensors = (tensor for name, tensor in gguf.tensors.items() if name != ROPE_FACTORS)
-    return sum(held_bytes(tensor, element_size, on_cpu=on_cpu) for tensor in tensors)
+    total = 0
+    for name, tensor in gguf.tensors.items():
+        is_float32 = config.zero_centered_norms and name.endswith("norm.weight")
+        if name != ROPE_FACTORS:  # is no weight here
+            total += held_bytes(tensor, 4 if is_float32 else element_size, on_cpu=on_cpu)
+    uses = restored_formats(gguf.tensors.values(), element_size, on_cpu=on_cpu)
+    return total, "; ".join(use.describe() for use in uses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ def load(
     checkpoint = apply_overrides(checkpoint, config.hf_overrides)
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
+    if config.quantization == "none" and (group is None or group.rank == 0):
+        _report_restored_formats(checkpoint, dtype, device)
     max_model_len = _context_limit(config, model)
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
@@ -64,6 +67,17 @@ def load(
     free_cached_memory(device)  # the plan counts what is free
     plan = _plan(config, model, device, max_model_len, cache_dtype)
     return LoadedModel(model, device, max_model_len, cache_dtype, plan)
+
+
+def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Print a line for each format of a GGUF file that the device holds as another one."""
+    if checkpoint.gguf is None:
+        return
+    from meltcore.models.gguf_formats import restored_formats  # imports gguf, which other checkpoints do not need
+
+    tensors = checkpoint.gguf.tensors.values()
+    for use in restored_formats(tensors, dtype.itemsize, on_cpu=device.type == "cpu"):
+        print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
 
 
 def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
