@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from meltcore.api.hops import check_hops
 from meltcore.api.http import header, request_id, send_error
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log, shorten
@@ -56,7 +57,10 @@ def _class(value: bytes) -> PriorityClass:
 
 
 class Gate:
-    """Passes requests on to `app`. Those of other sites' pages, without a valid key, or beyond its rate do not pass."""
+    """Passes requests on to `app`.
+
+    Those of other sites' pages, without a valid key, beyond its rate, or sent on by this server before do not pass.
+    """
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys, log: Log, origins: OriginCheck, tracing: Tracing | None = None
@@ -70,6 +74,7 @@ class Gate:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answer one request."""
         try:
+            check_hops(scope)
             self._origins.check(scope)
         except RequestError as error:
             set_terms(RequestTerms())

@@ -11,6 +11,7 @@ from typing import Any
 
 from meltcore.api.fair_queue import Waiting
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
+from meltcore.api.hops import via_lines
 from meltcore.api.http import error_json, header, send_bytes
 from meltcore.api.stats import ModelStats
 from meltcore.api.terms import current_terms
@@ -248,7 +249,7 @@ class Attempt:
     async def _send(self, body: bytes) -> UpstreamConnection:
         """Send the request and wait for the head of its answer. Raises UpstreamError."""
         request, replica, exchange = self._request, self._replica, self._exchange
-        headers = f"X-Request-Id: {request.request_id}\r\n"
+        headers = f"X-Request-Id: {request.request_id}\r\n{via_lines(request.scope)}"
         span = current_terms().span
         if span is not None:
             headers += "".join(f"{name}: {value}\r\n" for name, value in span.headers.items())

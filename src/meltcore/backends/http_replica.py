@@ -8,6 +8,7 @@ from collections import deque
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from meltcore.api.hops import LOOP_STATUS, via_lines
 from meltcore.backends.circuit_breaker import CircuitBreaker
 from meltcore.backends.http_connection import UpstreamConnection, UpstreamError, connect
 from meltcore.config import ForeignConfig
@@ -37,6 +38,7 @@ class Replica:
         self.breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
         self.state: ReplicaState = "starting"
         self.reason = "it has not answered yet"
+        self.leads_back = False  # its address is one of this server
         self.num_open = 0  # connections that carry a request
         self._config = config
         self._host = parts.hostname
@@ -97,7 +99,7 @@ class Replica:
         try:
             async with asyncio.timeout(limit_s):
                 connection = await self.connect()
-                connection.send(self.encode(method, path, body, "application/json"))
+                connection.send(self.encode(method, path, body, "application/json", via_lines()))
                 return await read_answer(connection)
         except TimeoutError as error:
             raise UpstreamError("first_byte", f"no answer within {limit_s:g} s") from error
@@ -119,8 +121,11 @@ class Replica:
                 self._set_down(str(error))
             return
         self._late_answers = 0
+        self.leads_back = answer.status == LOOP_STATUS
         if answer.status == 200:
             self.state, self.reason = "up", ""
+        elif self.leads_back:
+            self._set_down("its address leads back to this server")
         else:
             self._set_down(f"{self._health_path} answers with status {answer.status}")
 

@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 
 from meltcore.api.backend import ModelTable
+from meltcore.api.hops import take_name
 from meltcore.api.http_server import HttpServer, tune_gc
 from meltcore.api.keys import ApiKeys
 from meltcore.api.log import Log
@@ -93,6 +94,7 @@ class APIServer:
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
         self._setup = setup
+        take_name(setup.name)
         stats = ServerStats(
             (),
             keys=len(config.api_keys),

@@ -30,6 +30,7 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
     num_processes: int  # rows of the statistics: the API servers and the supervisor
     directory: str  # of the sockets
+    name: str  # of the server, in `Via`
 
 
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):

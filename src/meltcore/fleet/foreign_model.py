@@ -118,6 +118,8 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             await asyncio.gather(*(server.check_health() for server in self._elsewhere))
             if any(server.state == "up" for server in self._elsewhere):
                 return
+            if all(server.leads_back for server in self._elsewhere) and limit_s < math.inf:
+                raise ConfigError(self._elsewhere[0].reason)
             if time.monotonic() >= deadline_s:
                 raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from meltcore.api.hops import own_name
 from meltcore.api.stats import ModelStats, ServerStats
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
@@ -280,7 +281,7 @@ class WorkerPool:
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
         config = dataclasses.replace(self._config, models=(), foreign=(), routes=RoutesConfig())
-        setup = Setup(config, worker.worker_id, num_processes, str(self._directory))
+        setup = Setup(config, worker.worker_id, num_processes, str(self._directory), own_name())
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
         self._watches.add(watch)

@@ -1,0 +1,122 @@
+"""Upstreams whose address leads back to the server itself, directly or over others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_harness import RunningServer, make_model, running, serve_command, server_config
+from waiting import wait_until
+
+from meltcore.api import hops
+from meltcore.backends.foreign_process import free_port
+from meltcore.config import EngineConfig, ForeignConfig
+from meltcore.errors import RequestError
+from meltcore.fleet.replica import RestartPolicy
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BACK = "its address leads back to this server"
+
+
+def far(name: str, *urls: str, **settings: Any) -> ForeignConfig:
+    defaults = {"health_interval_s": 0.1, "start_timeout_s": 300.0}
+    return ForeignConfig(served_model_name=(name,), urls=urls, **(defaults | settings))
+
+
+@contextmanager
+def serving(folder: Path, name: str, port: int, *models: ForeignConfig, fleet: bool = True) -> Iterator[RunningServer]:
+    """A server of a scripted model named like it, and of `models`, on all addresses of the machine."""
+    engine = EngineConfig(model=str(make_model(folder / name)), load_format="dummy")
+    config = server_config(engine, served_model_name=(name,), port=port, host="0.0.0.0", api_server_count=2)
+    config = replace(config, foreign=models)
+    policy = RestartPolicy(first_pause_s=0.1) if fleet else None
+    with running(serve_command(config, policy=policy), folder / f"{name}.log") as server:
+        yield server
+
+
+def chat(server: RunningServer, model: str) -> Any:
+    return server.post("/v1/chat/completions", {"model": model, "messages": MESSAGES, "max_tokens": 4})
+
+
+def pipe(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for each in (source, target):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def forwarded(port: int) -> Iterator[int]:
+    """A port of its own that leads to `port`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    near, _ = listener.accept()
+                    there = socket.create_connection(("127.0.0.1", port))
+                    for each in ((near, there), (there, near)):
+                        threading.Thread(target=pipe, args=each, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_model_whose_address_is_the_fleets_own_fails_at_the_start(tmp_path: Path) -> None:
+    """Also with several forms of it; other models are served, and a model with another address beside it is."""
+    port, other = free_port(), free_port()
+    with forwarded(port) as around, serving(tmp_path, "other", other):
+        forms = [f"http://127.0.0.2:{port}/v1/", f"http://localhost:{port}", f"http://127.0.0.1:{around}"]
+        loops = [far(f"loop{at}", url) for at, url in enumerate(forms)]
+        half = far("half", forms[0], f"http://127.0.0.1:{other}", upstream_model="other")
+        with serving(tmp_path, "first", port, *loops, half) as server:
+            for loop in loops:
+                name = loop.names[0]
+                wait_until(lambda name=name: f"{name} could not be loaded: {BACK}" in server.stderr, "the refusal")
+                refused = chat(server, name)
+                assert (refused.status, BACK in refused.error["message"]) == (503, True)
+            wait_until(lambda: chat(server, "half").status == 200, "the other replica")
+            wait_until(lambda: chat(server, "first").status == 200, "the model of its own")
+            assert server.metrics()["requests_failed_total"] == 0
+
+
+@pytest.mark.slow
+def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(tmp_path: Path) -> None:
+    """Two servers that name each other: over the second, and over a chain of both through a forwarded port."""
+    ports = free_port(), free_port()
+    with forwarded(ports[0]) as around:
+        a, b = far("far", f"http://localhost:{ports[1]}"), far("far", f"http://127.0.0.1:{around}")
+        with serving(tmp_path, "a", ports[0], a, fleet=False) as first, serving(tmp_path, "b", ports[1], b) as second:
+            for server in (first, second):
+                wait_until(lambda server=server: chat(server, "far").status == 508, "both to know each other")
+                before = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
+                answer = chat(server, "far")
+                assert (answer.status, answer.error["code"]) == (508, "loop_detected")
+                assert "the address of an upstream leads back to this server" in answer.error["message"]
+                after = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
+                assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
+            assert [chat(first, "a").status, chat(second, "b").status] == [200, 200]
+            assert first.metrics()["requests_in_flight"] == second.metrics()["requests_in_flight"] == 0
+
+
+@pytest.mark.parametrize(
+    "via", [b"1.1 {own}", b"1.0 fred, 1.1 {own}, 1.1 meltcore-0123456789abcdef", b"1.1 {own} (Meltcore), HTTP/2 nginx"]
+)
+def test_own_name_is_found_wherever_it_stands_in_via(via: bytes) -> None:
+    own = via.replace(b"{own}", hops.own_name().encode())
+    with pytest.raises(RequestError) as error:
+        hops.check_hops({"headers": [(b"host", b"x"), (b"via", b"1.1 first"), (b"via", own)]})
+    assert (error.value.status, error.value.code) == (508, "loop_detected")
+    others = {"headers": [(b"via", b"1.1 a, 1.1 meltcore-0123456789abcdef"), (b"x-via", own), (b"via", b"")]}
+    hops.check_hops(others)
+    assert hops.via_lines(others) == f"Via: 1.1 meltcore-0123456789abcdef, 1.1 {hops.own_name()}\r\n"
+    assert hops.via_lines() == f"Via: 1.1 {hops.own_name()}\r\n"
