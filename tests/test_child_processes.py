@@ -15,6 +15,7 @@ from waiting import WAIT_S
 
 from meltcore import process
 from meltcore.process import ProcessError, block_signals, call_with_timeout, loading_modules
+from meltcore.process_output import last_error
 
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
 IGNORES_SIGTERM = [
@@ -143,7 +144,7 @@ During handling of the above exception, another exception occurred:
     ],
 )
 def test_error_of_a_log_is_its_last_exception_and_no_hint(text: str, error: str) -> None:
-    assert process.last_error(text) == error
+    assert last_error(text) == error
 
 
 def test_stopped_processes_and_start_times_are_read_from_proc() -> None:

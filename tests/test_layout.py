@@ -28,6 +28,7 @@ GROUND = (
     "routes_config",
     "host_memory",
     "process",
+    "process_output",
     "options",
     "server_templates",
 )
@@ -68,6 +69,7 @@ ALLOWED = {
     "config": (),
     "routes_config": (),
     "process": (),
+    "process_output": (),
     "options": (),
     "host_memory": (),
     "server_templates": (),

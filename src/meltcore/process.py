@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -23,15 +22,11 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self, TypeVar
 
 from meltcore.errors import MeltcoreError
+from meltcore.process_output import log_tail
 
 KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
 STDERR = 2  # as `stdout`: the child's output joins our standard error, so that ours holds our own lines alone
 _POLL_S = 0.1
-_LOG_LINES = 8
-# What servers print before each line of a log, as "(EngineCore pid=12) ERROR 11-24 12:00:00 [core.py:700] ".
-_LOG_PREFIX = re.compile(r"(?:\([^()]*pid=\d+\) ?)?(?:\[rank\d+\]: ?)?(?:[A-Z]+ \d\S* [\d:.,]+ \[[^\]]*\] ?)?")
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Expired|Interrupt)\b(?:: |:?$)")
-_HINT = re.compile(r"For further information visit|For debugging consider|CUDA kernel errors might|Compile with `")
 _Result = TypeVar("_Result")
 
 
@@ -203,29 +198,6 @@ def group_members(group_id: int) -> list[int]:
         if fields is not None and int(fields[2]) == group_id and fields[0] not in "ZX":
             members.append(int(path.parent.name))
     return members
-
-
-def log_tail(path: Path, num_lines: int = _LOG_LINES) -> str:
-    """Returns the last `num_lines` lines of a log file; empty where there is no file."""
-    if not path.exists():
-        return ""
-    return "\n".join(line.rstrip() for line in path.read_text(errors="replace").splitlines()[-num_lines:])
-
-
-def last_error(text: str) -> str:
-    """Returns type and message of the last exception in a log's last lines; without one, the last line."""
-    lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
-    lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
-    starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
-    if not starts:
-        return lines[-1].strip() if lines else ""
-    message = lines[starts[-1]]
-    for line in lines[starts[-1] + 1 :]:
-        # Details are indented, as pydantic's are, below the names of fields.
-        if not line.startswith(" ") and not ("validation error" in message and re.fullmatch(r"[\w.\[\]]+", line)):
-            break
-        message += f" {line.strip()}"
-    return message
 
 
 class LoggedProcess:

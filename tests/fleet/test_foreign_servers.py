@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from waiting import WAIT_S, wait_until
 from meltcore.api.stats import ServerStats
 from meltcore.backends.foreign_process import free_port
 from meltcore.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.fleet import operations
 from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import LoggedProcess, group_members
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
+CHAT = "/v1/chat/completions"
 QUESTION: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -183,6 +186,58 @@ def test_url_is_served_beside_a_model_of_our_own(tmp_path: Path) -> None:
             wait_until(lambda: server.post("/v1/chat/completions", body | {"model": "far"}).status == 503, "its end")
             assert server.post("/v1/chat/completions", body | {"model": "scripted"}).status == 200
             server.check_no_leak()
+
+
+REASONS = {  # a shell's command, and the reason that clients and operators see
+    "crash": (
+        r"printf 'loading\n\033[31mRuntimeError:\000 no kernel\033[0m for sm_120\n' >&2; exit 3",
+        "ended while starting (exit status 3): loading | RuntimeError: no kernel for sm_120",
+    ),
+    "mute": ("exit 4", "ended while starting (exit status 4): (it printed nothing)"),
+    "flood": (
+        "yes loading | head -c 5000000; echo out of memory; kill -9 $$",
+        "loading | loading | out of memory",
+    ),
+    "late": ("echo compiling; sleep 600", "was not ready within 1 s (start_timeout_s): it cannot be connected to"),
+    "missing": ("exec no-such-engine", "no-such-engine: not found"),
+}
+
+
+@pytest.mark.slow
+def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Path) -> None:
+    """In the health of the fleet, and in what clients get."""
+    models = [
+        foreign(name, shlex.join(["sh", "-c", f"{shell} # {{port}}"]), start_timeout_s=1.0 if name == "late" else 60.0)
+        for name, (shell, _) in REASONS.items()
+    ]
+    with serving(tmp_path, foreign("good"), *models, fleet=True) as server:
+
+        def found() -> dict[str, tuple[str, str]]:
+            health = server.request("GET", "/health").json.get("models", {})
+            asked = {name: server.post(CHAT, {"model": name, "messages": QUESTION}) for name in REASONS}
+            return {name: (health.get(name, ""), asked[name].error["message"]) for name in REASONS}
+
+        def shown() -> bool:
+            seen = found()
+            return all(REASONS[name][1] in text for name, texts in seen.items() for text in texts)
+
+        wait_until(shown, "the reasons")
+        for name, texts in found().items():
+            for text in texts:
+                assert len(text) < 1500, name
+                assert text.isprintable(), name
+        assert "killed by SIGKILL" in found()["flood"][0]
+        assert "its last output: compiling" in found()["late"][1]
+
+
+def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None:
+    reason = "exit status 1:\n\x1b[31mno memory\x1b[0m\n"
+    server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=None)
+    stats = SimpleNamespace(open_requests=lambda _: 0)
+    model = SimpleNamespace(name="m", status="ready", reason="ready", replicas=[server], stats=stats)
+    assert operations._foreign_row(model, 0, 1).reason == "exit status 1: no memory"
+    model.status, model.reason = "failed", "m could not be loaded: it ended"
+    assert operations._foreign_row(model, 0, 1).reason == "m could not be loaded: it ended"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -89,7 +90,7 @@ class ForeignProcess:
         assert self._process is not None
         while self._process.running:  # noqa: ASYNC110 - a process of LoggedProcess has no event
             await asyncio.sleep(_POLL_S)
-        return describe_exit(self._process.returncode or 0)
+        return self._how_it_ended()
 
     async def stop(self) -> None:
         """End the whole process group. Can be called twice."""
@@ -124,15 +125,20 @@ class ForeignProcess:
         """Return the last lines of the output."""
         return self._process.log_tail() if self._process is not None else ""
 
+    def _how_it_ended(self) -> str:
+        """Return its exit status, as the guard passes it on, with the name of a signal that has killed it."""
+        assert self._process is not None
+        status = self._process.returncode or 0
+        with suppress(ValueError):
+            return f"exit status {status}, killed by {signal.Signals(status - 128).name}"
+        return describe_exit(status)
+
     async def _become_ready(self, deadline_s: float) -> None:
         assert self._process is not None
         reason = "it has not answered yet"
         while True:
             if not self._process.running:
-                raise ConfigError(
-                    f"{self._name} ended while starting ({describe_exit(self._process.returncode or 0)}):\n"
-                    f"{self.log_tail()}"
-                )
+                raise ConfigError(f"{self._name} ended while starting ({self._how_it_ended()}):\n{self.log_tail()}")
             if time.monotonic() >= deadline_s:
                 limit = f"{self._config.start_timeout_s:g} s (start_timeout_s)"
                 raise ConfigError(

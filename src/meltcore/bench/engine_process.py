@@ -17,6 +17,7 @@ import msgspec
 
 from meltcore import process
 from meltcore.errors import MeltcoreError
+from meltcore.process_output import log_tail
 from meltcore.protocol.json_lines import (
     Abort,
     FailedLine,
@@ -214,7 +215,7 @@ class EngineProcess:
         return lines
 
     def _log_tail(self) -> str:
-        return "".join(f"\n  {line}" for line in process.log_tail(self._log_path, _LOG_LINES).splitlines())
+        return "".join(f"\n  {line}" for line in log_tail(self._log_path, _LOG_LINES).splitlines())
 
 
 def _line_type(line: FromEngineLine) -> str:

@@ -25,7 +25,8 @@ from meltcore.hardware.monitor.timeline import attach_gpu_timelines
 from meltcore.hardware.nvml.driver import NoDriverError
 from meltcore.load.config import LoadConfig
 from meltcore.load.run import measure
-from meltcore.process import ProcessError, last_error, stat_fields
+from meltcore.process import ProcessError, stat_fields
+from meltcore.process_output import last_error
 from meltcore.report.backends import backends_page
 from meltcore.report.html import write_page
 from meltcore.results.backends import BackendComparison, BackendRun

@@ -26,8 +26,9 @@ import msgspec
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.logs import LOG_LIMIT_BYTES
-from meltcore.process import loading_modules, log_tail, start_ticks
+from meltcore.process import loading_modules, start_ticks
 from meltcore.process import start as start_process
+from meltcore.process_output import log_tail
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner

@@ -27,6 +27,7 @@ from meltcore.fleet.logs import log_path
 from meltcore.fleet.placement import Placement
 from meltcore.fleet.replica import ReplicaState, ServerParts
 from meltcore.fleet.supervised_model import SupervisedModel
+from meltcore.process_output import one_line
 from meltcore.protocol.machine import gpu_environment
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
@@ -124,8 +125,13 @@ class ForeignModel(SupervisedModel[ForeignServer]):
                 raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
+    async def fail_loading(self, reason: str) -> None:
+        """Give up a model that takes too long to load for the first time, with the last output of its server."""
+        late = next((each.process for each in self.replicas if each.process and each.state == "loading"), None)
+        await super().fail_loading(reason if late is None else f"{reason}; its last output:\n{late.log_tail()}")
+
     def _shortened(self, reason: str) -> str:
-        return reason.splitlines()[0]  # the end of its output follows
+        return one_line(reason)
 
     async def _keep(self, server: ForeignServer) -> None:
         """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
@@ -140,6 +146,8 @@ class ForeignModel(SupervisedModel[ForeignServer]):
                 self._on_ready(server, load_s)
                 assert server.process is not None
                 reason = await server.process.wait()
+                if not server.is_asleep:
+                    reason += f":\n{server.process.log_tail()}"
                 failure = EngineDeadError(reason)
                 if server.is_asleep:  # it is started again when it is wanted
                     await server.process.stop()
@@ -284,7 +292,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         if self._draining:
             return
         states = [server.state for server in self.replicas]
-        reason = next((server.reason.splitlines()[0] for server in self.replicas if server.reason), "")
+        reason = next((one_line(server.reason) for server in self.replicas if server.reason), "")
         if not self.may_run.is_set():
             if self.status != "loading" and set(states) != {"failed"}:
                 self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")

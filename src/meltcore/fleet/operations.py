@@ -20,6 +20,7 @@ from meltcore.fleet.placement import place_replicas, placed_gpus
 from meltcore.fleet.replica import Replica
 from meltcore.fleet.served_model import ServedModel
 from meltcore.fleet.supervised_model import POLL_S
+from meltcore.process_output import one_line
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner
@@ -287,7 +288,7 @@ def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
         task="foreign",
         state=model.status if server is None else server.state,
         status=model.status,
-        reason="" if model.status == "ready" else model.reason,
+        reason=model.reason if model.status != "ready" else one_line(server.reason) if server is not None else "",
         pid=process.pid if process is not None else None,
         memory_bytes=0,
         restarts=server.restarts if server is not None else 0,

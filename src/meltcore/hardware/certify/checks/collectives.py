@@ -20,7 +20,8 @@ from meltcore.hardware.certify.checks.peers import link_gbps
 from meltcore.hardware.certify.context import CertifyContext
 from meltcore.hardware.certify.judge import Judgement
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
-from meltcore.process import ended_within, last_error, log_tail, start
+from meltcore.process import ended_within, start
+from meltcore.process_output import last_error, log_tail
 from meltcore.results.certificate import Expectation
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
