@@ -1,4 +1,4 @@
-"""`meltcore serve` refuses a model with all reasons at once, before it prints or starts anything."""
+"""`meltcore serve` refuses a model with all reasons in one line, before it prints or starts anything."""
 
 from __future__ import annotations
 

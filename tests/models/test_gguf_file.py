@@ -253,7 +253,7 @@ def test_unsupported_weights_are_named_with_their_type(tmp_path: Path, kind: str
     )
 
 
-def test_all_reasons_of_a_refusal_are_named_at_once(tmp_path: Path) -> None:
+def test_all_reasons_of_a_refusal_are_named_together(tmp_path: Path) -> None:
     change = {"general.architecture": "falcon", "tokenizer.ggml.tokens": None}
     refused_quickly(
         write(tmp_path / "model.gguf", change, kind="IQ2_S"),

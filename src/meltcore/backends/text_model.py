@@ -14,13 +14,11 @@ from meltcore.models.checkpoint import (
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
     CheckpointFiles,
+    folder_reasons,
     is_on_hub,
     is_synthesis_model,
     open_checkpoint,
 )
-from meltcore.models.config_fields import Fields
-from meltcore.models.decoder_families import DECODER_CONFIGS
-from meltcore.models.quantization_config import read_quantization_config
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -77,36 +75,16 @@ def check_servable(config: ModelConfig) -> None:
     checkpoint = find_checkpoint(config)
     if checkpoint.gguf is not None:
         return
-    reasons = _folder_reasons(checkpoint, is_dummy=engine.load_format == "dummy")
+    reasons = folder_reasons(checkpoint, is_dummy=engine.load_format == "dummy")
     if reasons:
         raise UnservableModelError(str(checkpoint.folder), reasons)
 
 
-def _folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:
-    """Return the reasons why a folder's architecture, quantization, weights or tokenizer cannot be served."""
-    reasons = []
-    names = Fields(checkpoint.config).optional("architectures", [])
-    if not any(name in DECODER_CONFIGS for name in names):
-        reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
-    try:
-        read_quantization_config(checkpoint.config)
-    except ConfigError as error:
-        reasons.append(str(error))
-    folder = checkpoint.text_folder
-    if not is_dummy:
-        if not checkpoint.weight_files:
-            reasons.append("holds no *.safetensors files (--load-format dummy needs none)")
-        if folder is not None and not (folder / "tokenizer.json").exists():
-            reasons.append(f"{folder} has no tokenizer.json; name a folder or hub id that has one with --tokenizer")
-    return reasons
-
-
 def _tokenizer_reasons(path: Path) -> list[str]:
     """Return the reasons why the tokenizer of a GGUF file is not supported."""
-    from meltcore.models.gguf_file import GGUFModel  # imports gguf and numpy, which other checkpoints do not need
-    from meltcore.text.gguf_tokenizer import tokenizer_reasons
+    from meltcore.text.gguf_tokenizer import tokenizer_reasons  # imports gguf and numpy, which others do not need
 
-    return tokenizer_reasons(GGUFModel(path))
+    return tokenizer_reasons(path)
 
 
 def is_transcription_model(config: ModelConfig) -> bool:

@@ -213,6 +213,30 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     return checkpoint
 
 
+def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:
+    """Return all reasons why a folder of a language model cannot be served, as its files show them.
+
+    They are its architecture, quantization, weights and tokenizer. is_dummy: for random weights, config.json is enough.
+    """
+    from meltcore.models.decoder_families import DECODER_CONFIGS
+    from meltcore.models.quantization_config import read_quantization_config
+
+    reasons = []
+    names = Fields(checkpoint.config).optional("architectures", [])
+    if not any(name in DECODER_CONFIGS for name in names):
+        reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
+    try:
+        read_quantization_config(checkpoint.config)
+    except ConfigError as error:
+        reasons.append(str(error))
+    folder = checkpoint.text_folder
+    if not is_dummy and not checkpoint.weight_files:
+        reasons.append("holds no *.safetensors files (--load-format dummy needs none)")
+    if not is_dummy and folder is not None and not (folder / "tokenizer.json").exists():
+        reasons.append(f"{folder} has no tokenizer.json; name a folder or hub id that has one with --tokenizer")
+    return reasons
+
+
 def open_task_checkpoint(name: str, task: str, architecture: str, *, is_dummy: bool) -> Checkpoint:
     """Find the checkpoint of a task with one architecture. is_dummy: for random weights, its configuration is enough.
 

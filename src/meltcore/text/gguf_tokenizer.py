@@ -7,6 +7,7 @@ pre-tokenizer `tokenizer.ggml.pre` names, or "llama" for SentencePiece BPE, whic
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
-    if reasons := tokenizer_reasons(gguf):
+    if reasons := _kind_reasons(gguf):
         raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
     tokens = gguf.texts(f"{PREFIX}tokens")
@@ -59,11 +60,15 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def tokenizer_reasons(gguf: GGUFModel) -> list[str]:
-    """Return the reasons why the kind of a file's tokenizer is not supported, without building it.
+def tokenizer_reasons(path: Path) -> list[str]:
+    """Return the reasons why the kind of a GGUF file's tokenizer is not supported, without building it.
 
-    None for a file without tokens, of which its reader says so.
+    An empty list for a file without tokens, of which its reader says so.
     """
+    return _kind_reasons(GGUFModel(path))
+
+
+def _kind_reasons(gguf: GGUFModel) -> list[str]:
     if f"{PREFIX}tokens" not in gguf.metadata:
         return []
     kind = gguf.metadata.get(f"{PREFIX}model")
