@@ -124,7 +124,12 @@ def test_broken_file_of_a_checkpoint_is_named(folder: Path) -> None:
         load(folder)
 
 
+def rename_weights(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+
+
 def test_missing_file_of_an_index_is_named(folder: Path) -> None:
+    rename_weights(folder, "model-00001-of-00002.safetensors")
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"missing: model-00002-of-00002\.safetensors"):
@@ -143,6 +148,7 @@ def test_missing_file_of_an_index_is_named(folder: Path) -> None:
     ],
 )
 def test_index_without_files_is_refused(folder: Path, index: object, message: str) -> None:
+    rename_weights(folder, "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=message):
         load(folder)
@@ -150,11 +156,12 @@ def test_index_without_files_is_refused(folder: Path, index: object, message: st
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_tensor_in_two_files_is_named_with_both(folder: Path, indexed: bool) -> None:
+    rename_weights(folder, "part.safetensors")
     save_file({"model.norm.weight": torch.zeros(32)}, folder / "zz-old.safetensors")
     if indexed:
-        files = {"model.norm.weight": "model.safetensors", "lm_head.weight": "zz-old.safetensors"}
+        files = {"model.norm.weight": "part.safetensors", "lm_head.weight": "zz-old.safetensors"}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    message = r"model\.norm\.weight of zz-old\.safetensors is in model\.safetensors too$"
+    message = r"model\.norm\.weight of zz-old\.safetensors is in part\.safetensors too$"
     with pytest.raises(ConfigError, match=message):
         load(folder)
 
@@ -200,6 +207,7 @@ def test_all_files_are_checked_before_any_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, last: dict[str, torch.Tensor] | None, message: str
 ) -> None:
     change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    rename_weights(folder, "part.safetensors")
     if last is None:
         (folder / "zz-last.safetensors").write_bytes(b"cut off")
     else:
@@ -308,9 +316,8 @@ def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pyte
     assert open_checkpoint("owner/model", files="all").config["hidden_size"] == 32
     (name, text), (_, everything) = asked
     assert name == "owner/model"
-    assert not any("safetensors" in pattern for pattern in text)
-    assert "*.safetensors" in everything
-    assert not any(pattern.endswith((".bin", ".py", ".pt")) for pattern in everything)
+    assert text == ["config.json"]
+    assert everything == ["config.json", "model.safetensors"]
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from translation_texts import write_tokenizer
 
 from meltcore import Translator
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import PUBLISHED_TRANSLATION_FOLDERS, read_json
+from meltcore.models.checkpoint import PUBLISHED_TRANSLATION_FOLDERS
 from meltcore.models.indictrans2 import IndicTrans2
+from meltcore.models.json_file import read_json
 from meltcore.text.translation.indic_processor import preprocess
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer

@@ -9,7 +9,6 @@ file or in the parts of a split one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,16 @@ from meltcore.models.config_fields import Fields
 from meltcore.models.fairseq_config import TOKENIZER_FOLDER
 from meltcore.models.fairseq_config import find_checkpoint as find_fairseq
 from meltcore.models.fairseq_config import read_config as read_fairseq_config
-from meltcore.models.hub import HubId, download_folder, download_gguf
+from meltcore.models.hub import HubId, download_checkpoint, download_folder, download_gguf
+from meltcore.models.json_file import read_json
+from meltcore.models.weight_files import (
+    INDEX,
+    files_without_index,
+    has_weights,
+    indexed_files,
+    no_weights_reason,
+    reads_index,
+)
 
 if TYPE_CHECKING:
     from meltcore.models.gguf_file import GGUFModel
@@ -89,7 +97,6 @@ ASSETS_FOLDER = "assets"  # of ONNX and TorchScript files
 _TRANSCRIBER_PATTERNS = ["config.json", f"{ASSETS_FOLDER}/*"]
 # model.SRC, model.TGT: SentencePiece models of IndicTrans2; vocab.txt, prompts: of IndicF5
 _TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "checkpoints/vocab.txt", "prompts/*"]
-_WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 @dataclass(frozen=True)
@@ -165,15 +172,23 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The safetensors files in name order. Raises ConfigError when the index names a missing file or no file."""
-        index = self.folder / "model.safetensors.index.json"
-        if not index.exists():
-            return sorted(self.folder.glob("*.safetensors"))
-        names = sorted(set(Fields(read_json(index), index.name).required("weight_map")["weight_map"].values()))
+        """The safetensors files of the model itself in name order; none where there are none.
+
+        Raises ConfigError when the index names a missing file or no file, and when a numbered shard is missing.
+        """
+        present = [path.name for path in self.folder.iterdir()]
+        if not reads_index(present):
+            return [self.folder / name for name in files_without_index(present, str(self.folder))]
+        names = indexed_files(read_json(self.folder / INDEX))
         missing = [name for name in names if not (self.folder / name).exists()]
         if missing:
             raise ConfigError(f"{self.folder}: the index names {len(names)} shards, missing: {', '.join(missing)}")
         return [self.folder / name for name in names]
+
+    @property
+    def no_weights_reason(self) -> str:
+        """Why none of the folder's files holds the weights of a model."""
+        return no_weights_reason([path.name for path in self.folder.iterdir()])
 
 
 def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None = None) -> Checkpoint:
@@ -231,7 +246,7 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:
         reasons.append(str(error))
     folder = checkpoint.text_folder
     if not is_dummy and not checkpoint.weight_files:
-        reasons.append("holds no *.safetensors files (--load-format dummy needs none)")
+        reasons.append(checkpoint.no_weights_reason)
     if not is_dummy and folder is not None and not (folder / "tokenizer.json").exists():
         reasons.append(f"{folder} has no tokenizer.json; name a folder or hub id that has one with --tokenizer")
     return reasons
@@ -307,24 +322,6 @@ def _architectures(model: str, dummy: bool) -> list[str]:
         return []
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises ConfigError if the file is unreadable, invalid or holds no object.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: invalid JSON or UTF-8, or a number of 5,000 digits
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object; it begins with {json.dumps(content)[:40]}")
-    return content
-
-
 def is_on_hub(model: str) -> bool:
     """Return whether a checkpoint is downloaded from the hub: it is no local file or folder, and no bundled one."""
     is_bundled = model in _BUNDLED_FOLDERS
@@ -344,7 +341,7 @@ def _find_gguf(model: str, files: CheckpointFiles) -> Path | None:
         if not path.exists():
             raise ConfigError(f"{model}: no such file")
         return path
-    if not path.is_dir() or any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")):
+    if not path.is_dir() or not any(path.glob("*.gguf")) or has_weights(file.name for file in path.iterdir()):
         return None
     from meltcore.models.gguf_file import gguf_checkpoints
 
@@ -382,4 +379,4 @@ def _find_folder(model: str, files: CheckpointFiles) -> Path:
         raise ConfigError(
             f"{model}: no such folder (a hub id has the form owner/name; bundled are {', '.join(_BUNDLED_FOLDERS)})"
         )
-    return download_folder(model, _TEXT_PATTERNS + _WEIGHT_PATTERNS if files == "all" else _TEXT_PATTERNS)
+    return download_checkpoint(model, _TEXT_PATTERNS, with_weights=files == "all")

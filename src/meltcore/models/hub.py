@@ -5,12 +5,16 @@ This module does not import torch, since API servers use it too.
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.models.json_file import read_json
+from meltcore.models.weight_files import INDEX, files_without_index, has_weights, indexed_files, reads_index
 from meltcore.process import call_with_timeout
 
 _MAX_NAMES_SHOWN = 30
@@ -47,6 +51,37 @@ def download_folder(model: str, patterns: list[str]) -> Path:
         raise ConfigError(
             f"{model}: not a local folder, and its download from the hub failed: {_reason(error)}"
         ) from error
+
+
+def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weights: bool) -> Path:
+    """Download a repository's configuration, tokenizer and, if asked, the weights of the model itself.
+
+    What stands beside them stays where it is: adapters, the same weights in another layout, files of subfolders.
+    Returns the folder. Raises ConfigError with the hub client's reason.
+    """
+    hub_id = HubId(model.partition(":")[0], None)
+    names = _list_files(hub_id)
+    if not names:  # not to be listed: the cache has it, or the download says why not
+        return download_folder(model, [*text_patterns, *(("*.safetensors", INDEX) if with_weights else ())])
+    chosen = [name for name in names if _is_text(name, text_patterns)]
+    if not with_weights:
+        return download_folder(model, _exactly(chosen))
+    if not reads_index(names):
+        return download_folder(model, _exactly([*chosen, *files_without_index(names, model)]))
+    folder = download_folder(model, _exactly([*chosen, INDEX]))
+    shards = indexed_files(read_json(folder / INDEX))
+    return download_folder(model, _exactly([*chosen, INDEX, *shards]))
+
+
+def _is_text(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a file matches a pattern in its own folder. An index is read with the weights alone."""
+    same_depth = (pattern for pattern in patterns if pattern.count("/") == name.count("/"))
+    return not name.endswith(".index.json") and any(fnmatchcase(name, pattern) for pattern in same_depth)
+
+
+def _exactly(names: Iterable[str]) -> list[str]:
+    """Return patterns that match these names alone."""
+    return [glob.escape(name) for name in names]
 
 
 def download_gguf(model: str) -> Path | None:
@@ -108,7 +143,7 @@ def _find_gguf(model: str) -> list[str] | None:
     if hub_id is None:
         return None
     names = _list_files(hub_id)
-    if hub_id.choice is None and any(name.endswith(".safetensors") for name in names):
+    if hub_id.choice is None and has_weights(names):
         return None
     from meltcore.models.gguf_file import gguf_checkpoints  # which imports gguf, that other checkpoints do not need
 

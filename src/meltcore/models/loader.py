@@ -33,7 +33,7 @@ from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.safetensors_file import SafetensorsFile
-from meltcore.models.tensor_file import TensorEntry, TensorFile
+from meltcore.models.tensor_file import TensorEntry, TensorFile, is_derived
 
 Progress = Callable[[str, float], None]
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -214,7 +214,7 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
 
 
 def _has_weight_files(checkpoint: Checkpoint) -> bool:
-    return any(checkpoint.folder.glob("*.safetensors"))
+    return bool(checkpoint.weight_files)
 
 
 @contextmanager
@@ -262,7 +262,7 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
         return
     paths = checkpoint.weight_files
     if not paths:
-        raise ConfigError(f"{checkpoint.folder} holds no *.safetensors files (--load-format dummy needs none)")
+        raise ConfigError(f"{checkpoint.folder} {checkpoint.no_weights_reason}")
     yield from map(SafetensorsFile, paths)
 
 
@@ -282,7 +282,8 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
             elif canonical_name in fused_tensors:
                 target, checkpoint_names = fused_tensors[canonical_name]
             else:
-                unexpected += [] if model.ignored_tensor(canonical_name) else [file.stored_name(name)]
+                if not is_derived(canonical_name, entry) and not model.ignored_tensor(canonical_name):
+                    unexpected.append(file.stored_name(name))
                 continue
             for checkpoint_name in checkpoint_names:
                 if checkpoint_name in sources:

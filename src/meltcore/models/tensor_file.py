@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,14 @@ from meltcore.layers.weight_loader import WeightLoader
 # Separate ranges are read one by one when they are at least this long; else the bytes between them are read too.
 _MIN_RANGE_BYTES = 64 * 1024
 
+# Tables that a model computes from its configuration and older libraries saved: rotary frequencies, their sines and
+# cosines, causal masks, positions. Other loaders skip them too.
+_DERIVED_NAME = re.compile(
+    r"(^|\.)(\w*inv_freq|(cos|sin|cos_sin)_cached?|freqs_cis|masked_bias|\w*_mask|position_ids|attn_rot_embd\.weight)$"
+    r"|(^|\.)(rotary|rope)\w*\.(cos|sin|freqs)$"
+)
+_MASK_NAME = re.compile(r"attn\.(bias|mask)$|attention\.(bias|mask)$")  # a bias of a layer has one dimension
+
 Index = Sequence[slice]
 
 
@@ -30,6 +39,12 @@ class TensorEntry(NamedTuple):
     dtype_name: str
     shape: tuple[int, ...]
     offset: int
+
+
+def is_derived(name: str, entry: TensorEntry) -> bool:
+    """Return whether a tensor follows from the configuration, so that a model that does not have it needs no value."""
+    is_mask = len(entry.shape) > 1 and _MASK_NAME.search(name) is not None
+    return is_mask or _DERIVED_NAME.search(name) is not None
 
 
 class TensorFile:

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import ASSETS_FOLDER, read_json
+from meltcore.models.checkpoint import ASSETS_FOLDER
 from meltcore.models.config_fields import Fields
 from meltcore.models.exported_part import ExportedPart
+from meltcore.models.json_file import read_json
 from meltcore.models.log_mel import LOG_OFFSET, mel_filters
 from meltcore.models.onnx_encoder import OnnxEncoder
 from meltcore.models.task_configs import IndicConformerConfig, LogMelConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import read_json
+from meltcore.models.json_file import read_json
 from meltcore.tasks.speech_audio import Samples
 
 _LIST, _FOLDER = "voices.json", "prompts"

@@ -14,7 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import Checkpoint, read_json
+from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.json_file import read_json
 
 MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input
 

@@ -16,9 +16,10 @@ import numpy as np
 from gguf.constants import TokenType
 
 from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint, read_json
+from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.gguf_config import END_TOKENS, read_config
 from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.json_file import read_json
 from meltcore.text.chat_template import find_source, special_token_texts
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.gguf_tokenizer import (
