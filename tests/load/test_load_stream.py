@@ -271,3 +271,138 @@ def test_request_without_max_tokens_still_has_a_limit() -> None:
 )
 def test_error_messages_of_other_formats_are_found(body: str, message: str) -> None:
     assert error_message(body) == message
+
+
+def chunk(delta: dict[str, object], **fields: object) -> bytes:
+    body = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], **fields}
+    return f"data: {json.dumps(body)}\n\n".encode()
+
+
+TOOL = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": "a"},
+        {"content": [{"type": "text", "text": "a"}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "a"}]}]},
+        {"content": None, "reasoning": "a"},
+        {"reasoning_content": "a"},
+        {"thinking": "a"},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "a"}]},
+        {"content": "", "refusal": "I"},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+        {"function_call": {"name": "f", "arguments": ""}},
+        {"audio": {"id": "x", "data": "AAAA"}},
+        {"audio": {"id": "x", "transcript": "a"}},
+    ],
+)
+def test_first_token_comes_with_the_first_output_of_any_kind(delta: dict[str, object]) -> None:
+    nothing = {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "audio": {"id": "x", "data": ""}}
+    ends = chunk({}) + event(finish="tool_calls") + USAGE + DONE
+    response = play((2.0, chunk(nothing)), (3.0, chunk(delta)), (4.0, chunk(delta)), (5.0, ends))
+    record = response.record
+    assert (record.failure, record.first_text_s, record.times_s.tolist()) == (None, 3.0, [3.0, 4.0])
+    assert (record.output_tokens, record.finish_reason) == (2, "tool_calls")
+    assert response.is_text == (bool(response.content or response.reasoning))
+    without_usage = play((2.0, chunk(nothing)), (3.0, chunk(delta)), (5.0, event(finish="stop") + DONE)).record
+    assert without_usage.output_tokens == 1
+
+
+@pytest.mark.parametrize("error", ["null", "{}", '""', "false", "[]"])
+def test_empty_error_is_no_error(error: str) -> None:
+    """As gateways add it to the chunk of the usage, or to all of them."""
+    text = b'data: {"choices": [{"delta": {"content": "a"}}], "error": ' + error.encode() + b"}\n\n"
+    usage = USAGE.replace(b"{", b'{"error": ' + error.encode() + b", ", 1)
+    record = play((2.0, text + text + event(finish="stop") + usage + DONE)).record
+    assert (record.failure, record.output_tokens) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (b'data: {"error": {"message": "gone", "code": 500}}\n\n', "gone"),
+        (b'data: {"choices": [], "error": "gone"}\n\n', "gone"),
+        (b'data: {"choices": [{"delta": {"content": ""}}], "error": {"message": "gone"}}\n\n', "gone"),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}], "error": {"code": 502}}\n\n', ""),
+        (b'data: {"object": "error", "message": "gone", "code": 400}\n\n', "gone"),
+        (b'event: error\ndata: {"message": "gone"}\n\n', "gone"),
+        (b"event:error\r\ndata: gone\r\n\r\n".replace(b"gone", b'{"detail":"gone"}'), "gone"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_error_within_a_stream_is_a_failure_wherever_it_stands(told: bytes, message: str, size: int) -> None:
+    stream = event("a") + told + event(finish="stop") + USAGE + DONE
+    record = play(*((2.0, stream[at : at + size]) for at in range(0, len(stream), size))).record
+    assert record.failure == "error event"
+    assert message in (record.detail or "")
+
+
+@pytest.mark.parametrize(
+    "keep_alive",
+    [
+        b": ping\n\n",
+        b"data:\n\n",
+        b"data: \r\n\r\n",
+        b'event: ping\ndata: {"type": "ping"}\n\n',
+        b"event: error\n\n",
+        b"\n\n",
+    ],
+)
+def test_what_keeps_a_connection_open_is_no_answer(keep_alive: bytes) -> None:
+    parts = [keep_alive, event("a"), keep_alive, event(" b"), keep_alive, event(finish="stop"), USAGE, keep_alive, DONE]
+    record = play(*((2.0 + at, part) for at, part in enumerate(parts))).record
+    assert (record.failure, record.times_s.tolist(), record.output_tokens) == (None, [3.0, 5.0], 2)
+
+
+def usage(**counts: object) -> bytes:
+    return f"data: {json.dumps({'choices': [], 'usage': counts})}\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("stream", "counts"),
+    [
+        (event("a") + event("b") + event(finish="stop") + DONE + USAGE, (5, 2)),
+        (event("a") + event(finish="stop") + usage(prompt_tokens=5.0, completion_tokens=2.0) + DONE, (5, 2)),
+        (event("a", usage=1) + event("b", usage=2) + event(finish="stop", usage=2) + DONE, (5, 2)),
+        (event(role=True, usage=0) + event("a") + event("b") + event(finish="stop", usage=2) + DONE, (5, 2)),
+        (event("a") + event(finish="stop") + usage(prompt_tokens=None, completion_tokens=3) + DONE, (0, 3)),
+        (event("a") + event(finish="stop") + usage(prompt_tokens=5) + DONE, (5, 1)),
+        (event("a") + event(finish="stop") + usage() + DONE, (0, 1)),
+        (event("a") + USAGE.replace(b"[]", b"null") + event(finish="stop") + b'data: {"usage": null}\n\n', (5, 2)),
+        (
+            event("a") + event(finish="stop")
+            + usage(prompt_tokens=5, completion_tokens=2, prompt_tokens_details=None, completion_tokens_details=None),
+            (5, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_usage_is_read_wherever_gateways_put_it(stream: bytes, counts: tuple[int, int]) -> None:
+    record = play((2.0, stream)).record
+    assert (record.failure, record.prompt_tokens, record.output_tokens) == (None, *counts)
+
+
+@pytest.mark.parametrize("counts", [{"completion_tokens": 1.5}, {"completion_tokens": 1e300}, {"prompt_tokens": 0.5}])
+def test_counts_that_are_no_numbers_of_tokens_are_implausible(counts: dict[str, float]) -> None:
+    stream = event("a") + event(finish="stop") + usage(**({"completion_tokens": 1} | counts)) + DONE
+    assert play((2.0, stream)).record.failure == "implausible usage"
+
+
+def test_empty_finish_reasons_need_the_end_mark() -> None:
+    parts = event("a", finish="") + event("b", finish="")
+    assert play((2.0, parts + DONE)).record.failure is None
+    assert play((2.0, parts)).record.failure == "truncated stream"
+    assert play((2.0, event("a", finish="length") + event("", finish="") + DONE)).record.finish_reason == "length"
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("size", [1, 5, 10_000])
+def test_form_of_the_event_stream_does_not_matter(newline: bytes, size: int) -> None:
+    """Line ends, missing spaces, ids, and data of several lines, however they are split."""
+    first = b'id: 1\ndata:{"choices": [{"index": 0,\ndata: "delta": {"content": "a"}}]}\n\n'
+    stream = b"\xef\xbb\xbf: hello\n\n" + first + event(" b") + event(finish="stop") + USAGE + b"retry: 5\n" + DONE
+    stream = stream.replace(b"\n", newline)
+    response = play(*((2.0, stream[at : at + size]) for at in range(0, len(stream), size)))
+    assert (response.record.failure, response.content, response.record.saw_done) == (None, "a b", True)

@@ -135,7 +135,8 @@ class Dispatcher:
         if record.failure is None:
             if request.grade is not None:
                 record.correct = request.grade(response.content)
-            if request.in_check_sample or (request.needs_token_count and not record.saw_usage):
+            wants_text = request.in_check_sample or (request.needs_token_count and not record.saw_usage)
+            if wants_text and response.is_text:
                 reasoning = response.reasoning
                 record.text, record.reasoning_chars = reasoning + response.content, len(reasoning)
         self._count_failure(record)

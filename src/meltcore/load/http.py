@@ -255,17 +255,24 @@ def _content_length(headers: dict[str, str]) -> int | None:
     return int(value)
 
 
+class ErrorEvent(bytes):
+    """The data of an event named `error`."""
+
+    __slots__ = ()
+
+
 class EventParser:
     """Decodes the data of server-sent events from body bytes, however they are split.
 
-    Event names, ids and comments are ignored.
+    Ids, comments and names of events but `error` are ignored.
     """
 
-    __slots__ = ("_at_event_boundary", "_bom_checked", "_data_lines", "_skip_next_lf", "_unfinished_line")
+    __slots__ = ("_at_event_boundary", "_bom_checked", "_data_lines", "_is_error", "_skip_next_lf", "_unfinished_line")
 
     def __init__(self) -> None:
         self._unfinished_line = b""  # an unfinished line
         self._data_lines: list[bytes] = []  # data lines of an unfinished event
+        self._is_error = False  # the name of the unfinished event
         self._skip_next_lf = False  # the last byte was a CR: an LF directly after it ends the same line
         self._bom_checked = False
         self._at_event_boundary = True  # events: nothing is buffered, and nothing is to be skipped
@@ -307,8 +314,15 @@ class EventParser:
                 self._data_lines.append(line[6:] if line[5:6] == b" " else line[5:])
             elif line == b"data":
                 self._data_lines.append(b"")
-            elif not line and self._data_lines:
-                events.append(b"\n".join(self._data_lines))
-                self._data_lines.clear()
-        self._at_event_boundary = not (self._unfinished_line or self._data_lines or self._skip_next_lf)
+            elif line.startswith(b"event:"):
+                self._is_error = line[6:].strip() == b"error"
+            elif not line:
+                if self._data_lines:
+                    data = b"\n".join(self._data_lines)
+                    events.append(ErrorEvent(data) if self._is_error else data)
+                    self._data_lines.clear()
+                self._is_error = False
+        self._at_event_boundary = not (
+            self._unfinished_line or self._data_lines or self._is_error or self._skip_next_lf
+        )
         return events

@@ -52,6 +52,11 @@ class BaseResponse:
         return ""
 
     @property
+    def is_text(self) -> bool:
+        """Return whether all of the answer is text, so that its tokens can be counted again."""
+        return True
+
+    @property
     def reasoning(self) -> str:
         """Return the text that the server marks as reasoning."""
         return ""

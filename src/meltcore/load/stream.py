@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from meltcore.load.config import AnswerRules
-from meltcore.load.http import EventParser, HttpError
+from meltcore.load.http import ErrorEvent, EventParser, HttpError
 from meltcore.load.record import RequestRecord
 from meltcore.load.response import BaseResponse, error_message
 
@@ -18,9 +19,24 @@ NO_EXTRA_RULES = AnswerRules()
 
 
 class _Delta(msgspec.Struct):
-    content: str | None = None
+    content: str | list[Any] | None = None  # a list: parts with a type, of which "text" ones are the answer
     reasoning_content: str | None = None
     reasoning: str | None = None  # its newer name; a server that sends both repeats the text
+    thinking: str | None = None
+    # Of any form: what they hold is not read.
+    reasoning_details: Any = None
+    refusal: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    audio: Any = None
+
+    def has_other_output(self) -> bool:
+        """Return whether tokens came that are neither content nor reasoning in a field of its own."""
+        audio = self.audio
+        if isinstance(audio, dict):  # the first one may have an id alone
+            audio = audio.get("data") or audio.get("transcript")
+        others = (self.content, self.refusal, self.tool_calls, self.function_call, self.reasoning_details, audio)
+        return any(map(bool, others))
 
 
 class _Choice(msgspec.Struct):
@@ -35,27 +51,50 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    """Token counts, of some servers as floats. null is a count that the server does not tell."""
+
+    prompt_tokens: int | float | None = None
+    completion_tokens: int | float | None = None
     prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw = msgspec.Raw()
+    error: Any = None
+    object: Any = None  # "error" where the fields of an error stand beside it
+
+    @property
+    def is_error(self) -> bool:
+        """Return whether it reports an error: gateways add an empty `error` to events that report none."""
+        return bool(self.error) or self.object == "error"
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def _whole(count: float | None) -> int | None:
+    """Return a count of tokens as an integer; -1 for a fraction, which no count is."""
+    if isinstance(count, float):
+        return int(count) if count.is_integer() else -1
+    return count
+
+
+def _text_of(content: str | list[Any] | None) -> str | None:
+    """Return the text of an answer's content, which some servers send in parts."""
+    if not isinstance(content, list):
+        return content
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 class StreamedResponse(BaseResponse):
     """Reads one streamed answer into `record`, then calls `on_done` exactly once.
 
     An answer is complete when its response ended in order after a finish reason, with text or with counted tokens.
-    Anything less is a failure with its reason; `rules` can require more. Text is content and reasoning: a user waits
-    for the tokens of both, but only the content is the answer. The record tells whether `[DONE]` and the usage arrived.
-    Without usage, the number of events with text is the token count.
+    Anything less is a failure with its reason; `rules` can require more. The first token comes with the first event of
+    any output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record tells
+    whether `[DONE]` and the usage arrived. Without usage, the number of events with output is the token count.
 
     Token counts that cannot be true fail the request: negative ones, more output tokens than `max_output_tokens` (None:
     the request has no limit), more cached than prompt tokens, or no token for an answer with text.
@@ -67,6 +106,7 @@ class StreamedResponse(BaseResponse):
         "_event_parser",
         "_event_times",
         "_event_tokens",
+        "_has_other_output",
         "_is_empty",
         "_max_output_tokens",
         "_reasoning",
@@ -96,6 +136,7 @@ class StreamedResponse(BaseResponse):
         self._rules = rules
         self._max_output_tokens = MAX_TOKENS if max_output_tokens is None else max_output_tokens
         self._allow_empty = rules.allow_empty
+        self._has_other_output = False
         self._is_empty = False
         self._saw_done = False
         self._saw_usage = False
@@ -109,6 +150,11 @@ class StreamedResponse(BaseResponse):
     def reasoning(self) -> str:
         """Return the text that the server marks as reasoning."""
         return "".join(self._reasoning)
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether the answer is content and reasoning alone."""
+        return not self._has_other_output
 
     # --- callbacks of the connection
 
@@ -127,7 +173,8 @@ class StreamedResponse(BaseResponse):
         for event in events:
             if self._on_done is None:  # failed: its record was already delivered
                 return
-            self._on_event(event)
+            if event.strip():  # else it was sent to keep the connection open
+                self._on_event(event)
 
     # --- inside the stream
 
@@ -140,41 +187,51 @@ class StreamedResponse(BaseResponse):
         except msgspec.DecodeError as error:
             self._finish("bad json", f"{error}: {data[:80]!r}")
             return
+        if event.is_error or isinstance(data, ErrorEvent):
+            self._finish("error event", error_message(data.decode("utf-8", "replace")))
+            return
         usage = event.usage
-        if usage is not None and not 0 <= usage.completion_tokens <= self._max_output_tokens:
+        count = None if usage is None else _whole(usage.completion_tokens)
+        if usage is not None and count is not None and not 0 <= count <= self._max_output_tokens:
             self._finish(IMPLAUSIBLE_USAGE, self._wrong_completion_tokens(usage.completion_tokens))
             return
         if event.choices:
-            choice = event.choices[0]
-            delta = choice.delta or choice.message
-            content = choice.text if delta is None else delta.content
-            reasoning = None if delta is None else delta.reasoning_content or delta.reasoning
-            text = content or reasoning
-            self._is_empty = self._allow_empty and choice.finish_reason == "stop" and not (text or self._event_times)
-            if text or self._is_empty:
-                self._event_times.append(self.now_s)
-                if usage is not None:
-                    self._event_tokens.append(usage.completion_tokens)
-            if content and self._content is not None:
-                self._content.append(content)
-            if reasoning and self._content is not None:
-                self._reasoning.append(reasoning)
-            if choice.finish_reason is not None:
-                self.record.finish_reason = choice.finish_reason
-        elif event.error:
-            self._finish("error event", error_message(data.decode("utf-8", "replace")))
+            self._on_choice(event.choices[0], count)
         if usage is not None:
             self._on_usage(usage)
 
+    def _on_choice(self, choice: _Choice, count: int | None) -> None:
+        """Note what came of an answer. count: of its tokens up to here; None: the event does not say."""
+        delta = choice.delta or choice.message
+        content = choice.text if delta is None else _text_of(delta.content)
+        reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking
+        has_output = bool(content or reasoning)
+        if not has_output and delta is not None and delta.has_other_output():
+            has_output = self._has_other_output = True
+        self._is_empty = self._allow_empty and choice.finish_reason == "stop" and not (has_output or self._event_times)
+        if has_output or self._is_empty:
+            self._event_times.append(self.now_s)
+            if count is not None:
+                self._event_tokens.append(count)
+        if content and self._content is not None:
+            self._content.append(content)
+        if reasoning and self._content is not None:
+            self._reasoning.append(reasoning)
+        if choice.finish_reason or (choice.finish_reason is not None and self.record.finish_reason is None):
+            self.record.finish_reason = choice.finish_reason
+
     def _on_usage(self, usage: _Usage) -> None:
-        self._saw_usage = True
-        self.record.prompt_tokens = usage.prompt_tokens
-        self.record.output_tokens = usage.completion_tokens
+        output_tokens, prompt_tokens = _whole(usage.completion_tokens), _whole(usage.prompt_tokens)
+        if output_tokens is not None:
+            self._saw_usage = True
+            self.record.output_tokens = output_tokens
+        if prompt_tokens is not None:
+            self.record.prompt_tokens = prompt_tokens
         if usage.prompt_tokens_details is not None:
             self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
-    def _wrong_completion_tokens(self, count: int) -> str:
-        limit = "" if count < 0 else f", the request allows at most {self._max_output_tokens}"
+    def _wrong_completion_tokens(self, count: float | None) -> str:
+        limit = f", the request allows at most {self._max_output_tokens}" if (_whole(count) or 0) > 0 else ""
         return f"completion_tokens {count}{limit}"
 
     def _wrong_usage(self) -> str | None:
@@ -193,7 +250,7 @@ class StreamedResponse(BaseResponse):
         record = self.record
         if self._event_parser.inside_event:
             return "truncated stream", "the last event is unfinished"
-        if record.finish_reason is None:
+        if not record.finish_reason and not (record.finish_reason == "" and self._saw_done):  # "" on every event
             return "truncated stream", "no finish_reason"
         if record.finish_reason in ("abort", "error"):
             return "aborted by server", f"finish_reason is {record.finish_reason}"

@@ -74,7 +74,8 @@ class TokenCounter:
         """
         for record in records:
             if record.failure is None and not record.saw_usage:
-                record.output_tokens = self.count_output_tokens(record)
+                if record.text is not None:  # else it has a tool call or audio, and its events are counted
+                    record.output_tokens = self.count_output_tokens(record)
                 record.prompt_tokens = self._count_prompt_tokens(get_request_fields(record.index))
 
     def _count_prompt_tokens(self, fields: dict[str, Any]) -> int:
