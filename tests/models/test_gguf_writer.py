@@ -221,7 +221,9 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
         write_gguf(hybrid, tmp_path / "m.gguf", GGUF_FORMATS["q8_0"], vocabulary, lambda _: None, lambda *_: None)
     save(tmp_path / "source", "qwen3")
     file = write(tmp_path / "source")
-    with pytest.raises(ConfigError, match=r"written\.gguf is a GGUF file; quantizing starts from a folder"):
+    with pytest.raises(
+        ConfigError, match=r"written\.gguf is a GGUF file; a folder with safetensors files is read here"
+    ):
         write_gguf(
             open_checkpoint(str(file), files="all"),
             tmp_path / "m.gguf",

@@ -11,12 +11,15 @@ if TYPE_CHECKING:
 
 HELP = (
     "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0), or a folder in the "
-    "layout of compressed-tensors (fp8). It is read and written piece by piece, without a GPU."
+    "layout of compressed-tensors (fp8). It reads a folder with safetensors files, or a GGUF file, piece by piece and "
+    "without a GPU."
 )
 EXAMPLES = """\
   meltcore quantize Qwen/Qwen3-0.6B --to q8_0            writes Qwen3-0.6B-Q8_0.gguf
   meltcore quantize ./my-llama --to q4_0 --out small.gguf
   meltcore quantize Qwen/Qwen3.5-35B-A3B --to fp8        writes the folder Qwen3.5-35B-A3B-FP8
+  meltcore quantize model-F16.gguf --to q8_0             writes model-F16-Q8_0.gguf
+  meltcore quantize model-IQ2_XXS.gguf --to q8_0 --allow-requantize
   meltcore serve Qwen3-0.6B-Q8_0.gguf
 
 exit status: 0 written, 2 refused or wrong usage; an interrupted run leaves nothing
@@ -26,10 +29,15 @@ _FORMATS = ("q8_0", "q4_0", "fp8")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and the options of the output."""
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a hub id, or a bundled model")
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a hub id, or a bundled model")
     parser.add_argument("--to", choices=_FORMATS, required=True, help="format of the matrices")
     parser.add_argument(
         "--out", metavar="PATH", help="GGUF file or folder to write (default: named after model and format, here)"
+    )
+    parser.add_argument(
+        "--allow-requantize",
+        action="store_true",
+        help="take a GGUF file that is quantized already: its rounded values are rounded again",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace PATH if it exists")
 
@@ -42,12 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.errors import ConfigError
-    from meltcore.models.checkpoint import open_checkpoint
+    from meltcore.models.checkpoint import find_gguf, open_checkpoint
     from meltcore.results.progress import progress_bar, stop_progress
 
     console = Console(highlight=False)
-    checkpoint = open_checkpoint(args.model, files="all")
-    name = f"{Path(args.model).resolve().name}-{args.to.upper()}"
+    gguf_path = find_gguf(args.model, "all")
+    source = open_checkpoint(args.model, files="all") if gguf_path is None else gguf_path
+    stem = Path(args.model).resolve().name if gguf_path is None else gguf_path.stem
+    name = f"{stem}-{args.to.upper()}"
     path = Path(args.out).expanduser() if args.out else Path(name if args.to == "fp8" else f"{name}.gguf")
     if args.to != "fp8" and path.suffix != ".gguf":
         raise ConfigError(f"--out {path}: the name of a GGUF file ends with .gguf")
@@ -59,11 +69,30 @@ def run(args: argparse.Namespace) -> int:
         progress.update(task, description=stage, completed=round(100 * fraction))
 
     with signals_as_ctrl_c(), stop_progress(progress):
-        _write(checkpoint, path, args.to, show, overwrite=args.overwrite)
+        if isinstance(source, Path):
+            _requantize(source, path, args.to, show, overwrite=args.overwrite, allow=args.allow_requantize)
+        else:
+            _write(source, path, args.to, show, overwrite=args.overwrite)
     files = [path] if path.is_file() else list(path.iterdir())
     size = sum(file.stat().st_size for file in files)
     console.print(f"{path}: {size / 1e6:,.1f} MB", markup=False, soft_wrap=True)
     return 0
+
+
+def _requantize(source: "Path", path: "Path", to: str, progress: "Progress", *, overwrite: bool, allow: bool) -> None:
+    from meltcore.errors import ConfigError
+    from meltcore.models.gguf_file import GGUFModel
+    from meltcore.models.gguf_requantize import check_requantizable, requantize
+    from meltcore.models.gguf_writer import GGUF_FORMATS
+
+    if to not in GGUF_FORMATS:
+        raise ConfigError(
+            f"--to {to} reads a folder; {source} is a GGUF file, whose weights "
+            f"`meltcore serve {source} --quantization {to}` quantizes while it loads them"
+        )
+    model = GGUFModel(source)
+    check_requantizable(model, allow_requantize=allow)
+    requantize(model, path, GGUF_FORMATS[to], progress, overwrite=overwrite)
 
 
 def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress", *, overwrite: bool) -> None:

@@ -203,7 +203,7 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     and an invalid GGUF file; UnservableModelError for a GGUF file that cannot be served.
     """
     tokenizer_folder = None if tokenizer is None else _find_folder(tokenizer, "text")
-    gguf_path = _find_gguf(model, files)
+    gguf_path = find_gguf(model, files)
     if gguf_path is not None:
         return _open_gguf(model, gguf_path, tokenizer_folder)
     folder = _find_folder(model, files)
@@ -328,7 +328,7 @@ def is_on_hub(model: str) -> bool:
     return not is_bundled and HubId.parse(model) is not None and not Path(model).expanduser().exists()
 
 
-def _find_gguf(model: str, files: CheckpointFiles) -> Path | None:
+def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
     """Return the GGUF file that `model` names, locally or on the hub, or that is the only one of a folder, else None.
 
     Raises ConfigError for a missing file, and for several to choose from.

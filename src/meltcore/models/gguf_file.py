@@ -92,11 +92,14 @@ class GGUFFile:
         header = _HeaderParser(path, self._data)
         num_tensors, num_values = header.counts()
         self.metadata: dict[str, Any] = {}
+        self._raw_values: dict[str, slice] = {}
         for index in range(num_values):
+            start = header.position
             key = header.text(f"the name of metadata value {index + 1} of {num_values}")
             if key in self.metadata:
                 raise ConfigError(f"{path}: the metadata has {key} twice")
             self.metadata[key] = header.value(key)
+            self._raw_values[key] = slice(start, header.position)
         self.tensors: dict[str, GGUFTensor] = {}
         self.unknown_types: dict[str, int] = {}
         for index in range(num_tensors):
@@ -131,6 +134,10 @@ class GGUFFile:
         if not isinstance(array, GGUFArray) or array.value_type not in _NUMBERS:
             raise ConfigError(f"{self.path}: {key} must be an array of numbers; got {describe_value(array)}")
         return np.frombuffer(self._data, _NUMBERS[array.value_type], array.length, array.offset).copy()
+
+    def raw_value(self, key: str) -> bytes:
+        """Return the bytes of a metadata value with its key and its type, as stored."""
+        return self._data[self._raw_values[key]]
 
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
         """Return the bytes of a tensor as stored: a memory-mapped view [rows, bytes of a row] uint8.

@@ -29,6 +29,7 @@ _REMOVED = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
+_UNREADABLE = {"Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"}  # also by `meltcore quantize`
 QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
@@ -39,21 +40,24 @@ def unsupported_formats(model: GGUFModel) -> str | None:
         for name, tensor in model.tensors.items()
         if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES)
     }
-    is_readable = not model.unknown_types
+    is_readable = not model.unknown_types and _UNREADABLE.isdisjoint(found.values())
     for name, type_id in model.unknown_types.items():
         found[name] = (
             f"{_REMOVED[type_id]}, which ggml has removed" if type_id in _REMOVED else f"unknown type {type_id}"
         )
     if not found:
         return None
-    counts = ", ".join(
-        f"{count} tensor{'s' if count > 1 else ''} as {label}" for label, count in Counter(found.values()).most_common()
-    )
     supported = ", ".join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))
     remedy = "take a file of the model in one of these"
     if is_readable:
         remedy += f", or write one: meltcore quantize {model.path} --to q8_0 --allow-requantize"
-    return f"stores {counts} (first: {next(iter(found))}); supported: {supported}; {remedy}"
+    return f"stores {count_formats(found.values())} (first: {next(iter(found))}); supported: {supported}; {remedy}"
+
+
+def count_formats(labels: Iterable[str]) -> str:
+    """Return the number of tensors in each format, the most frequent first. labels: the format of each tensor."""
+    counts = Counter(labels).most_common()
+    return ", ".join(f"{count} tensor{'s' if count > 1 else ''} as {label}" for label, count in counts)
 
 
 def held_type(stored: GgmlType, *, on_cpu: bool) -> GgmlType | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, LlamaFileType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from meltcore.errors import ConfigError
 from meltcore.kernels.rope_scaling import Llama3Scaling, YarnScaling
@@ -36,6 +36,7 @@ from meltcore.models.gguf_config import (
     read_config,
 )
 from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION, ROUTER
 from meltcore.models.gguf_weights import gguf_name, has_permuted_rows, includes_one, stored_rows
 from meltcore.models.loader import Progress
 from meltcore.models.registry import ARCHITECTURES
@@ -43,20 +44,12 @@ from meltcore.models.source_tensors import SourceTensor, SourceTensors, open_ten
 from meltcore.results.files import atomic_output, check_disk_space
 
 GGUF_FORMATS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
-_FILE_TYPES = {
-    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-    GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
-}
-_QUANTIZATION_VERSION = 2  # of ggml's block formats
 _ARCHITECTURE_NAMES = {family.architecture: name for name, family in FAMILIES.items()} | {
     "Gemma3ForConditionalGeneration": "gemma3",
     "MistralForCausalLM": "llama",
 }
 _TYPES = {torch.bfloat16: GGMLQuantizationType.BF16, torch.float16: GGMLQuantizationType.F16}
-_ROUTER = "ffn_gate_inp"
-# Magnitudes beyond these give a block an infinite float16 scale.
 _LARGEST_FLOAT = torch.finfo(torch.float32).max
-_LARGEST = {GGMLQuantizationType.Q8_0: 127 * 65504.0, GGMLQuantizationType.Q4_0: 8 * 65504.0}
 
 # Called with the header of the new file before its tensors are quantized, which may take minutes.
 HeaderCheck = Callable[[GGUFModel], None]
@@ -95,7 +88,7 @@ class _StoredTensor(NamedTuple):
                 values = part.float()
                 if self.added:
                     values = values + self.added
-                source.check_largest(float(values.abs().max()), _LARGEST.get(self.type, _LARGEST_FLOAT), self.type.name)
+                source.check_largest(float(values.abs().max()), LARGEST.get(self.type, _LARGEST_FLOAT), self.type.name)
                 stored = gguf.quants.quantize(values.numpy(), self.type).view(np.uint8)
                 blocks[row : row + len(values)] = stored.reshape(len(values), -1)
                 row += len(values)
@@ -128,8 +121,8 @@ def write_gguf(
         try:
             metadata = {
                 "general.name": Path(checkpoint.name).name,
-                "general.file_type": int(_FILE_TYPES[to]),
-                "general.quantization_version": _QUANTIZATION_VERSION,
+                "general.file_type": int(FILE_TYPES[to]),
+                "general.quantization_version": QUANTIZATION_VERSION,
             }
             config = source.model.config
             metadata |= config_metadata(checkpoint.name, config, name)
@@ -205,7 +198,7 @@ def _stored_type(
     Vectors and routers are float32, as llama.cpp expects. A matrix whose rows are no whole blocks keeps its type; the
     experts of a layer, which one kernel computes, all do if one does. The output head is Q8_0 at least.
     """
-    if len(tensor.shape) < 2 or _ROUTER in name:
+    if len(tensor.shape) < 2 or ROUTER in name:
         return GGMLQuantizationType.F32
     columns = [tensor.shape[-1]]
     if "_exps." in name:

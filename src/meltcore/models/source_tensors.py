@@ -85,15 +85,16 @@ class SourceTensors(NamedTuple):
 def open_tensors(checkpoint: Checkpoint) -> Iterator[SourceTensors]:
     """Open a checkpoint folder whose weights are unquantized.
 
-    Raises ConfigError for a quantized checkpoint, for a GGUF file, and for one that cannot be served.
+    Raises ConfigError for a quantized checkpoint, for a GGUF file, which gguf_requantize.py reads, and for one that
+    cannot be served.
     """
     if checkpoint.gguf is not None:
-        raise ConfigError(f"{checkpoint.name} is a GGUF file; quantizing starts from a folder with safetensors files")
+        raise ConfigError(f"{checkpoint.name} is a GGUF file; a folder with safetensors files is read here")
     for fields in (checkpoint.config, checkpoint.config.get("text_config")):
         if isinstance(fields, dict) and fields.get("quantization_config") is not None:
             raise ConfigError(
                 f"{checkpoint.name} is quantized already: config.json has a quantization_config; "
-                "quantizing starts from an unquantized checkpoint"
+                "quantizing starts from an unquantized one, or with --allow-requantize from a quantized GGUF file"
             )
     model = build_meta_model(checkpoint, torch.bfloat16, torch.device("meta"))
     check_tensors(model, checkpoint)
