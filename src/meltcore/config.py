@@ -53,6 +53,18 @@ class EngineConfig:
         type=not_empty,
         metavar="PATH",
     )
+    chat_template: str | None = option(
+        None,
+        "Jinja file with the chat template, instead of the checkpoint's.",
+        group=_ENGINE_GROUP,
+        type=not_empty,
+        metavar="FILE",
+    )
+    special_tokens_in_messages: bool = option(
+        False,
+        "Read special tokens such as <|im_end|> in the text of messages, as vLLM and llama.cpp do (default: as text).",
+        group=_ENGINE_GROUP,
+    )
     load_format: LoadFormat = option("auto", "dummy: random weights of the configured shapes.", group=_ENGINE_GROUP)
     dtype: DType = option(
         "auto", "Type of weights and activations (default: the checkpoint's; CPU: float32).", group=_ENGINE_GROUP

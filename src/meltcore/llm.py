@@ -17,7 +17,8 @@ from meltcore.engine.host.device import choose_device, default_batched_tokens
 from meltcore.errors import RequestError
 from meltcore.protocol.generation import AddRequest, FinishReason, SequenceOutput, TokenLogprobs
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.chat_template import ChatTemplate, Message, render_chat
+from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_template import ChatTemplate, Message
 from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -63,7 +64,8 @@ class LLM:
         self.engine.scheduler.long_prompt = self.engine.max_model_len  # offline, no prompt is paced
         checkpoint, hf_config = self.engine.checkpoint, self.engine.checkpoint.config
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")
-        self._template = ChatTemplate.from_checkpoint(checkpoint, template_defaults(hf_config))
+        self._template = ChatTemplate.from_checkpoint(checkpoint, template_defaults(hf_config), config.chat_template)
+        self._special_tokens_in_messages = config.special_tokens_in_messages
         self._reasoning_parser = reasoning_parser(self.tokenizer, hf_config)
         self._num_requests = 0
 
@@ -105,10 +107,19 @@ class LLM:
     ) -> list[Completion]:
         """Answer conversations (lists of {"role", "content"}) through the checkpoint's chat template."""
         prompt_list = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
-        texts = [render_chat(self._template, list(conversation), chat_template_kwargs) for conversation in prompt_list]  # type: ignore[arg-type]
-        token_ids = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        sampling_params = _params_per_prompt(sampling or SamplingParams(), len(texts))
-        return self._run(token_ids, sampling_params, [None] * len(texts), self._reasoning_parser)
+        prompts = [
+            render_chat(
+                self.tokenizer,
+                self._template,
+                list(conversation),  # type: ignore[arg-type]
+                chat_template_kwargs,
+                special_tokens_in_messages=self._special_tokens_in_messages,
+            )
+            for conversation in prompt_list
+        ]
+        token_ids = (prompt.encode(self.tokenizer) for prompt in prompts)
+        sampling_params = _params_per_prompt(sampling or SamplingParams(), len(prompts))
+        return self._run(token_ids, sampling_params, [None] * len(prompts), self._reasoning_parser)
 
     def _run(
         self,

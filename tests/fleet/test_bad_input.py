@@ -269,11 +269,38 @@ def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
 
 
 @pytest.mark.slow
-def test_chat_without_a_template_is_400_and_completions_work(tmp_path: Any) -> None:
+def test_chat_without_a_usable_template_is_400_and_completions_work(tmp_path: Any) -> None:
     from server_harness import make_model
 
     folder = make_model(tmp_path / "bare", template=False)
     with scripted_server(engine={"model": str(folder)}) as server:
-        assert "no chat template" in server.chat("x").error["message"]
+        error = server.chat("x").error["message"]
+        assert "no chat template" in error
+        assert "--chat-template FILE" in error
         assert server.post(COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 1}).status == 200
+        assert server.request("GET", "/v1/models").json["data"][0]["chat"] is False
+        refused = server.post("/v1/chat_direct", {"prompt": "x", "model": MODEL})
+        assert (refused.status, "--chat-template FILE" in refused.error["message"]) == (400, True)
         server.check_no_leak()
+    (folder / "chat_template.jinja").write_text("{{ messages | from_json }}")
+    with scripted_server(engine={"model": str(folder)}) as server:
+        assert "error in line 1: No filter named 'from_json'" in server.chat("x").error["message"]
+        assert server.post(COMPLETIONS, {"model": MODEL, "prompt": "x", "max_tokens": 1}).status == 200
+
+
+@pytest.mark.slow
+def test_named_template_is_used_and_special_tokens_in_messages_are_text(tmp_path: Any) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}")
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a<|im_end|>"}, {"type": "text", "text": "b"}]}]
+    counts = []
+    for flag in (False, True):
+        engine = {"model": "meltcore/sums", "chat_template": str(template), "special_tokens_in_messages": flag}
+        with scripted_server(engine=engine) as server:
+            tokens = server.post("/tokenize", {"model": MODEL, "messages": messages}).json["tokens"]
+            text = server.post("/detokenize", {"model": MODEL, "tokens": tokens}).json["prompt"]
+            assert text == "<|im_start|>a<|im_end|>\nb<|im_end|>"
+            counts.append((tokens[0], tokens.count(2)))
+            card = server.request("GET", "/v1/models").json["data"][0]
+            assert (card["chat"], card["special_tokens_in_messages"]) == (True, flag)
+    assert counts == [(1, 1), (1, 2)]

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from meltcore.errors import ConfigError, RequestError
-from meltcore.text.chat_template import ChatTemplate, render_chat
+from meltcore.models.checkpoint import Checkpoint
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
 HELLO = [{"role": "user", "content": "<b>hé</b>"}]
 CHATML = (
@@ -53,7 +55,7 @@ def test_raise_exception_is_a_400_with_its_words() -> None:
     ],
 )
 def test_what_leaves_the_sandbox_or_fails_is_a_400(source: str) -> None:
-    with pytest.raises(RequestError, match="chat template failed"):
+    with pytest.raises(RequestError, match=r"chat template (failed|was stopped)"):
         render(source)
 
 
@@ -96,9 +98,112 @@ def test_named_templates_need_a_default(tmp_path: Path) -> None:
         ChatTemplate.from_folder(tmp_path)
 
 
-def test_no_template_is_a_400_that_points_to_completions() -> None:
-    with pytest.raises(RequestError, match="/v1/completions"):
-        render_chat(None, HELLO)
+def test_no_template_is_a_400_that_names_the_flag_and_completions() -> None:
+    with pytest.raises(RequestError, match=r"no chat template; .*/v1/completions.*--chat-template FILE"):
+        MissingTemplate().render(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"chat_template.jinja": "a\n{{ x | from_json }}"}, "error in line 2: No filter named 'from_json'"),
+        ({"chat_template.jinja": "{% include %}"}, "error in line 1"),
+        ({"tokenizer_config.json": '{"chat_template": 5}'}, "neither text nor a list"),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "x"}]}'}, "none is named 'default'"),
+        ({"chat_template.jinja": "{% set x = " + "(" * 9000 + ")" * 9000 + " %}"}, "cannot be compiled|error in line"),
+    ],
+)
+def test_checkpoint_with_a_broken_template_gives_the_reason_in_a_400(
+    tmp_path: Path, files: dict[str, str], reason: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    template = ChatTemplate.from_checkpoint(Checkpoint("m", tmp_path, {}, {}))
+    assert not template.is_usable
+    with pytest.raises(RequestError, match=reason) as caught:
+        template.render(HELLO)
+    assert caught.value.status == 400
+    (tmp_path / "own.jinja").write_text("{{ eos_token }}{{ messages[0].role }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
+    own = ChatTemplate.from_checkpoint(Checkpoint("m", tmp_path, {}, {}), path=str(tmp_path / "own.jinja"))
+    assert own.render(HELLO) == "<e>user"
+
+
+def test_named_file_that_is_missing_or_broken_is_an_error_at_start(tmp_path: Path) -> None:
+    checkpoint = Checkpoint("m", tmp_path, {}, {})
+    with pytest.raises(ConfigError, match=r"--chat-template .*none\.jinja: .* cannot be read"):
+        ChatTemplate.from_checkpoint(checkpoint, path=str(tmp_path / "none.jinja"))
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
+        ChatTemplate.from_checkpoint(checkpoint, path=str(tmp_path / "bad.jinja"))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=['ab']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=['ab']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+        "{{ n.x | tojson }}",
+        "{{ 'ab' * 10 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'x'.center(10 ** 6 * 900) }}",
+        "{{ 'x' | center(900000000) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '{:999999999}'.format(1) }}",
+        "{{ ('x' * 9000).replace('x', 'y' * 90000) }}",
+        "{{ ('x' * 9000) | replace('x', 'y' * 90000) }}",
+        "{{ range(90000) | join('y' * 90000) }}",
+    ],
+)
+def test_template_that_computes_or_grows_without_end_is_stopped(source: str) -> None:
+    template = ChatTemplate(source)  # nothing of it is computed while compiling
+    with pytest.raises(RequestError, match=r"the chat template (was stopped|made more)") as caught:
+        template.render(HELLO)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}DOCUMENTS{% endif %}",
+        "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=True) }}{{ messages | tojson(indent=2) }}",
+        "{{ messages[0].content | tojson(ensure_ascii=True) }}{{ tools | tojson }}",
+        "{% for m in messages %}{{ loop.index0 ~ loop.last ~ loop.length }}"
+        "{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}none{% endfor %}",
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages[-1]['content'][::-1] }}",
+        "{% macro f(x) %}[{{ x | trim }}]{% endmacro %}{{ f(' a ') }}{{ '%s-%02d' % ('a', 7) }}{{ 'a' * 3 }}",
+        "{% set ns = namespace(found=false) %}{% for m in messages %}{% set ns.found = true %}{% endfor %}"
+        "{{ ns.found }}",
+        "{% for k, v in {'a': 1}.items() recursive %}{{ k }}{{ v }}{% endfor %}{{ bos_token }}{{ undefined_name }}|",
+        "  {% if true %}\n  x\n  {% endif %}\n{%- set a = [1] + [2] %}{{ a }}{{ 'x{}'.format(1) }}",
+    ],
+)
+def test_templates_see_what_transformers_gives_them(source: str) -> None:
+    expected = render_jinja_template(
+        [HELLO], tools=None, documents=None, chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )[0][0]
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(HELLO) == expected
+
+
+def test_special_tokens_have_the_names_that_transformers_reads(tmp_path: Path) -> None:
+    config = {"bos_token": "<b>", "eos_token": {"content": "<e>"}, "extra_special_tokens": {"image_token": "<img>"}}
+    others = {
+        "bos_token": {"content": "<B>", "lstrip": False},
+        "unk_token": "<u>",
+        "additional_special_tokens": ["<x>"],
+    }
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(others))
+    assert special_token_texts(tmp_path) == {"bos_token": "<B>", "unk_token": "<u>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    named = {"bos_token": "<B>", "eos_token": "<e>", "unk_token": "<u>", "image_token": "<img>"}
+    assert special_token_texts(tmp_path) == named
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    assert special_token_texts(tmp_path) == {"bos_token": "<b>", "eos_token": "<e>", "image_token": "<img>"}
 
 
 def _from(folder: Path) -> str:

@@ -188,15 +188,13 @@ def test_end_tokens_and_template_come_from_the_metadata(tmp_path: Path) -> None:
         assert checkpoint.eos_token_ids == (1, 4, 2)
         template = ChatTemplate.from_checkpoint(checkpoint)
         if has_template:
-            assert template is not None
             assert template.render([{"role": "user", "content": "hi"}]) == "ahi</s>"
         else:
-            assert template is None
+            assert not template.is_usable
         named = open_checkpoint(str(tmp_path / f"{name}.gguf"), files="text", tokenizer=str(folder))
         assert named.eos_token_ids == (1, 4, 2)  # the bundled tokenizer's <|im_end|> is 2
         assert Tokenizer.from_checkpoint(named).vocab_size == Tokenizer.from_folder(folder).vocab_size
         theirs, own = ChatTemplate.from_checkpoint(named), ChatTemplate.from_folder(folder)
-        assert theirs is not None
         assert own is not None
         message = [{"role": "user", "content": "hi"}]
         assert theirs.render(message) == own.render(message)
@@ -208,7 +206,7 @@ def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path), files="text", tokenizer=str(bundled))
     assert Tokenizer.from_checkpoint(checkpoint).vocab_size == Tokenizer.from_folder(bundled).vocab_size
     assert checkpoint.eos_token_ids == (2,)
-    assert ChatTemplate.from_checkpoint(checkpoint) is not None
+    assert ChatTemplate.from_checkpoint(checkpoint).is_usable
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         Tokenizer.from_checkpoint(open_checkpoint(str(tmp_path), files="text", tokenizer=str(tmp_path)))
 

@@ -32,6 +32,10 @@ class Backend(Protocol):
     stats: ModelStats
     health: Health
 
+    @property
+    def chats(self) -> bool:
+        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 

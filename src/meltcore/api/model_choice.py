@@ -9,7 +9,6 @@ from typing import NoReturn, TypeGuard, TypeVar
 import msgspec
 
 from meltcore.api.backend import Backend, ModelTable
-from meltcore.api.foreign_chat import PATH as CHAT_PATH
 from meltcore.api.forward import ForwardingBackend, routes_of
 from meltcore.api.llm_translation import LLMTranslator
 from meltcore.api.protocol import TranslateRequest
@@ -87,14 +86,17 @@ class ModelChoice:
     def translates(self) -> bool:
         """Whether POST /v1/translate has a model."""
         backends = self._models.backends
-        is_llm = self.config.translate_backend == "llm" and any(map(_is_chat_model, backends))
+        is_llm = self.config.translate_backend == "llm" and any(backend.chats for backend in backends)
         return is_llm or any(map(_translates, backends))
 
     def chat_model(self, model: str | None = None) -> Backend:
-        """Return a language model. Raises RequestError (400, 404, 503)."""
+        """Return a language model, one that takes chats if there is any. Raises RequestError (400, 404, 503).
+
+        A model without a chat template refuses the chat itself, and says how to give it one.
+        """
         candidates = self._candidates(model or self.config.chat_model)
-        for backend in candidates:
-            if _is_chat_model(backend):
+        for backend in sorted(candidates, key=lambda backend: not backend.chats):
+            if _is_language_model(backend):
                 backend.check_ready()
                 return backend
         return _refuse(candidates, "chat; serve a language model")
@@ -159,10 +161,9 @@ def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
     return isinstance(backend, TranslationBackend) and backend.translates
 
 
-def _is_chat_model(backend: Backend) -> bool:
-    """Return whether a model is a language model: a foreign one that takes chats, or one without another task."""
+def _is_language_model(backend: Backend) -> bool:
     if isinstance(backend, ForwardingBackend):
-        return CHAT_PATH in backend.paths
+        return backend.chats
     return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from meltcore.api.protocol import ChatMessage, CompletionRequest
 from meltcore.errors import RequestError
-from meltcore.text.chat_template import ChatTemplate, render_chat
+from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.tokenizer import Tokenizer
 
 # Longer text is tokenized on a thread, without the GIL. This much takes about 10 ms, the longest that one request may
@@ -23,19 +24,31 @@ _HEAD_CHARS, _TOO_LONG = 16, 2
 
 async def chat_prompt(
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    template: ChatTemplate | MissingTemplate,
     messages: list[ChatMessage],
     kwargs: dict[str, Any] | None,
     context: int | None = None,
+    *,
+    special_tokens_in_messages: bool = False,
 ) -> list[int]:
     """Return the token ids of a chat, up to where the answer begins.
 
-    `context`: see `encode_all`. Raises RequestError (400).
+    `context`: see `encode_all`; `special_tokens_in_messages`: see `render_chat`. Raises RequestError (400).
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
-    text = render_chat(template, [_with_system_role(message) for message in messages], kwargs)
-    (ids,) = await encode_all(tokenizer, [text], "messages", add_special_tokens=False, context=context)
+    template_messages = [_with_system_role(message) for message in messages]
+
+    def work() -> list[int]:
+        prompt = render_chat(
+            tokenizer, template, template_messages, kwargs, special_tokens_in_messages=special_tokens_in_messages
+        )
+        if context is not None:
+            _check_head(tokenizer, prompt.text, "messages", context)
+        return prompt.encode(tokenizer)
+
+    characters = sum(len(text) for message in template_messages for text in message.values())
+    ids = work() if characters <= INLINE_CHARS else await asyncio.to_thread(work)
     return _require_tokens(ids, "messages")
 
 

@@ -60,6 +60,7 @@ class AudioBackend(EngineBackend, Generic[_Ready]):
 
     purpose: str
     task: str
+    chats = False
     unit: Unit  # of the queue's second bound
 
     def __init__(

@@ -17,6 +17,7 @@ import msgspec
 from meltcore.api.admission import Admission
 from meltcore.api.backend import SERVING, Health
 from meltcore.api.fair_queue import Waiting
+from meltcore.api.foreign_chat import PATH as CHAT_PATH
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.generation import Generation
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -345,6 +346,11 @@ class HttpBackend:
         return msgspec.json.encode(fields)
 
     # --- the other routes
+
+    @property
+    def chats(self) -> bool:
+        """Whether the server takes chats."""
+        return CHAT_PATH in self.paths
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
         """Refuse a request of a path that is not forwarded."""

@@ -124,6 +124,11 @@ class LocalEngine(EngineBackend):
         self._when_ready(self._model or self._translations)
 
     @property
+    def chats(self) -> bool:
+        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+        return self._translations is None and (self._model is None or self._model.text.template.is_usable)
+
+    @property
     def translates(self) -> bool:
         """Whether the model is loaded and translates; else it generates text."""
         return self._translations is not None
@@ -149,8 +154,7 @@ class LocalEngine(EngineBackend):
         reasoning_parser = None
         if isinstance(request, ChatRequest):
             reasoning_parser = text.reasoning_parser
-            kwargs = request.chat_template_kwargs
-            prompts = [await chat_prompt(text.tokenizer, text.template, request.messages, kwargs, limit)]
+            prompts = [await self._chat_prompt(text, request, limit)]
         else:
             prompts = await completion_prompts(text.tokenizer, model.engine.vocab_size, request, limit)
         params = [
@@ -180,7 +184,7 @@ class LocalEngine(EngineBackend):
             raise RequestError("give either prompt or messages", param="prompt")
         text = model.text
         if request.messages is not None:
-            tokens = await chat_prompt(text.tokenizer, text.template, request.messages, request.chat_template_kwargs)
+            tokens = await self._chat_prompt(text, request)
         else:
             add_special_tokens = request.add_special_tokens
             (tokens,) = await encode_all(
@@ -213,6 +217,8 @@ class LocalEngine(EngineBackend):
             "task": "generation",
             "max_model_len": model.engine.max_model_len,
             "vocab_size": model.engine.vocab_size,
+            "chat": model.text.template.is_usable,
+            "special_tokens_in_messages": self.config.engine.special_tokens_in_messages,
             "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
             "weight_dtypes": model.engine.weight_dtypes,
             "kv_cache_dtype": model.engine.kv_cache_dtype,
@@ -229,6 +235,18 @@ class LocalEngine(EngineBackend):
                 f"{self.names[0]} translates, with POST /v1/translate; it generates no text", param="model"
             )
         return self._model
+
+    async def _chat_prompt(
+        self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int | None = None
+    ) -> list[int]:
+        return await chat_prompt(
+            text.tokenizer,
+            text.template,
+            request.messages or [],
+            request.chat_template_kwargs,
+            context,
+            special_tokens_in_messages=self.config.engine.special_tokens_in_messages,
+        )
 
     async def _echoes(
         self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]

@@ -19,7 +19,7 @@ from meltcore.models.checkpoint import (
     is_synthesis_model,
     open_checkpoint,
 )
-from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class TextModel:
     """The tokenizer, chat template, reasoning parser and sampling defaults of a checkpoint."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    template: ChatTemplate | MissingTemplate
     reasoning_parser: ReasoningParser | None  # of a model that may reason before it answers a chat
     sampling_defaults: dict[str, Any]
 
@@ -129,7 +129,9 @@ def load_text_model(config: ModelConfig) -> TextModel:
         tokenizer.token_bytes(token_id)
     return TextModel(
         tokenizer=tokenizer,
-        template=ChatTemplate.from_checkpoint(checkpoint, template_defaults(checkpoint.config)),
+        template=ChatTemplate.from_checkpoint(
+            checkpoint, template_defaults(checkpoint.config), config.engine.chat_template
+        ),
         reasoning_parser=reasoning_parser(tokenizer, checkpoint.config),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )

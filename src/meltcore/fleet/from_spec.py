@@ -20,7 +20,8 @@ from meltcore.protocol.fleet_spec import FleetSpec, FleetTask, KeySection, Model
 from meltcore.routes_config import RoutesConfig, TranslationRule
 
 _ENGINE_FIELDS = (
-    *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
+    *("tokenizer", "chat_template", "special_tokens_in_messages"),
+    *("load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
 )
 

@@ -24,7 +24,16 @@ from meltcore.routes_config import PROMPT_FIELDS
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
-    *("tokenizer", "load_format", "dtype", "quantization", "kv_cache_dtype", "max_num_batched_tokens"),
+    *(
+        "tokenizer",
+        "chat_template",
+        "special_tokens_in_messages",
+        "load_format",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "max_num_batched_tokens",
+    ),
     *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
     *("max_queue_chars", "max_queue_audio_s"),
 )

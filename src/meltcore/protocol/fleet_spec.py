@@ -33,7 +33,8 @@ PLACEHOLDERS = {
 }
 # Settings that engines of Meltcore's own read for some tasks alone. For another task they are refused.
 ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
-    **dict.fromkeys(("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size"), ("generation",)),
+    **dict.fromkeys(("tokenizer", "chat_template", "special_tokens_in_messages"), ("generation",)),
+    **dict.fromkeys(("quantization", "kv_cache_dtype", "tensor_parallel_size"), ("generation",)),
     **dict.fromkeys(("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"), ("generation",)),
     **dict.fromkeys(("generation_config", "max_queue_tokens"), ("generation",)),
     "max_model_len": ("generation", "translation"),
@@ -201,6 +202,12 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     tokenizer: Annotated[
         Text | None, Meta(description="Folder or hub id whose tokenizer replaces the checkpoint's.")
     ] = None
+    chat_template: Annotated[
+        Text | None, Meta(description="Jinja file with the chat template, instead of the checkpoint's.")
+    ] = None
+    special_tokens_in_messages: Annotated[
+        bool, Meta(description="Read special tokens in the text of messages, as vLLM and llama.cpp do.")
+    ] = False
     load_format: Annotated[LoadFormat, Meta(description="dummy: random weights of the configured shapes.")] = "auto"
     dtype: Annotated[DType, Meta(description="Type of weights and activations.")] = "auto"
     quantization: Annotated[Quantization, Meta(description="fp8: linear layers are quantized while loading.")] = "none"

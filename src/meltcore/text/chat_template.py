@@ -1,26 +1,20 @@
-"""Renders a checkpoint's chat template in Jinja's sandbox, where it can do nothing but compute text."""
+"""Finds and renders a checkpoint's chat template."""
 
 from __future__ import annotations
 
-import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, ContextReference, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import nodes
 
 from meltcore.errors import ConfigError, RequestError
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.json_file import read_json
-
-MAX_RENDERED_CHARS = 64 * 2**20  # a template may multiply its input
+from meltcore.text.template_sandbox import MAX_CHARS, TemplateEnvironment, TemplateLimitError, limited
 
 Message = dict[str, Any]
-_NO_TEMPLATE = "this model has no chat template, so it takes prompts at /v1/completions but no chats"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Variables that the server sets; a request's chat_template_kwargs cannot replace them.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"}
@@ -30,6 +24,8 @@ _RESERVED_VARIABLES = frozenset(
 class ChatTemplate:
     """Converts messages into the prompt text that a model was trained on."""
 
+    is_usable = True
+
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, defaults: dict[str, Any] | None = None
     ) -> None:
@@ -38,30 +34,44 @@ class ChatTemplate:
         `special_tokens` are variables such as bos_token and eos_token. `defaults` are variables that a request may
         change.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        environment = TemplateEnvironment()
         try:
             self._template = environment.from_string(source)
+            constants = [node.value for node in environment.parse(source).find_all(nodes.Const)]
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
-        self._variables = {**(special_tokens or {}), **(defaults or {})}
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the code that Jinja makes of it
+            raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
+        self.constants = frozenset(value for value in constants if isinstance(value, str))  # in its expressions
+        # transformers gives tools and documents to every template.
+        self._variables = {"tools": None, "documents": None, **(special_tokens or {}), **(defaults or {})}
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Load the chat template of a checkpoint; that of --tokenizer comes first. None where there is neither."""
-        folders = [checkpoint.tokenizer_folder] if checkpoint.gguf else [checkpoint.tokenizer_folder, checkpoint.folder]
-        templates = (cls.from_folder(folder, defaults) for folder in folders if folder is not None)
-        template = next((each for each in templates if each is not None), None)
-        if template is None and checkpoint.gguf is not None:
-            from meltcore.text.gguf_tokenizer import special_tokens, template_source
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, defaults: dict[str, Any] | None = None, path: str | None = None
+    ) -> ChatTemplate | MissingTemplate:
+        """Load the template in the file `path`, else the template of --tokenizer, else that of the checkpoint.
 
-            source = template_source(checkpoint.gguf)
-            template = None if source is None else cls(source, special_tokens(checkpoint.gguf), defaults)
-        return template
+        A checkpoint whose template is absent or broken gives the reason, since it can still complete texts. Raises
+        ConfigError for a fault of the file `path`, which was named to be used.
+        """
+        try:
+            tokens = _special_tokens(checkpoint)
+            if path is not None:
+                return cls._from_file(Path(path), tokens, defaults)
+            source = _checkpoint_source(checkpoint)
+            return MissingTemplate() if source is None else cls(source, tokens, defaults)
+        except ConfigError as error:
+            if path is not None:
+                raise
+            return MissingTemplate(str(error))
+
+    @classmethod
+    def _from_file(cls, path: Path, tokens: dict[str, str], defaults: dict[str, Any] | None) -> ChatTemplate:
+        try:
+            return cls(_read_text(path.expanduser()), tokens, defaults)
+        except ConfigError as error:
+            raise ConfigError(f"--chat-template {path}: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
@@ -69,10 +79,8 @@ class ChatTemplate:
 
         Raises ConfigError, which names the file that cannot be read.
         """
-        config_path = folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
-        source = find_source(folder, config)
-        return None if source is None else cls(source, special_token_texts(config), defaults)
+        source = find_source(folder, tokenizer_config(folder))
+        return None if source is None else cls(source, special_token_texts(folder), defaults)
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
@@ -87,38 +95,69 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
-            for part in self._template.generate(variables):
-                length += len(part)
-                if length > MAX_RENDERED_CHARS:
-                    raise RequestError(f"the chat template made more than {MAX_RENDERED_CHARS} characters")
-                parts.append(part)
+            with limited():
+                for part in self._template.generate(variables):
+                    length += len(part)
+                    if length > MAX_CHARS:
+                        raise RequestError(f"the chat template made more than {MAX_CHARS} characters", param="messages")
+                    parts.append(part)
+        except TemplateLimitError as error:
+            raise RequestError(f"the chat template was stopped: {error}", param="messages") from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
-        except RecursionError as error:
+        except (RecursionError, MemoryError) as error:
             raise RequestError("the chat template failed: nested too deeply", param="messages") from error
         return "".join(parts)
 
 
-def render_chat(template: ChatTemplate | None, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
-    """Return the prompt for `messages`. Raises RequestError (400) for a model that has no template."""
-    if template is None:
-        raise RequestError(_NO_TEMPLATE, param="messages")
-    return template.render(messages, kwargs)
+class MissingTemplate:
+    """Stands for the chat template of a model that has none, or one that cannot be used."""
+
+    is_usable = False
+
+    def __init__(self, reason: str | None = None) -> None:
+        """Hold why the template cannot be used. None: there is no template."""
+        self.reason = reason
+
+    def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:  # noqa: ARG002
+        """Raise RequestError (400), since the model takes no chats."""
+        fault = (
+            "this model has no chat template" if self.reason is None else f"this model takes no chats: {self.reason}"
+        )
+        raise RequestError(
+            f"{fault}; it completes prompts at /v1/completions, and --chat-template FILE gives it a template",
+            param="messages",
+        )
 
 
-class _GenerationBlock(Extension):
-    """Accepts {% generation %} ... {% endgeneration %}, which marks training spans and changes no text."""
+def _checkpoint_source(checkpoint: Checkpoint) -> str | None:
+    """Return the source of the template, from --tokenizer first. None if there is none. Raises ConfigError."""
+    folders = [checkpoint.tokenizer_folder] if checkpoint.gguf else [checkpoint.tokenizer_folder, checkpoint.folder]
+    for folder in folders:
+        source = None if folder is None else find_source(folder, tokenizer_config(folder))
+        if source is not None:
+            return source
+    if checkpoint.gguf is None:
+        return None
+    from meltcore.text.gguf_tokenizer import template_source
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain class attribute
+    return template_source(checkpoint.gguf)
 
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_same_text", [ContextReference()])
-        return CallBlock(call, [], [], body).set_lineno(line)
 
-    def _same_text(self, _context: Any, caller: Any) -> str:
-        return str(caller())
+def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the texts of special tokens by name. The tokenizer that is used names them. Raises ConfigError."""
+    if checkpoint.text_folder is not None:
+        return special_token_texts(checkpoint.text_folder)
+    from meltcore.text.gguf_tokenizer import special_tokens
+
+    assert checkpoint.gguf is not None
+    return special_tokens(checkpoint.gguf)
+
+
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json of a folder, empty without the file. Raises ConfigError if it cannot be read."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.exists() else {}
 
 
 def find_source(folder: Path, config: dict[str, Any]) -> str | None:
@@ -128,10 +167,7 @@ def find_source(folder: Path, config: dict[str, Any]) -> str | None:
     """
     path = folder / "chat_template.jinja"
     if path.exists():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return _read_text(path)
     template = config.get("chat_template")
     if template is None or isinstance(template, str):
         return template
@@ -140,29 +176,32 @@ def find_source(folder: Path, config: dict[str, Any]) -> str | None:
     except (TypeError, KeyError) as error:
         raise ConfigError(f"{folder}: chat_template is neither text nor a list of named templates") from error
     if "default" not in templates_by_name:
-        raise ConfigError(f"{folder}: of the chat templates {sorted(templates_by_name)} none is named 'default'")
+        raise ConfigError(
+            f"{folder}: of the chat templates {sorted(map(str, templates_by_name))} none is named 'default'"
+        )
     return str(templates_by_name["default"])
 
 
-def special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token and the other special tokens of tokenizer_config.json, by name.
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
-    The file has a plain text or an added-token object for each.
+
+def special_token_texts(folder: Path) -> dict[str, str]:
+    """Return the texts of bos_token, eos_token and the other named special tokens of a folder, as transformers does.
+
+    special_tokens_map.json replaces what tokenizer_config.json says, unless the latter has `added_tokens_decoder`. A
+    file has a plain text or an added-token object for each. Raises ConfigError for a file that cannot be read.
     """
-    tokens: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
-        token_text = config.get(name)
-        if isinstance(token_text, dict):
-            token_text = token_text.get("content")
-        if isinstance(token_text, str):
-            tokens[name] = token_text
-    return tokens
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """Return `value` as plain JSON. Jinja's own filter escapes HTML, which would change the prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    config = tokenizer_config(folder)
+    path = folder / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and path.exists():
+        config |= read_json(path)
+    found = {name: config.get(name) for name in SPECIAL_NAMES}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):  # names of the model's own, or a list
+        named = config.get(key)
+        found |= named if isinstance(named, dict) else {}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value for name, value in tokens.items() if isinstance(value, str)}

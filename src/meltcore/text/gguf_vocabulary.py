@@ -20,7 +20,7 @@ from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.gguf_config import END_TOKENS, read_config
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.models.json_file import read_json
-from meltcore.text.chat_template import find_source, special_token_texts
+from meltcore.text.chat_template import find_source, special_token_texts, tokenizer_config
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.gguf_tokenizer import (
     PREFIX,
@@ -98,13 +98,11 @@ def tokenizer_metadata(checkpoint: Checkpoint, num_rows: int) -> dict[str, Any]:
     content = read_json(folder / "tokenizer.json")
     vocabulary = _Vocabulary(folder / "tokenizer.json", content, num_rows)
     kind = _sentencepiece_metadata if vocabulary.is_sentencepiece else _byte_level_metadata
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.exists() else {}
     metadata = kind(vocabulary, content)
     metadata |= {"tokens": vocabulary.tokens, "token_type": vocabulary.types.tolist()}
-    metadata |= _special_ids(checkpoint, tokenizer, vocabulary, special_token_texts(config))
+    metadata |= _special_ids(checkpoint, tokenizer, vocabulary, special_token_texts(folder))
     metadata = {PREFIX + key: value for key, value in metadata.items()}
-    template = find_source(folder, config)
+    template = find_source(folder, tokenizer_config(folder))
     return metadata if template is None else metadata | {"tokenizer.chat_template": template}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -11,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint
+from meltcore.text.control_tokens import ControlTokens
 
 NUM_BYTES = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of vocabularies made by SentencePiece
@@ -48,6 +50,11 @@ class Tokenizer:
         self._decoder_steps = _decoder_steps(backend)
         self.is_byte_level = self._decoder_steps == ["ByteLevel"]
         self._token_bytes: dict[int, bytes] = {}
+
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        """The special tokens, which text outside of a chat template is not taken for."""
+        return ControlTokens(self._backend)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:

@@ -85,7 +85,8 @@ class BatchTask(Protocol[_AcceptedRequest, Result]):
 
 # Settings of the generation engine alone
 _GENERATION_SETTINGS = (
-    *("tokenizer", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len", "hf_overrides"),
+    *("tokenizer", "chat_template", "special_tokens_in_messages", "quantization", "kv_cache_dtype"),
+    *("tensor_parallel_size", "max_model_len", "hf_overrides"),
     *("max_num_seqs", "max_num_batched_tokens"),
 )
 

@@ -1,0 +1,111 @@
+"""Renders chats and encodes them, with special tokens of the chat template and plain text of the messages.
+
+What a template does with a message (trim it, split it, repeat it, ask what it begins with) cannot be followed. So the
+chat is rendered a second time, with stand-ins for those characters of the messages that begin or end special tokens.
+The special tokens of this second prompt are the template's own. If the first prompt has the same ones, it is encoded as
+it is. Else the second one is, where stand-ins mark what is text. Strings that the template itself compares with, such
+as "</think>", stay in both, so that it treats them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+
+from meltcore.text.chat_template import ChatTemplate, Message, MissingTemplate
+from meltcore.text.control_tokens import ControlTokens, Match
+from meltcore.text.tokenizer import Tokenizer
+
+_FIRST_STAND_IN = 0xF0000  # of the private use planes
+_MIN_KEPT_CHARS = 3
+
+
+class ChatPrompt(NamedTuple):
+    """The text of a rendered chat.
+
+    Args:
+        text: what the model reads, special tokens included.
+        special_tokens: the template's special tokens in it. None: all that the tokenizer finds.
+    """
+
+    text: str
+    special_tokens: list[Match] | None = None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids."""
+        if self.special_tokens is None:
+            return tokenizer.encode(self.text, add_special_tokens=False)
+        return tokenizer.control_tokens.encode(self.text, self.special_tokens)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | MissingTemplate,
+    messages: list[Message],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    special_tokens_in_messages: bool = False,
+) -> ChatPrompt:
+    """Return the prompt of a chat, up to where the answer begins.
+
+    special_tokens_in_messages: whether special tokens in the text of messages are special. Raises RequestError (400).
+    """
+    text = template.render(messages, kwargs)
+    controls = tokenizer.control_tokens
+    edges = controls.first_characters | controls.last_characters
+    strings = list(_strings(messages))
+    if special_tokens_in_messages or not any(edge in string for string in strings for edge in edges):
+        return ChatPrompt(text)
+    assert isinstance(template, ChatTemplate)  # the other one renders nothing
+    stand_ins = _stand_ins(edges, [*strings, text])
+    kept = _kept_strings(template.constants, controls)
+    pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
+    shadow = template.render([_replaced(message, stand_ins, pattern) for message in messages], kwargs)
+    own, found = controls.find(shadow), controls.find(text)
+    as_text = shadow.translate({ord(stand_in): char for char, stand_in in stand_ins.items()})
+    if as_text == text:
+        is_same = own == found
+    else:  # the template has seen a difference, which matters only where a message has a special token
+        names = ([match.token for match in matches] for matches in (own, found))
+        is_same = next(names) == next(names) and not any(map(controls.find, strings))
+    return ChatPrompt(text) if is_same else ChatPrompt(as_text, own)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all texts in a message or a list of them, apart from names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _strings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+
+
+def _stand_ins(characters: Iterable[str], strings: list[str]) -> dict[str, str]:
+    """Return for each character one that occurs in no message, nor in the prompt."""
+    used = {char for string in strings for char in string if ord(char) >= _FIRST_STAND_IN}
+    unused = (char for char in map(chr, count(_FIRST_STAND_IN)) if char not in used)
+    return dict(zip(sorted(characters), unused, strict=False))
+
+
+def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
+    """Return a message with stand-ins for characters. pattern: matches these, and first the strings that are kept."""
+    if isinstance(value, str):
+        return pattern.sub(lambda found: stand_ins.get(found[0], found[0]), value)
+    if isinstance(value, Mapping):
+        return {key: _replaced(each, stand_ins, pattern) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(each, stand_ins, pattern) for each in value]
+    return value
+
+
+@lru_cache(maxsize=64)
+def _kept_strings(constants: frozenset[str], controls: ControlTokens) -> tuple[str, ...]:
+    """Return the strings of a template that no special token overlaps, the longest first."""
+    strings = (string for string in constants if len(string) >= _MIN_KEPT_CHARS)
+    return tuple(sorted((string for string in strings if not controls.overlaps(string)), key=len, reverse=True))

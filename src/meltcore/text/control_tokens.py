@@ -1,0 +1,116 @@
+"""Finds special tokens in text, and encodes a text in which only some of them are special.
+
+A tokenizer takes the text of a special token for the token wherever it stands. In a prompt, only those that the chat
+template has written may be tokens; the same characters in a message are text.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, models
+
+_UNMATCHED = "?"  # the scanner's token for all text between added tokens
+
+
+class Match(NamedTuple):
+    """A special token in a text: its content, and the characters that it covers."""
+
+    token: str
+    start: int
+    end: int
+
+
+class ControlTokens:
+    """The special tokens of a vocabulary."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._added = [token for _, token in sorted(added.items())]
+        self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        # A vocabulary of one word: it finds added tokens as the tokenizer does, and takes all else as a whole.
+        self._scanner = tokenizers.Tokenizer(models.WordLevel({_UNMATCHED: 0}, unk_token=_UNMATCHED))
+        self._scanner.add_tokens(self._added)
+        self.texts = frozenset(self._ids)
+        self.first_characters = frozenset(text[0] for text in self.texts)
+        self.last_characters = frozenset(text[-1] for text in self.texts)
+
+    def find(self, text: str) -> list[Match]:
+        """Return the special tokens that encoding `text` as a whole would find."""
+        if not self._ids:
+            return []
+        found = self._scanner.encode(text, add_special_tokens=False)
+        return [
+            Match(token, *offsets)
+            for token, offsets in zip(found.tokens, found.offsets, strict=True)
+            if token in self._ids
+        ]
+
+    def overlaps(self, string: str) -> bool:
+        """Return whether a string contains a special token, or begins or ends in the middle of one."""
+        starts, ends = self._parts
+        lengths = range(1, len(string) + 1)
+        is_part = any(string[-length:] in starts or string[:length] in ends for length in lengths)
+        return is_part or bool(self.find(string))
+
+    @cached_property
+    def _parts(self) -> tuple[set[str], set[str]]:
+        """The beginnings and the ends of special tokens."""
+        cuts = [(text, length) for text in self.texts for length in range(1, len(text))]
+        return {text[:length] for text, length in cuts}, {text[length:] for text, length in cuts}
+
+    def encode(self, text: str, matches: Sequence[Match]) -> list[int]:
+        """Return the token ids of `text`, in which `matches`, in order, are special tokens and nothing else is."""
+        backend, marks = self._text_encoder
+        parts, end = [], 0
+        for match in matches:
+            parts += [text[end : match.start], marks[match.token]]
+            end = match.end
+        encoded = backend.encode_batch_fast(["".join([*parts, text[end:]])], add_special_tokens=False)[0].ids
+        ids: list[int] = []
+        for token_id in encoded:
+            ids += self._replacements.get(token_id, (token_id,))
+        return ids
+
+    @cached_property
+    def _text_encoder(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+        """A tokenizer to which special tokens are text, and by special token the mark that it reads instead.
+
+        It shares the vocabulary. Marks are unknown outside, so that no message can contain one.
+        """
+        backend = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            backend.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            backend.pre_tokenizer = self._backend.pre_tokenizer
+        backend.add_tokens(self._added)
+        if backend.get_added_tokens_decoder().keys() != self._backend.get_added_tokens_decoder().keys():
+            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # ids with gaps, which only a copy keeps
+        backend.encode_special_tokens = True
+        secret = secrets.token_hex(8)
+        marks = {text: f"\U0010fffd{secret}:{token_id}:" for text, token_id in self._ids.items()}
+        backend.add_tokens([AddedToken(mark, normalized=False) for mark in marks.values()])
+        return backend, marks
+
+    @cached_property
+    def _replacements(self) -> dict[int, list[int]]:
+        """The ids that stand for an id of the text encoder: those of marks, and of text that is one special token.
+
+        A vocabulary may hold the text of a special token as a word. Then its characters are encoded one by one.
+        """
+        backend, marks = self._text_encoder
+        replacements: dict[int, list[int]] = {
+            mark_id: [self._ids[text]]
+            for text, mark in marks.items()
+            if (mark_id := backend.token_to_id(mark)) is not None
+        }
+        for text, token_id in self._ids.items():
+            if len(text) > 1 and backend.encode(text, add_special_tokens=False).ids == [token_id]:
+                encodings = backend.encode_batch_fast(list(text), add_special_tokens=False)
+                replacements[token_id] = [each for encoding in encodings for each in encoding.ids]
+        return replacements
