@@ -5,14 +5,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CLUSTER_STAMP := $(VENV)/.installed-cluster
 DOCS_STAMP := $(VENV)/.installed-docs
+REAL_MODELS ?= $(VENV)/real-models
+REAL_NAMES ?= smollm2
+REAL_STAMP := $(VENV)/.installed-real
+SMOLLM2 := $(REAL_MODELS)/smollm2-135m-instruct.q4_1.gguf
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-cluster lint docs tables clean
+.PHONY: help demo test test-fast test-cluster test-real lint docs tables clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(STAMP)  ## Serve the bundled models as one fleet, open every route, load it with 10 to 10,000 connections, report.
-	$(BIN)/meltcore demo
+	@# Without the language model the demo runs too, and says that it is missing.
+	-$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) smollm2
+	$(BIN)/meltcore demo $$(test -f $(SMOLLM2) && echo --chat-model $(SMOLLM2))
 
 test: $(STAMP)  ## Run every test (about 17 minutes on two cores).
 	$(PYTEST)
@@ -23,6 +29,10 @@ test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 3 minutes 
 test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
 	$(BIN)/python -m pytest -rs -m ray tests/cluster
+
+test-real: $(REAL_STAMP)  ## Fetch language models with real weights and compare them with transformers (about 15 minutes).
+	$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) $(REAL_NAMES)
+	REQUIRE_REAL=1 REAL_NAMES="$(REAL_NAMES)" REAL_MODELS=$(REAL_MODELS) $(BIN)/python -m pytest -n 0 -rs tests/real
 
 lint: $(STAMP)  ## Check format, lint rules and types.
 	$(BIN)/ruff format --check .
@@ -58,6 +68,10 @@ $(DOCS_STAMP): $(STAMP)
 
 $(CLUSTER_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cluster]'
+	touch $@
+
+$(REAL_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group real
 	touch $@
 
 clean:  ## Remove the virtual environment and the built documentation.

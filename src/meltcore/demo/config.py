@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from meltcore.errors import ConfigError
 from meltcore.options import option
@@ -34,6 +35,11 @@ class DemoConfig:
         type=parse_tasks,
         metavar="TASK,...",
     )
+    chat_model: str | None = option(
+        None,
+        "Language model with real weights, a GGUF file or a folder, which is asked a few questions too.",
+        metavar="PATH",
+    )
     level_s: float = option(
         3.0,
         "Time for which the connections of a level send, at least one request each.",
@@ -50,5 +56,7 @@ class DemoConfig:
             raise ConfigError(f"levels must be numbers of at least 1; got {list(self.levels)}")
         if len(set(self.levels)) != len(self.levels):
             raise ConfigError(f"levels contains a number twice: {list(self.levels)}")
+        if self.chat_model is not None and not Path(self.chat_model).exists():
+            raise ConfigError(f"--chat-model: {self.chat_model} does not exist")
         if GENERATION not in self.tasks:
             raise ConfigError(f"tasks must hold {GENERATION}; got {', '.join(self.tasks)}")

@@ -17,11 +17,21 @@ from meltcore.process import ProcessError, run
 
 FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
+# A context of 2,048 tokens holds the longest of the demo's conversations.
+_CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
 _BY_LANGUAGE: dict[str, Any] = {"translation": [], "transcription": {}, "synthesis": {}}
 
 
-def write_fleet(path: Path, tasks: Collection[str]) -> None:
-    """Write the fleet of the bundled models of `tasks`, on a port that the system chooses. Raises ProcessError."""
+def chat_model_name(chat_model: str) -> str:
+    """Return the name under which the demo serves the language model at this path."""
+    return Path(chat_model).stem.lower()
+
+
+def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = None) -> None:
+    """Write the fleet of the bundled models of `tasks` and of `chat_model`, on a port that the system chooses.
+
+    Raises ProcessError.
+    """
     done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
     if done.returncode != 0:
         raise ProcessError(f"meltcore fleet init ended with {done.returncode}: {done.stderr.decode().strip()}")
@@ -29,6 +39,8 @@ def write_fleet(path: Path, tasks: Collection[str]) -> None:
     fleet["server"]["port"] = 0
     models = fleet["models"]
     fleet["models"] = {name: each for name, each in models.items() if each.get("task", GENERATION) in tasks}
+    if chat_model is not None:
+        fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
     fleet["languages"] |= {task: none for task, none in _BY_LANGUAGE.items() if task not in tasks}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
 

@@ -17,7 +17,8 @@ from rich.progress import TaskID
 
 from meltcore.demo.clients import check_installed, open_routes
 from meltcore.demo.config import GENERATION, MIX, DemoConfig
-from meltcore.demo.fleet import FILE_NAME, LOG_NAME, FleetServer, models_by_task, write_fleet
+from meltcore.demo.conversations import converse
+from meltcore.demo.fleet import FILE_NAME, LOG_NAME, FleetServer, chat_model_name, models_by_task, write_fleet
 from meltcore.demo.tasks import Problem, TaskStep, run_step, speak, spoken_texts, task_steps
 from meltcore.demo.verdict import judge, passed
 from meltcore.errors import MeltcoreError
@@ -79,7 +80,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     folder = RunFolder.create(config.out, "demo")
     measurements = _Measurements(take_fingerprint(config.arguments, config.seed))
     fleet = folder.path / FILE_NAME
-    write_fleet(fleet, config.tasks)
+    write_fleet(fleet, config.tasks, config.chat_model)
     ended_by: tuple[Verdict, str] | None = None
 
     def report(text: str) -> None:
@@ -137,6 +138,8 @@ def _measure(
     model = measurements.models[GENERATION]
     measurements.facts = model_facts(api.get("/v1/models").json(), model)
     _check(config, console, api, measurements)
+    if config.chat_model is not None:
+        _converse(console, api, chat_model_name(config.chat_model), measurements)
     with answer_progress(console) as on_answer:
         measurements.evaluation = evaluate(api, model, on_progress=on_answer)
     console.print(evaluation_line(measurements.evaluation), highlight=False)
@@ -153,8 +156,24 @@ def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measur
             checks += open_routes(
                 api.address, measurements.models, Path(uploads), lambda check: status.update(escape(check.name))
             )
+    _print_checks(console, checks, "API checks passed")
+
+
+def _converse(console: Console, api: Api, model: str, measurements: _Measurements) -> None:
+    """Hold the conversations with the language model and print its first answer."""
+    with console.status(f"talking with {model}"):
+        checks, samples = converse(api, model)
+    measurements.checks += checks
+    measurements.samples += samples
+    _print_checks(console, checks, f"conversations with {model} passed")
+    for sample in samples[:1]:
+        console.print(f"{sample.given} {sample.answer}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_checks(console: Console, checks: Sequence[CheckResult], what: str) -> None:
+    """Print how many checks passed, and each that failed."""
     num_passed = sum(check.status == "PASS" for check in checks)
-    console.print(f"{num_passed} of {len(checks)} API checks passed", highlight=False)
+    console.print(f"{num_passed} of {len(checks)} {what}", highlight=False)
     for check in checks:
         if check.status == "FAIL":
             print_check(console, check)
@@ -285,6 +304,10 @@ def _result(
         f"Server and load generator shared the {measurements.fingerprint.cores} cores of one machine "
         "and slowed each other."
     ]
+    if config.chat_model is None:
+        notes.append(
+            "No language model with real weights was served: `make demo` fetches one, and --chat-model names one."
+        )
     return RunResult(
         command="demo",
         status="complete" if ended_by is None else "partial",

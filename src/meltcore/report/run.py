@@ -25,7 +25,7 @@ from meltcore.report.page import (
     numeric_columns,
     percentile_cell,
 )
-from meltcore.report.samples import samples_section
+from meltcore.report.samples import conversations_section, samples_section
 from meltcore.report.task_tables import (
     failed_cell,
     relevant_definitions,
@@ -65,6 +65,7 @@ def run_page(result: RunResult) -> Page:
         _timeline_section(result.levels),
         _level_details_section(result.levels),
         _answers_section(result),
+        conversations_section(result.samples),
         samples_section(result.samples),
         *(
             Section(title, [Checks([(_STATUS_STYLES.get(check.status, ""), check.status, check.name, check.detail)

@@ -1,4 +1,4 @@
-"""The section of a demo's page with some requests of translation and transcription, and their answers."""
+"""The sections of a demo's page with conversations, and with some translations and transcriptions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from meltcore.report.page import Audio, Block, Cell, Column, Row, Section, Table
 from meltcore.results.schema import Sample
 
 
+def conversations_section(samples: Sequence[Sample]) -> Section:
+    """Builds a table of what was asked in chats, and of the answers."""
+    rows = [Row([sample.given, sample.answer]) for sample in samples if sample.task is None]
+    columns = [Column(head, align="text") for head in ("Question", "Answer")]
+    return Section("Conversations", [Table(columns, rows)] if rows else [])
+
+
 def samples_section(samples: Sequence[Sample]) -> Section:
-    """Builds a table of the samples that are text, and a player with the transcript of each clip."""
-    texts = [sample for sample in samples if sample.audio_wav is None]
+    """Builds a table of the translations, and a player with the transcript of each clip."""
+    texts = [sample for sample in samples if sample.audio_wav is None and sample.task is not None]
     rows = [Row([sample.given, sample.answer, _result_cell(sample)]) for sample in texts]
     columns = [*(Column(head, align="text") for head in ("Sentence", "Translation")), Column("Right")]
     blocks: list[Block] = [Table(columns, rows)] if rows else []

@@ -309,9 +309,12 @@ class Fingerprint(msgspec.Struct, kw_only=True):
 
 
 class Sample(msgspec.Struct, kw_only=True):
-    """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio."""
+    """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio.
 
-    task: Task
+    A `task` of None is a message of a chat, whose answer has no expected text.
+    """
+
+    task: Task | None = None
     given: str
     answer: str
     expected: str | None = None
