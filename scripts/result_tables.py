@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,45 @@ def sharing_verdict(found: dict[str, dict[str, dict[str, float]]]) -> str:
     return "By the rule no means within one process is worth it: engines stay processes of their own."
 
 
+def real_models() -> list[str]:
+    """Lines of a table: real weights in each format on each device, beside transformers in float32."""
+    lines = ["| model | weights | on | English | Hindi | largest difference | equal texts | equal to llama.cpp |"]
+    lines.append(f"|---|---|---|{'--:|' * 5}")
+    sources = []
+    for path in sorted((RESULTS / "real_model_parity").glob("*.json")):
+        for run in json.loads(path.read_text())["runs"]:
+            for weights, cells in _parity_cells(run["rows"]).items():
+                lines.append(f"| {run['subject']} | {weights} | {path.stem} | {' | '.join(cells)} |")
+            sources.append(
+                f"{run['date']}, {path.stem}, transformers {run['versions']['transformers']}: `{run['command']}`"
+            )
+    return [*lines, "", *dict.fromkeys(sources)]
+
+
+def _parity_cells(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the cells of each kind of weights: perplexities as "ours (transformers)", and counts of texts."""
+    by_weights: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        weights, _, work = row["work"].partition(", ")
+        by_weights.setdefault(weights, {})[re.sub(r"\d+", "N", work)] = row
+    cells = {}
+    for weights, found in by_weights.items():
+        perplexities = [
+            f"{found[text]['value']:.4f} ({found[text]['peer_value']:.4f})" for text in ("English", "Hindi")
+        ]
+        largest = f"{found['largest difference of a perplexity']['value']:.4f} %"
+        counts = [_of(found.get("equal of N greedy texts")), _of(found.get("equal to llama.cpp of N greedy texts"))]
+        cells[weights] = [*perplexities, largest, *counts]
+    return cells
+
+
+def _of(row: dict[str, Any] | None) -> str:
+    """Return "29 of 30" from a row that counts texts, or nothing where it was not measured."""
+    return "" if row is None else f"{row['value']:.0f} of {re.findall(r'of ([0-9]+) ', row['work'])[0]}"
+
+
 TABLES = {
+    "real models": real_models,
     "gpu sharing": sharing,
     "Qwen2.5-1.5B levels": levels,
     "Qwen2.5-1.5B float16": precision,
