@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from argparse import ArgumentParser
 from base64 import b64decode
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from meltcore.demo.tasks import TaskStep, run_step, speak, spoken_texts, task_st
 from meltcore.demo.verdict import judge
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.load.clips import encode_wav
+from meltcore.options import add_options, from_options
 from meltcore.report.render import render
 from meltcore.results.schema import CheckResult, Evaluation, LevelResult, Sample, Task
 
@@ -96,6 +98,10 @@ def test_tasks_choose_steps() -> None:
         DemoConfig(tasks=("transcription",))
     with pytest.raises(ConfigError, match="--tasks: 'vision' is not one of generation, "):
         parse_tasks("generation,vision")
+    parser = ArgumentParser()
+    add_options(parser, DemoConfig)
+    config = from_options(DemoConfig, parser.parse_args(["--tasks", "generation,synthesis"]))
+    assert config.tasks == ("generation", "synthesis"), "instead of the default, not beside it"
 
 
 def test_page_plays_clips_beside_their_transcripts() -> None:

@@ -33,6 +33,7 @@ class DemoConfig:
         TASKS,
         f"Tasks whose bundled models are served, with {GENERATION} (default: all: {', '.join(TASKS)}).",
         type=parse_tasks,
+        action="store",
         metavar="TASK,...",
     )
     chat_model: str | None = option(
