@@ -88,6 +88,15 @@ FAMILIES: dict[str, dict[str, object]] = {
         "rms_norm_eps": 0.01,
     },
     "olmo2": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None},
+    # Three quarters of a head rotate, in all layers within a window of more than a page.
+    "phi3": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "sliding_window": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        "pad_token_id": None,
+    },
     # The middle layer does not rotate its queries and keys.
     "smollm3": {
         "hidden_size": 64,
@@ -165,7 +174,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             parameter.uniform_(0.5 - center, 1.5 - center)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-        if not heads_normed and name.endswith(("q_proj.weight", "k_proj.weight")):
+        if not heads_normed and name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
             parameter.mul_(2)
 
 

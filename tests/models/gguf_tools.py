@@ -66,6 +66,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "granite": "granite",
     "olmo2": "olmo2",
+    "phi3": "phi3",
 }
 PERMUTED = ("granite", "llama", "smollm3")  # whose converter reorders rows of queries and keys
 # Formats that take turns, so that those of a layer differ. Experts of a layer are of one mix too.
@@ -113,8 +114,19 @@ def new_writer(path: Path, config: Any, *, split_tensors: int = 0) -> gguf.GGUFW
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, head_dim))
-    if config.model_type in ("gemma3_text", "mistral"):
-        writer.add_sliding_window(config.sliding_window)
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        ratio = np.log(config.max_position_embeddings / rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(
+            float(np.sqrt(1 + ratio / np.log(rope["original_max_position_embeddings"])))
+        )
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], dtype=np.float32))
+    if config.model_type == "phi3":
+        rotated = rope.get("partial_rotary_factor", 1.0) * config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(rotated))
+    if config.model_type in ("gemma3_text", "mistral", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import engine_tools as tools
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
@@ -24,13 +25,26 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "vocab_size": 320,
 }
+# Factors of single precision, as GGUF files have them too.
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1 + pair / 8 for pair in range(16)],
+    "long_factor": [1 + pair for pair in range(16)],
+}
 # The class of each family, by its model_type.
-CLASSES = {"granite": "GraniteForCausalLM", "olmo2": "Olmo2ForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
+CLASSES = {
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
 PUBLISHED = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
     "HuggingFaceTB/SmolLM3-3B",
     "allenai/OLMo-2-0425-1B-Instruct",
     "ibm-granite/granite-3.3-2b-instruct",
+    "microsoft/Phi-3-mini-4k-instruct",
+    "microsoft/phi-4",
 )
 
 
@@ -69,6 +83,59 @@ def test_published_folder_gives_the_logits_of_transformers(tmp_path: Path, name:
     reference.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(published | sizes))
     assert tools.error_against(reference, tmp_path, max_model_len=512) <= TOLERANCE
+
+
+def longrope_model(folder: Path, **factors: list[float]) -> PreTrainedModel:
+    """Save a network with Phi-4-mini's published fields and every fourth of its factors, for the sizes of `SIZES`."""
+    published = open_checkpoint("microsoft/Phi-4-mini-instruct", files="config").config
+    every_fourth = {name: published["rope_scaling"][name][::4] for name in ("short_factor", "long_factor")}
+    every_fourth["short_factor"] = [1.5] * 12  # the published ones are 1
+    sizes = SIZES | {"num_key_value_heads": 2, "torch_dtype": "float32", "pad_token_id": None}
+    lengths = {"original_max_position_embeddings": 128, "max_position_embeddings": 1024}
+    config = published | sizes | lengths | {"rope_scaling": {"type": "longrope"} | every_fourth | factors}
+    reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
+    tools.randomise(reference, 3)
+    reference.tie_weights()
+    reference.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return reference
+
+
+@pytest.mark.parametrize(("context", "length"), [(128, 100), (128, 5), (129, 125), (512, 200)])
+def test_longrope_has_the_factors_of_the_served_context(tmp_path: Path, context: int, length: int) -> None:
+    """Beyond the original length transformers has the long factors. Here a longer context has them for all texts."""
+    reference = longrope_model(tmp_path)
+    scaling = DECODER_CONFIGS["Phi3ForCausalLM"](json.loads((tmp_path / "config.json").read_text())).rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == reference.model.rotary_emb.attention_scaling == pytest.approx(1.1952, abs=1e-4)
+    seen = tools.open_engine(tmp_path, max_model_len=context)
+    prompt = tools.random_prompt(length, 1)
+    seen.add("one", prompt, max_tokens=4)
+    tokens = seen.run()["one"]
+    expected = reference
+    if length + 4 <= 128 < context or length < 128 < length + 4:
+        long = reference.config.rope_parameters["long_factor"]
+        expected = longrope_model(tmp_path / "long", short_factor=long)
+    error = tools.relative_error(torch.stack(seen.logits["one"]), tools.reference_logits(expected, prompt, tokens))
+    assert error <= TOLERANCE
+    if expected is not reference:
+        theirs = tools.reference_logits(reference, prompt[:60], [1])
+        assert tools.relative_error(tools.reference_logits(expected, prompt[:60], [1]), theirs) > 0.1
+
+
+def test_window_of_phi_is_that_of_transformers_and_none_where_no_text_exceeds_it() -> None:
+    for window, found in ((2047, 2047), (4095, 4095), (4096, None), (262_144, None), (None, None)):
+        config = config_of("phi3", sliding_window=window)
+        assert config.sliding_window == found
+        assert config.sliding_layers == frozenset(range(5) if found else ())
+
+
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_older_names_of_longrope_are_read(old_name: str) -> None:
+    scaling = config_of("phi3", rope_scaling=LONGROPE, max_position_embeddings=8192).rope_scaling
+    for key in ("type", "rope_type"):
+        rope = {name: value for name, value in LONGROPE.items() if name != "rope_type"} | {key: old_name}
+        assert config_of("phi3", rope_scaling=rope, max_position_embeddings=8192).rope_scaling == scaling
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -114,6 +181,22 @@ def test_layers_without_rotary_embeddings_are_those_of_transformers(
         ("olmo2", {"attention_bias": True}, "sets attention_bias to true, which olmo2 here does not compute"),
         ("olmo2", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),
         ("olmo2", {"layer_types": ["sliding_attention"] * 5}, "sets layer_types"),
+        ("phi3", {"attention_bias": True}, "sets attention_bias to true, which phi3 here does not compute"),
+        ("phi3", {"lm_head_bias": True}, "sets lm_head_bias to true"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "head_dim must be even, and so must be its rotary part, 0.1 of it"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_type": "su"}}, "type must be the same as"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "lacks rope_scaling.short_factor"),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 3}},
+            "long_factor must have a factor for each of 16",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE | {"short_factor": [0.0] * 16}},
+            "short_factor must be a list of numbers from",
+        ),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": "1"}}, "short_factor must be a list of numbers"),
         ("smollm3", {"attention_bias": True}, "sets attention_bias to true, which smollm3 here does not compute"),
         ("smollm3", {"mlp_bias": True}, "sets mlp_bias to true"),
         ("smollm3", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),

@@ -60,7 +60,7 @@ def test_window_of_mistral_holds_for_all_layers_and_null_stands_for_none() -> No
         ("llama", {"hidden_size": 100}, "hidden_size must be a multiple of num_attention_heads, 8, without head_dim"),
         ("llama", {"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ("mistral", {"sliding_window": 0}, "sliding_window must be a whole number from 1 to 16777216; got 0"),
-        ("mistral", {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type must be one of default"),
+        ("mistral", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type must be one of default"),
         ("mistral", {"layer_types": ["chunked_attention"] * 3}, "sets layer_types"),
     ],
 )

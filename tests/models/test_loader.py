@@ -336,6 +336,10 @@ def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pyte
         ("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, 291),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 272),
         ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 326),
+        # A merged tensor of the files counts as those that it merges.
+        ("microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, 291),
+        ("microsoft/Phi-4-mini-instruct", 3_836_021_760, 290),
+        ("microsoft/phi-4", 14_659_507_200, 363),
         ("allenai/OLMo-2-0425-1B-Instruct", 1_484_916_736, 179),
         ("ibm-granite/granite-3.3-2b-instruct", 2_533_539_840, 362),
     ],

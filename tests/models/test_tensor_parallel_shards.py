@@ -62,6 +62,7 @@ FAMILIES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Qwen3_5MoeForCausalLM",

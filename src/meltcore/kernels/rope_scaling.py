@@ -22,7 +22,7 @@ class LinearScaling:
     attention_factor = 1.0
     rope_type = "linear"
 
-    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float, context: int) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         return frequencies / self.factor
 
@@ -42,7 +42,7 @@ class Llama3Scaling:
     attention_factor = 1.0
     rope_type = "llama3"
 
-    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:  # noqa: ARG002 - same for all types
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float, context: int) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         num_rotations = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         smooth_factor = ((num_rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
@@ -68,7 +68,7 @@ class YarnScaling:
     truncate: bool = True
     rope_type = "yarn"
 
-    def scale_frequencies(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float, context: int) -> torch.Tensor:  # noqa: ARG002 - same for all types
         """Return the scaled `frequencies`, [rotary_dim / 2] float64."""
         import torch
 
@@ -91,4 +91,28 @@ class YarnScaling:
         return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): divides each frequency by a factor of its own.
+
+    A context of more than `original_max_position_embeddings` tokens has the long factors at all positions, so that
+    keys of one cache belong together; any other has the short ones. attention_factor: scales cosines and sines, so
+    scores by its square.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    rope_type = "longrope"
+
+    def scale_frequencies(self, frequencies: torch.Tensor, theta: float, context: int) -> torch.Tensor:  # noqa: ARG002 - same for all types
+        """Return the scaled `frequencies`, [rotary_dim / 2] float64. context: tokens that a sequence may have."""
+        import torch
+
+        factors = self.long_factor if context > self.original_max_position_embeddings else self.short_factor
+        return frequencies / torch.tensor(factors, dtype=torch.float64, device=frequencies.device)
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling

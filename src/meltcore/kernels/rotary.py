@@ -22,10 +22,15 @@ _BLOCK_POSITIONS = 2**16
 _PAIRS_PER_PROGRAM = 512
 
 
-def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
-    """Return the radians per position of each pair of rotated dimensions: [rotary_dim / 2] float64."""
+def inverse_frequencies(
+    rotary_dim: int, theta: float, scaling: RopeScaling | None = None, context: int = 0
+) -> torch.Tensor:
+    """Return the radians per position of each pair of rotated dimensions: [rotary_dim / 2] float64.
+
+    context: tokens that a sequence may have, which some scalings depend on.
+    """
     frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-    return frequencies if scaling is None else scaling.scale_frequencies(frequencies, theta)
+    return frequencies if scaling is None else scaling.scale_frequencies(frequencies, theta, context)
 
 
 def rotary_table(
@@ -41,7 +46,7 @@ def rotary_table(
     rotary_dim: number of dimensions of a checkpoint's head that rotate (default: all); heads are then in
     `half_split_order`. Angles are computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
     """
-    frequencies = inverse_frequencies(rotary_dim or head_dim, theta, scaling).to(device)
+    frequencies = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions).to(device)
     attention_factor = 1.0 if scaling is None else scaling.attention_factor
     table = torch.zeros(max_positions, 2, head_dim // 2, dtype=torch.float32, device=device)
     table[:, 0, len(frequencies) :] = 1.0  # no rotation, and no attention factor

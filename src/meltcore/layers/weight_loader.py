@@ -117,6 +117,18 @@ def merged_shard_loader(
     )
 
 
+def concatenated_loader(parts: Sequence[WeightLoader]) -> WeightLoader:
+    """Return the loader of a checkpoint tensor that concatenates, row by row, the tensors that `parts` load."""
+    slices: list[tuple[Index, WeightLoader]] = []
+    start = 0
+    for part in parts:
+        for index, target in part.slices if isinstance(part, ShardLoader) else (((), part),):
+            rows = range(part.shape[0])[index[0] if index else slice(None)]
+            slices.append(((slice(start + rows.start, start + rows.stop), *index[1:]), target))
+        start += part.shape[0]
+    return ShardLoader(torch.Size((start, *parts[0].shape[1:])), tuple(slices))
+
+
 def permuted_loader(target: WeightLoader, row_order: torch.Tensor | None) -> WeightLoader:
     """Return a loader that copies row row_order[i] of a checkpoint tensor into row i of `target`.
 

@@ -76,6 +76,11 @@ _COUNT = _integer_rule(1, 2**14)
 _WIDTH = _integer_rule(1, 2**20)
 _SIZES = Rule("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_id, value)))
 
+_FACTORS = Rule(
+    "a list of numbers from 1e-4 to 1e6",
+    lambda value: isinstance(value, list) and all(type(each) in (int, float) and 1e-4 <= each <= 1e6 for each in value),
+)
+
 RULES: dict[str, Rule] = {
     # config.json
     "architectures": _TEXT_LIST,
@@ -132,6 +137,8 @@ RULES: dict[str, Rule] = {
     "original_max_position_embeddings": _integer_rule(1, MAX_POSITIONS),
     "low_freq_factor": _POSITIVE,
     "high_freq_factor": _POSITIVE,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
     "beta_fast": _POSITIVE,
     "beta_slow": _POSITIVE,
     "attention_factor": _POSITIVE,
@@ -141,6 +148,7 @@ RULES: dict[str, Rule] = {
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
+    "lm_head_bias": _FLAG,
     "attn_output_gate": _FLAG,
     "use_sliding_window": _FLAG,
     "sliding_window": _integer_rule(1, MAX_POSITIONS),

@@ -35,6 +35,7 @@ from meltcore.models.tensor_names import (
     expert_tensors,
     fused_expert_tensors,
     gated_delta_tensors,
+    merged_tensors,
     named_tensors,
     norm_tensors,
 )
@@ -93,8 +94,9 @@ class Block(nn.Module):
         return loaders | (expert_tensors(mlp) if isinstance(mlp, SparseMoeBlock) else dense_tensors(mlp))
 
     def fused_tensors(self) -> dict[str, FusedTensor]:
-        """Return the checkpoint tensors that merge the weights of several experts, by name within the block."""
-        return fused_expert_tensors(self.mlp) if isinstance(self.mlp, SparseMoeBlock) else {}
+        """Return the checkpoint tensors that merge several weights, by name within the block."""
+        experts = fused_expert_tensors(self.mlp) if isinstance(self.mlp, SparseMoeBlock) else {}
+        return merged_tensors(self.checkpoint_tensors()) | experts
 
 
 def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:

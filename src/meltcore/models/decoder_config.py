@@ -183,7 +183,7 @@ class DecoderConfig:
         qk_norm: bool,
         output_gate: bool = False,
         zero_centered_norms: bool = False,
-        rotary_factor: float = 1.0,
+        rotary_factor: float | None = None,
         experts: ExpertsConfig | None = None,
         recurrent: RecurrentConfig | None = None,
         sliding_layers: frozenset[int] = frozenset(),
@@ -191,12 +191,12 @@ class DecoderConfig:
     ) -> DecoderConfig:
         """Read the configuration from the fields of config.json and the switches of a family.
 
-        rotary_factor: the family's default of partial_rotary_factor; a family with 1.0 supports no other value.
+        rotary_factor: the family's default of partial_rotary_factor; None supports no value but 1.
         sliding_layers: the layers whose attention has the window `sliding_window` of config.json. switches: further
         fields of this class. Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
         rope_config = rope_fields(config)
-        for name in ("use_sliding_window", "mlp_bias"):
+        for name in ("use_sliding_window", "mlp_bias", "lm_head_bias"):
             if config.optional(name, False):
                 raise config.unsupported_field(name)
         activation = switches.get("activation", "silu")
@@ -215,10 +215,11 @@ class DecoderConfig:
         )
         if heads % kv_heads:
             raise config.rule_error("num_attention_heads", f"a multiple of num_key_value_heads, {kv_heads}")
+        rotary_dim = _rotary_dim(config, rope_config, head_dim, rotary_factor)
         return cls(
             **field_values,
-            rotary_dim=_rotary_dim(config, rope_config, head_dim, rotary_factor),
-            rope_scaling=read_rope_scaling(config),
+            rotary_dim=rotary_dim,
+            rope_scaling=read_rope_scaling(config, rotary_dim),
             tie_word_embeddings=config.optional("tie_word_embeddings", False),
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
@@ -252,6 +253,11 @@ class DecoderConfig:
         return RMSNorm(size, eps, torch.float32 if self.float32_norms else None)
 
     @property
+    def norms_are_float32(self) -> bool:
+        """Whether the scales of norms are float32, whatever the model's type."""
+        return self.zero_centered_norms or self.float32_norms
+
+    @property
     def stream_scale(self) -> float | None:
         """The factor of the token embeddings at the start of the residual stream, None for 1."""
         scale = (self.embedding_scale or 1.0) / self.residual_multiplier
@@ -271,11 +277,11 @@ def with_head_dim(config: Fields) -> Fields:
     return config.with_values(head_dim=hidden_size // heads)
 
 
-def _rotary_dim(config: Fields, rope_config: Fields, head_dim: int, default_factor: float) -> int:
+def _rotary_dim(config: Fields, rope_config: Fields, head_dim: int, default_factor: float | None) -> int:
     """Return how many dimensions of a head have rotary embeddings. The number is even: dimensions rotate in pairs."""
     name = "partial_rotary_factor"
-    factor = rope_config.optional_not_null(name, config.optional_not_null(name, default_factor))
-    if default_factor == 1.0 and factor != 1.0:
+    factor = rope_config.optional_not_null(name, config.optional_not_null(name, default_factor or 1.0))
+    if default_factor is None and factor != 1.0:
         raise (rope_config if rope_config.has(name) else config).unsupported_field(name)
     rotary_dim = int(head_dim * factor)
     if head_dim % 2 or rotary_dim % 2 or rotary_dim == 0:

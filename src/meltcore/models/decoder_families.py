@@ -40,6 +40,12 @@ _GEMMA_WINDOW, _GEMMA_PATTERN = 4096, 6
 # Granite's fields that multiply, of which each is 1 where config.json leaves it out.
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _OLMO2_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 2048}
+_PHI3_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
 _SMOLLM3_DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 2_000_000.0,
@@ -90,6 +96,22 @@ def olmo2_config(config: Mapping[str, Any]) -> DecoderConfig:
     fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
     return DecoderConfig.read(
         fields, qkv_bias=False, qk_norm=False, wide_qk_norm=True, pre_norms=False, post_norms=True, float32_norms=True
+    )
+
+
+def phi3_config(config: Mapping[str, Any]) -> DecoderConfig:
+    """Return the configuration of a Phi-3, Phi-3.5, Phi-4 or Phi-4-mini model.
+
+    A window that no text can exceed is none.
+    """
+    fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_PHI3_DEFAULTS), "phi3 here"))
+    fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
+    fields = _with_longrope_name(fields)
+    window = fields.optional("sliding_window")
+    sliding = window is not None and window < fields.optional("max_position_embeddings")
+    layers = range(fields.required("num_hidden_layers")["num_hidden_layers"] if sliding else 0)
+    return DecoderConfig.read(
+        fields, qkv_bias=False, qk_norm=False, rotary_factor=1.0, sliding_layers=frozenset(layers)
     )
 
 
@@ -196,6 +218,16 @@ def _nope_layers(fields: Fields) -> frozenset[int]:
     return frozenset(layer for layer in range(num_layers) if not flags[layer])
 
 
+def _with_longrope_name(fields: Fields) -> Fields:
+    """Return `fields` with LongRoPE's present name in place of those that Phi-3's first files have for it."""
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.optional(name) or {}
+        old = {key: "longrope" for key in ("rope_type", "type") if rope.get(key) in ("su", "yarn")}
+        if old:
+            fields = fields.with_values(**{name: {**rope, **old}})
+    return fields
+
+
 def _with_global_rope(fields: Fields) -> Fields:
     """Return `fields` with the rotary embeddings of full attention as the only rope_parameters.
 
@@ -240,6 +272,7 @@ DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "LlamaForCausalLM": llama_config,
     "MistralForCausalLM": mistral_config,
     "Olmo2ForCausalLM": olmo2_config,
+    "Phi3ForCausalLM": phi3_config,
     "Qwen2ForCausalLM": qwen2_config,
     "Qwen3ForCausalLM": qwen3_config,
     "Qwen3_5MoeForCausalLM": qwen3_5_config,

@@ -29,6 +29,7 @@ FAMILIES = {
     "granite": _Family("GraniteForCausalLM", "granite", 1e4),
     "llama": _Family("LlamaForCausalLM", "llama", 1e4),
     "olmo2": _Family("Olmo2ForCausalLM", "olmo2", 1e4),
+    "phi3": _Family("Phi3ForCausalLM", "phi3", 1e4),
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", 1e4),
     "qwen3": _Family("Qwen3ForCausalLM", "qwen3", 1e4),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", "qwen3_moe", 1e4),
@@ -77,6 +78,8 @@ GRANITE_KEYS = {
 }
 _OWN_KEYS = {"gemma3": ("attention.scale",), "granite": tuple(GRANITE_KEYS.values())}  # which a family computes
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # parts of the configuration
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.
 _GEMMA_4B_LAYERS, _GEMMA_27B_LAYERS, _GEMMA_FACTOR, GEMMA_PATTERN = 34, 62, 8.0, 6
 _ATTENTION_SCALE = Rule(  # its inverse square is a valid query_pre_attn_scalar
@@ -85,7 +88,7 @@ _ATTENTION_SCALE = Rule(  # its inverse square is a valid query_pre_attn_scalar
 # Llama 3.1, 3.2 and 3.3 have these, and an original length of 8192.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in range(13, 5, -1)] + [2**14, 2**15, 2**16]
 # Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
-END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"}
+END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -126,6 +129,9 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = keys.optional("num_key_value_heads", "attention.head_count_kv", heads)
     config["head_dim"] = _head_dim(keys, config)
+    if name == "phi3":  # Phi-4-mini rotates a part of a head
+        rotary_dim = keys.optional("head_dim", "rope.dimension_count", config["head_dim"])
+        config["partial_rotary_factor"] = min(1.0, rotary_dim / config["head_dim"])
     if name == "qwen3moe":
         config |= {field: keys.required(field, key) for field, key in EXPERT_KEYS.items()}
         config["norm_topk_prob"] = keys.optional("norm_topk_prob", "expert_weights_norm", True)
@@ -142,15 +148,20 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
         config |= _read_gemma(keys, config)
         rope = _gemma_rope(keys, config, rope)
     else:
-        window = keys.optional("sliding_window", "attention.sliding_window")
-        if window and name == "llama":  # Mistral 7B v0.1
+        key = "attention.sliding_window"
+        window = None if keys.raw(key) == 0 else keys.optional("sliding_window", key)
+        if name == "phi3":
+            config["sliding_window"] = window
+        elif window and name == "llama":  # Mistral 7B v0.1
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
         elif window:
-            raise keys.unsupported("attention.sliding_window")
+            raise keys.unsupported(key)
     if name == "granite":
         config |= _read_granite(keys, config)
     if rope:
         config["rope_scaling"] = rope
+        if rope["rope_type"] == "longrope":  # Phi-3's class reads it here first
+            config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return config | (_read_token_ids(model, config["vocab_size"]) if EMBEDDING in model.tensors else {})
 
 
@@ -216,8 +227,9 @@ def _head_dim(keys: _Keys, config: dict[str, Any]) -> int:
         if hidden_size % heads:
             raise keys.error("embedding_length", f"must be a multiple of head_count, {heads}; got {hidden_size}")
         head_dim = hidden_size // heads
-    for key in ("attention.value_length", "rope.dimension_count"):
-        keys.require_neutral(key, (head_dim,))
+    keys.require_neutral("attention.value_length", (head_dim,))
+    if keys.model.metadata["general.architecture"] != "phi3":
+        keys.require_neutral("rope.dimension_count", (head_dim,))
     return head_dim
 
 
@@ -235,7 +247,7 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"{model.path}: block_count is {config['num_hidden_layers']}; the file has tensors of {len(layers)} layers"
         )
-    query = model.tensors.get("blk.0.attn_q.weight")
+    query = model.tensors.get("blk.0.attn_q.weight", model.tensors.get("blk.0.attn_qkv.weight"))
     dtype = DENSE_TYPES.get(query.type, "bfloat16") if query is not None else "bfloat16"
     if config["model_type"] in ("gemma3_text", "granite") and dtype == "float16":
         dtype = "bfloat16"  # Gemma's activations overflow float16; Granite's stream is larger here than published
@@ -251,6 +263,10 @@ def _read_rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
     rope_type = keys.raw("rope.scaling.type")
     factor_key = "rope.scaling.factor" if keys.raw("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = keys.optional("factor", factor_key) if keys.raw(factor_key) != 0.0 else None
+    if LONG_FACTORS in keys.model.tensors or SHORT_FACTORS in keys.model.tensors:
+        keys.require_neutral("rope.scaling.type", ("none", "longrope"))
+        return _longrope(keys, config)
+    keys.require_neutral("rope.scaling.attn_factor", (1.0,))
     if ROPE_FACTORS in keys.model.tensors:
         keys.require_neutral("rope.scaling.type", ("none", "llama3"))
         return _llama3_rope(keys.model, config)
@@ -270,9 +286,39 @@ def _read_rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
             rope |= {} if value is None else {field: value}
         keys.require_neutral("rope.scaling.yarn_ext_factor", (-1.0, 1.0))
         keys.require_neutral("rope.scaling.yarn_attn_factor", (1.0,))
-        keys.require_neutral("rope.scaling.attn_factor", (1.0,))
         keys.require_neutral("rope.scaling.yarn_log_multiplier", (0.0, 0.1))
     return rope
+
+
+def _longrope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return LongRoPE's scaling, whose factors are two tensors. Without attn_factor scores are not scaled."""
+    context, original = (
+        keys.optional("original_max_position_embeddings", key)
+        for key in ("context_length", "rope.scaling.original_context_length")
+    )
+    keys.require_neutral("rope.scaling.factor", (0.0, 1.0))
+    original = context if original is None else original
+    attention_factor = keys.optional("attention_factor", "rope.scaling.attn_factor", 1.0)
+    # The file has the published value, which follows from the lengths, in float32.
+    published = math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original > 1 else 1.0
+    pairs = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)) // 2
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "attention_factor": published if math.isclose(attention_factor, published, rel_tol=1e-6) else attention_factor,
+        "short_factor": _factors(keys.model, SHORT_FACTORS, pairs).tolist(),
+        "long_factor": _factors(keys.model, LONG_FACTORS, pairs).tolist(),
+    }
+
+
+def _factors(model: GGUFModel, name: str, pairs: int) -> np.ndarray[Any, Any]:
+    """Return the divisors of rotary frequencies that a tensor holds. Raises ConfigError for another type or shape."""
+    tensor = model.tensors.get(name)
+    if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (pairs,):
+        found = "is missing" if tensor is None else f"is {tensor.type.name} {list(tensor.shape)}"
+        raise ConfigError(f"{model.path}: {name} {found}; it must be F32 [{pairs}]")
+    factors: np.ndarray[Any, Any] = model.file_of[name].blocks(name).view("<f4")[0].astype(np.float64)
+    return factors
 
 
 def _llama3_rope(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -280,12 +326,8 @@ def _llama3_rope(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any] | N
 
     The file has no other trace of it. Raises ConfigError if no llama3 scaling gives these divisors.
     """
-    head_dim, tensor = config["head_dim"], model.tensors[ROPE_FACTORS]
-    if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):
-        raise ConfigError(
-            f"{model.path}: {ROPE_FACTORS} is {tensor.type.name} {list(tensor.shape)}; it must be F32 [{head_dim // 2}]"
-        )
-    divisors = model.file_of[ROPE_FACTORS].blocks(ROPE_FACTORS).view("<f4")[0].astype(np.float64)
+    head_dim = config["head_dim"]
+    divisors = _factors(model, ROPE_FACTORS, head_dim // 2)
     factor = float(divisors.max())
     if factor == 1.0:
         return None

@@ -1,8 +1,8 @@
 """Gives the tensors of a GGUF file the names, shapes and layout that they have in published safetensors files.
 
-Three differ in more than their names. Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary
+Some differ in more than their names. Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary
 embeddings: dimension i of a head is followed by i + head_dim / 2. Norms of Gemma include the 1 that published files
-leave to be added. All experts of a layer are one tensor.
+leave to be added. All experts of a layer are one tensor. Phi-3's merged matrices are read as the matrices they merge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meltcore.layers.weight_loader import (
     row_loader,
     row_parts,
 )
-from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_FACTORS
+from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_TENSORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
 from meltcore.models.gguf_formats import QUANTIZED_TYPES
 from meltcore.models.tensor_file import TensorEntry, TensorFile
@@ -54,6 +54,9 @@ _POST_NORM_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+# The matrices that one tensor of a file merges.
+_MERGED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
+_MERGING_FAMILIES = ("phi3",)
 _PERMUTED_FAMILIES = ("granite", "llama", "mistral", "smollm3")
 _PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 _PART_VALUES = 2**22  # in float32, of a tensor that is loaded with its values
@@ -71,10 +74,11 @@ class GGUFWeights(TensorFile):
         """Open the file of a header that has been read. config: of the checkpoint."""
         super().__init__(file.path)
         self._model_type, self._head_dim = config["model_type"], config["head_dim"]
+        self._merged_rows = _merged_rows(config) if self._model_type in _MERGING_FAMILIES else {}
         self._stored_names: dict[str, str] = {}
         self.entries = {}
         for stored_name, tensor in file.tensors.items():
-            if stored_name == ROPE_FACTORS:  # part of the configuration
+            if stored_name in ROPE_TENSORS:  # part of the configuration
                 continue
             for name, entry in self._published(stored_name, tensor):
                 self.entries[name] = entry
@@ -127,10 +131,22 @@ class GGUFWeights(TensorFile):
             for expert in range(shape[0]):
                 name = f"model.layers.{block}.mlp.experts.{expert}.{_EXPERTS[part]}.{kind}"
                 yield name, TensorEntry(dtype_name, shape[1:], offset + expert * expert_bytes)
+        elif stored_name.startswith("blk.") and sum(self._merged_rows.get(part, ())) == shape[0]:
+            row_bytes, first_row = tensor.num_bytes // shape[0], 0
+            for merged_part, rows in zip(_MERGED[part], self._merged_rows[part], strict=True):
+                name = f"model.layers.{block}.{names[merged_part]}.{kind}"
+                yield name, TensorEntry(dtype_name, (rows, *shape[1:]), offset + first_row * row_bytes)
+                first_row += rows
         elif stored_name.startswith("blk.") and part in names:
             yield f"model.layers.{block}.{names[part]}.{kind}", TensorEntry(dtype_name, shape, offset)
         else:
             yield stored_name, TensorEntry(dtype_name, shape, offset)
+
+
+def _merged_rows(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return how many rows each matrix has in a tensor of a file that merges some."""
+    queries, keys = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
+    return {"attn_qkv": (queries, keys, keys), "ffn_up": (config["intermediate_size"],) * 2}
 
 
 def gguf_name(name: str, model_type: str) -> str:
@@ -147,6 +163,8 @@ def gguf_name(name: str, model_type: str) -> str:
     if part.startswith("mlp.experts."):
         names, part = _EXPERTS, part.rpartition(".")[2]
     stored_parts = {published: stored for stored, published in names.items()}
+    if model_type in _MERGING_FAMILIES:
+        stored_parts |= {names[each]: merged for merged, parts in _MERGED.items() for each in parts}
     return f"blk.{layer}.{stored_parts[part]}.{kind}"
 
 

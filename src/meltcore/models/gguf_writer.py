@@ -7,7 +7,7 @@ quantized by the gguf package and written one after the other, so host memory ho
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.rope_scaling import Llama3Scaling, YarnScaling
+from meltcore.kernels.rope_scaling import Llama3Scaling, LongRopeScaling, YarnScaling
 from meltcore.kernels.rotary import inverse_frequencies
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
@@ -31,8 +31,10 @@ from meltcore.models.gguf_config import (
     GEMMA_PATTERN,
     GRANITE_KEYS,
     HEAD,
+    LONG_FACTORS,
     REQUIRED_KEYS,
     ROPE_FACTORS,
+    SHORT_FACTORS,
     read_config,
 )
 from meltcore.models.gguf_file import GGUFModel
@@ -128,8 +130,8 @@ def write_gguf(
             metadata |= config_metadata(checkpoint.name, config, name)
             add_metadata(writer, metadata | dict(tokenizer(config.vocab_size)))
             factors = rope_factors(config)
-            if factors is not None:
-                writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+            for tensor_name, values in factors.items():
+                writer.add_tensor_info(tensor_name, values.shape, values.dtype, values.nbytes)
             for tensor in tensors:
                 writer.add_tensor_info(
                     tensor.name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, raw_dtype=tensor.type
@@ -138,8 +140,8 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             _extend_to_full_size(temporary_path, writer)
-            if factors is not None:  # a part of the configuration
-                writer.write_tensor_data(factors)
+            for values in factors.values():  # parts of the configuration
+                writer.write_tensor_data(values)
                 writer.flush()
             _check_header(checkpoint.name, temporary_path, path, config, check_header)
             for index, tensor in enumerate(tensors):
@@ -181,13 +183,20 @@ def _plan(source: SourceTensors, name: str, to: GGMLQuantizationType) -> list[_S
             _StoredTensor(
                 tensor_name,
                 _stored_type(tensor_name, first, config, to),
-                (len(parts), *first.shape) if is_stacked else first.shape,
+                _stored_shape([tensor.shape for _, tensor in parts], is_stacked=is_stacked),
                 tuple(tensor for _, tensor in parts),
                 1.0 if includes_one(published_name, model_type) else 0.0,
                 order,
             )
         )
     return tensors
+
+
+def _stored_shape(shapes: Sequence[tuple[int, ...]], *, is_stacked: bool) -> tuple[int, ...]:
+    """Return the shape of a tensor that stacks experts, or has the rows of several matrices, or is one tensor."""
+    if is_stacked:
+        return (len(shapes), *shapes[0])
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
 
 
 def _stored_type(
@@ -236,6 +245,8 @@ def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, A
         values["expert_weights_norm"] = config.experts.norm_topk_prob
     if config.sliding_window is not None:
         values["attention.sliding_window"] = config.sliding_window
+    elif name == "phi3":
+        values["attention.sliding_window"] = 0  # as llama.cpp's converter writes it for Phi-4
     if name == "gemma3":
         values |= _gemma_metadata(config)
     if name == "granite":
@@ -263,10 +274,18 @@ def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of the scaling of rotary frequencies. Those of llama3 are a tensor instead (`rope_factors`)."""
+    """Return the keys of the scaling of rotary frequencies. Those of llama3 are a tensor instead (`rope_factors`).
+
+    LongRoPE's factors are tensors too, and its type has no key in the files of llama.cpp's converter.
+    """
     scaling = config.rope_scaling
     if scaling is None or isinstance(scaling, Llama3Scaling):
         return {}
+    if isinstance(scaling, LongRopeScaling):
+        return {
+            "rope.scaling.original_context_length": scaling.original_max_position_embeddings,
+            "rope.scaling.attn_factor": scaling.attention_factor,
+        }
     values: dict[str, Any] = {
         "rope.scaling.type": scaling.rope_type,
         "rope.scaling.factor": scaling.factor,
@@ -280,15 +299,16 @@ def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
     return values
 
 
-def rope_factors(config: DecoderConfig) -> np.ndarray[Any, Any] | None:
-    """Return the divisors of rotary frequencies of a llama3 scaling, [head_dim / 2] float32; None without one."""
-    if not isinstance(config.rope_scaling, Llama3Scaling):
-        return None
-    unscaled, scaled = (
-        inverse_frequencies(config.rotary_dim, config.rope_theta, scaling) for scaling in (None, config.rope_scaling)
-    )
-    factors: np.ndarray[Any, Any] = (unscaled / scaled).float().numpy()
-    return factors
+def rope_factors(config: DecoderConfig) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the tensors of divisors of rotary frequencies, [rotary_dim / 2] float32, of llama3 and longrope."""
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        factors = {LONG_FACTORS: scaling.long_factor, SHORT_FACTORS: scaling.short_factor}
+        return {name: np.array(values, dtype=np.float32) for name, values in factors.items()}
+    if not isinstance(scaling, Llama3Scaling):
+        return {}
+    unscaled, scaled = (inverse_frequencies(config.rotary_dim, config.rope_theta, each) for each in (None, scaling))
+    return {ROPE_FACTORS: (unscaled / scaled).float().numpy()}
 
 
 def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:

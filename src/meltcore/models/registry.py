@@ -10,6 +10,7 @@ from meltcore.models.granite import Granite
 from meltcore.models.llama import Llama, Mistral
 from meltcore.models.model import Model
 from meltcore.models.olmo2 import Olmo2
+from meltcore.models.phi3 import Phi3
 from meltcore.models.qwen2 import Qwen2
 from meltcore.models.qwen3 import Qwen3, Qwen3Moe
 from meltcore.models.qwen3_5 import Qwen3_5
@@ -25,6 +26,7 @@ ARCHITECTURES: dict[str, ModelClass] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Olmo2ForCausalLM": Olmo2,
+    "Phi3ForCausalLM": Phi3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3_5MoeForCausalLM": Qwen3_5,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from meltcore.kernels.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS, Fields
 
@@ -28,8 +29,10 @@ def rope_fields(config: Fields) -> Fields:
     return config.nested_fields("rope_scaling" if config.optional("rope_scaling") else "rope_parameters")
 
 
-def read_rope_scaling(config: Fields) -> RopeScaling | None:
+def read_rope_scaling(config: Fields, rotary_dim: int | None = None) -> RopeScaling | None:
     """Return the scaling of rotary frequencies that `config` states under either name, None for no scaling.
+
+    rotary_dim: checks that there is a factor for each pair of rotated dimensions, where each has its own.
 
     Raises ConfigError for an unknown type, for a missing or wrong field, and if both names state different scalings.
     """
@@ -41,7 +44,10 @@ def read_rope_scaling(config: Fields) -> RopeScaling | None:
                 raise rope_object.unsupported_field(key)
         if config.optional(name):
             rope_type = _rope_type(rope_object)
-            scalings[name] = None if rope_type == "default" else _SCALING_READERS[rope_type](config, rope_object)
+            scaling = None if rope_type == "default" else _SCALING_READERS[rope_type](config, rope_object)
+            if rotary_dim is not None and isinstance(scaling, LongRopeScaling):
+                _check_factors(rope_object, scaling, rotary_dim // 2)
+            scalings[name] = scaling
     if len(set(scalings.values())) > 1:
         raise config.field_error(
             "rope_scaling", f"and rope_parameters contradict each other: {_describe_scalings(scalings)}"
@@ -62,9 +68,10 @@ def max_context(max_position_embeddings: int, scaling: RopeScaling | None) -> in
     """Return the context length in tokens that `scaling` extends a model to.
 
     A checkpoint's max_position_embeddings may be its original length or the extended length. The larger length counts.
-    With llama3 it is always the extended length, which may be below factor times the original one (Llama 3.2).
+    With llama3 and longrope it is always the extended length, which may be below factor times the original one (Llama
+    3.2).
     """
-    if scaling is None or isinstance(scaling, Llama3Scaling):
+    if scaling is None or isinstance(scaling, Llama3Scaling | LongRopeScaling):
         return max_position_embeddings
     extended = int(scaling.original_max_position_embeddings * scaling.factor)
     return min(max(max_position_embeddings, extended), MAX_POSITIONS)
@@ -167,6 +174,33 @@ def _read_yarn(config: Fields, rope_object: Fields) -> YarnScaling:
     )
 
 
+def _read_longrope(config: Fields, rope_object: Fields) -> LongRopeScaling:
+    """Return the scaling with factors in float32, as transformers computes with them.
+
+    Without a factor it is the ratio of the extended and the original length. Without an attention_factor it follows
+    from the factor, as in the paper.
+    """
+    extended_length = config.required("max_position_embeddings")["max_position_embeddings"]
+    original_length = _original_length(config, rope_object)
+    factor = rope_object.optional("factor", extended_length / original_length)
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_length)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        factor=float(factor),
+        original_max_position_embeddings=original_length,
+        attention_factor=float(rope_object.optional("attention_factor", attention_factor)),
+        **{name: tuple(array("f", rope_object.required(name)[name])) for name in ("short_factor", "long_factor")},
+    )
+
+
+def _check_factors(rope_object: Fields, scaling: LongRopeScaling, pairs: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        count = len(getattr(scaling, name))
+        if count != pairs:
+            raise rope_object.field_error(
+                name, f"must have a factor for each of {pairs} pairs of dimensions; got {count}"
+            )
+
+
 def _yarn_attention_factor(rope_object: Fields, factor: float) -> float:
     """Return 0.1 ln(factor) + 1 as in the paper, or a ratio of such terms with mscale and mscale_all_dim."""
 
@@ -183,13 +217,19 @@ def _read_common_fields(config: Fields, rope_object: Fields) -> dict[str, Any]:
     The original length may also be a field of `config`. Without either field it is max_position_embeddings.
     """
     factor = rope_object.required("factor")["factor"]
-    original_length = rope_object.optional(_ORIGINAL_LENGTH)
+    return {"factor": float(factor), _ORIGINAL_LENGTH: _original_length(config, rope_object)}
+
+
+def _original_length(config: Fields, rope_object: Fields) -> int:
+    """Return the context length of the unscaled frequencies."""
+    original_length: int | None = rope_object.optional(_ORIGINAL_LENGTH)
     outer_length = config.optional(_ORIGINAL_LENGTH)
     if original_length is not None and outer_length not in (None, original_length):
         raise rope_object.rule_error(_ORIGINAL_LENGTH, f"the same as outside of this object, {outer_length}")
     if original_length is None:
         original_length = outer_length or config.required("max_position_embeddings")["max_position_embeddings"]
-    return {"factor": float(factor), _ORIGINAL_LENGTH: original_length}
+    assert original_length is not None
+    return original_length
 
 
 def _describe_scalings(scalings: Mapping[str, RopeScaling | None]) -> str:
@@ -202,10 +242,12 @@ def _describe_scalings(scalings: Mapping[str, RopeScaling | None]) -> str:
 _SCALING_READERS: dict[str, Callable[[Fields, Fields], RopeScaling]] = {
     "linear": _read_linear,
     "llama3": _read_llama3,
+    "longrope": _read_longrope,
     "yarn": _read_yarn,
 }
 _KNOWN_FIELDS = {
     *_WEIGHT_FIELDS,
     *("rope_type", "type", "factor", _ORIGINAL_LENGTH, "low_freq_factor", "high_freq_factor"),
+    *("short_factor", "long_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }

@@ -20,7 +20,7 @@ _PART_VALUES = 2**22
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a file, or the rows from `first_row` on of one that merges the experts of a layer.
+    """A tensor of a file, or the rows from `first_row` on of one that merges several, such as the experts of a layer.
 
     name: in the file; shape: of this tensor.
     """
@@ -52,11 +52,11 @@ class SourceTensor(NamedTuple):
         step = max(1, _PART_VALUES // max(1, columns))
         for start in range(0, num_rows, step):
             stop = min(num_rows, start + step)
-            if self.is_merged:  # [experts, rows of each, columns]
+            if self.is_merged and len(stored_shape) == 3:  # [experts, rows of each, columns]
                 expert, row = divmod(self.first_row + start, stored_shape[1])
                 part = self.file.read(self.name, (slice(expert, expert + 1), slice(row, row + stop - start)))
             elif len(stored_shape) <= 2:
-                part = self.file.read(self.name, (slice(start, stop),))
+                part = self.file.read(self.name, (slice(self.first_row + start, self.first_row + stop),))
             else:  # a convolution, of few values
                 part = self.file.read(self.name).reshape(-1, columns)[start:stop]
             yield part.reshape(-1, columns)
@@ -108,10 +108,11 @@ def open_tensors(checkpoint: Checkpoint) -> Iterator[SourceTensors]:
                 if canonical_name in loaders:
                     tensors[canonical_name] = SourceTensor(file, name, entry.shape)
                 elif canonical_name in fused_tensors:
-                    names = fused_tensors[canonical_name].checkpoint_names
-                    rows, columns = math.prod(entry.shape[:-1]) // len(names), entry.shape[-1]
-                    for index, merged_name in enumerate(names):
-                        tensors[merged_name] = SourceTensor(file, name, (rows, columns), index * rows)
+                    first_row = 0
+                    for merged_name in fused_tensors[canonical_name].checkpoint_names:
+                        shape = tuple(loaders[merged_name].shape)
+                        tensors[merged_name] = SourceTensor(file, name, shape, first_row)
+                        first_row += shape[0]
                 else:
                     others.append((file, name))
         # In the model's order, which is that of the layers.

@@ -11,7 +11,7 @@ from meltcore.kernels.rotary import half_split_order
 from meltcore.layers.attention import Attention
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.gated_delta_net import GatedDeltaNet
-from meltcore.layers.weight_loader import WeightLoader, permuted_loader
+from meltcore.layers.weight_loader import WeightLoader, concatenated_loader, permuted_loader
 
 
 class FusedTensor(NamedTuple):
@@ -128,6 +128,23 @@ def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
             merged = tuple(name for name in names if name.endswith(tuple(f".{part}.{end}" for part in parts)))
             fused[f"mlp.experts.{fused_name}{end.removeprefix('weight')}"] = FusedTensor(tensor, merged)
     return fused
+
+
+def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor]:
+    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. tensors: of a block.
+
+    Only the weights are merged here, and their scales per row: other scales and packed integers are not.
+    """
+    merged: dict[str, FusedTensor] = {}
+    for module, parts in (
+        ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+    ):
+        for end in ("weight", "weight_scale"):
+            names = tuple(f"{part}.{end}" for part in parts)
+            if all(name in tensors and len(tensors[name].shape) == 2 for name in names):
+                merged[f"{module}.{end}"] = FusedTensor(concatenated_loader([tensors[name] for name in names]), names)
+    return merged
 
 
 def named_tensors(module: str, tensors: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:

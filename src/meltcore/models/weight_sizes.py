@@ -105,8 +105,7 @@ def decoder_weight_bytes(
     total = 0.0
     for matrix in decoder_matrices(config, ranks):
         kind = matrix.kind
-        has_wide_norms = config.zero_centered_norms or config.float32_norms
-        is_float32 = kind == "float32" or (kind == "norm" and has_wide_norms)
+        is_float32 = kind == "float32" or (kind == "norm" and config.norms_are_float32)
         per_value = 4.0 if is_float32 else float(element_size)
         if weight_format == "fp8" and kind in ("linear", "expert"):
             # An expert's rows are its gate and up projections, and the columns of its down projection.

@@ -324,13 +324,13 @@ def _weight_format(model: ModelSection) -> WeightFormat:
 
 def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool) -> tuple[int, str]:
     """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others."""
-    from meltcore.models.gguf_config import ROPE_FACTORS
+    from meltcore.models.gguf_config import ROPE_TENSORS
     from meltcore.models.gguf_formats import held_bytes, restored_formats
 
     total = 0
     for name, tensor in gguf.tensors.items():
-        is_float32 = config.zero_centered_norms and name.endswith("norm.weight")
-        if name != ROPE_FACTORS:  # is no weight here
+        is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
+        if name not in ROPE_TENSORS:
             total += held_bytes(tensor, 4 if is_float32 else element_size, on_cpu=on_cpu)
     uses = restored_formats(gguf.tensors.values(), element_size, on_cpu=on_cpu)
     return total, "; ".join(use.describe() for use in uses)
