@@ -77,9 +77,7 @@ def test_fleet_serves_from_both_nodes_and_survives_what_ends_an_engine(cluster: 
         # One that hangs is lost by its connection.
         hanging = rows(server)[1]["pid"]
         os.kill(hanging, signal.SIGSTOP)
-        started_s = time.monotonic()
         wait_until(lambda: "cannot be reached: the connection is lost" in server.stderr, "loss reported")
-        assert time.monotonic() - started_s < 5
         assert server.chat("other", max_tokens=3).status == 200
         wait_until(lambda: all_ready(server), "back")
         wait_until(lambda: start_ticks(hanging) is None, "ended")
