@@ -294,7 +294,7 @@ def test_prompts_of_a_file_are_a_workload_that_ranks_with_itself_alone(tmp_path:
     file = tmp_path / "mine.txt"
     file.write_text("What is 2 + 2?\nWhat is 3 + 4, and what is 5 + 6?\n")
     script = {"ready": {"dtype": "float32", "parameters": 1_929_920}}
-    folder, result, _ = run(tmp_path, None, cpu=True, duration_s=2.0, prompts=str(file), script=script)
+    folder, result, _ = run(tmp_path, None, cpu=True, duration_s=4.0, prompts=str(file), script=script)
     score = result.score
     assert score.workload.startswith("gpu-prompts/1+")
     assert score.prompt_file is not None
