@@ -53,8 +53,8 @@ def test_dwani_client_chats(client: Any, server: RunningServer) -> None:
 
 def test_dwani_client_translates_with_a_language_model(client: Any) -> None:
     # "|" ends an answer: each text is asked for by itself, and has its own translation.
-    found = client.translate(["one|", "", "two, |"], "Kannada", "German")
-    assert found["translations"] == ["Kannada to German:one", "", "Kannada to German:two,"]
+    found = client.translate(["one|", "", "two, |", "\u200b", "\ufeff \u0301"], "Kannada", "German")
+    assert found["translations"] == ["Kannada to German:one", "", "Kannada to German:two,", "\u200b", "\ufeff \u0301"]
     assert found["usage"]["completion_tokens"] > 0
 
 

@@ -214,6 +214,7 @@ def test_dwanis_forms_and_client(server: RunningServer, expected: dict[str, np.n
         ({"voice": ["b"]}, "got 1 for 2 texts"),
         ({"input": []}, "input must have 1 to 64 texts; got 0"),
         ({"input": ["a", " "]}, "input[1] is empty"),
+        ({"input": ["\u2060\u200d", "a"]}, "input[0] is empty"),
         ({"input": ["a", "你好"]}, "input[1]: "),
         ({"language": "German"}, "'German' is not one of the model's"),
     ]:
@@ -229,6 +230,8 @@ def test_dwanis_forms_and_client(server: RunningServer, expected: dict[str, np.n
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"input": " \n"}, "input is empty"),
+    "invisible": ({"input": "\u200b\u00ad\ufeff"}, "input is empty: it must hold the text to speak"),
+    "marks alone": ({"input": "\u0901\u0cbe"}, "input is empty"),
     "voice without id": ({"input": "a", "voice": {}}, "voice must be a name, or an object whose id is one"),
     "long": ({"input": "a" * 100_000}, "input has 100,000 characters; the limit is 10,000"),
     "voice": ({"voice": "alloy"}, "voice 'alloy' is not one of the model's: KAN_F_HAPPY_00001, b"),

@@ -101,7 +101,6 @@ def test_load_generator_counts_what_the_server_translates(server: RunningServer)
     ("body", "status", "reason"),
     [
         ({"sentences": []}, 400, "sentences must have 1 to 1024 texts; got 0"),
-        ({"sentences": ["", " \n"]}, 400, "sentences holds no text: every one is empty"),
         ({"sentences": ["x"] * 1025}, 400, "got 1025"),
         ({"sentences": "x"}, 400, "sentences"),
         ({"sentences": ["x"], "tgt_lang": "deu_Latn"}, 400, "tgt_lang 'deu_Latn' is not a language of IndicTrans2"),
@@ -121,6 +120,18 @@ def test_bad_request_is_an_error_that_names_it(
     answer = translate(server, **{"sentences": [], **body})
     assert (answer.status, reason in answer.error["message"]) == (status, True), answer.body
     assert translate(server, ["home"]).status == 200
+
+
+@pytest.mark.parametrize("texts", [["\u200b"], ["", " \n", "\ufeff\u200d"], ["\u3164", "\u00ad\ufe0f", "\u0301"]])
+def test_texts_without_a_visible_character_are_returned_without_the_model(
+    server: RunningServer, texts: list[str]
+) -> None:
+    answer = translate(server, texts).json
+    assert answer["translations"] == texts
+    assert answer["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    [home] = translate(server, ["home"]).json["translations"]
+    mixed = translate(server, [*texts, "home", *texts, f"home\n{texts[0]}"]).json["translations"]
+    assert mixed == [*texts, home, *texts, f"{home}\n{texts[0]}"]
 
 
 def test_dwani_client_translates(server: RunningServer) -> None:

@@ -71,6 +71,13 @@ ODD = {
         postprocess("\u092f\u093c", language("ory_Orya"), {}) == "\u0b2f\u0b3c"
         and postprocess("\u0b2f\u0b3c", language("ory_Orya"), {}) == "\u0b5f"
     ),
+    "long-numbers": lambda: (
+        preprocess("1,23,45,678 है", language("hin_Deva")) == ("< ID1 > , 678 है", {"<ID1>": "1,23,45"})
+        and postprocess("< ID1 > , 678", language("eng_Latn"), {"<ID1>": "1,23,45"}) == "1,23,45, 678"
+    ),
+    "joined-sentences": lambda: (
+        preprocess("I saw dogs.The king. a.b", language("eng_Latn")).placeholders == {"<ID1>": "dogs.The"}
+    ),
     "nested-entities": lambda: (
         preprocess("#a #ab #c", language("eng_Latn")).placeholders == {"<ID1>": "#a", "<ID2>": "#ab", "<ID3>": "#c"}
     ),
@@ -106,6 +113,19 @@ def test_entity_travels_as_a_placeholder_and_comes_back(entity: str, code: str) 
     assert entity not in text
     for written in ("<ID1>", "< ID1 >", "[id 1]", "<आईडी1>", "ᱟᱭᱰᱤ 1"):
         assert entity in postprocess(f"z {written} w", language("hin_Deva"), placeholders)
+
+
+@pytest.mark.parametrize("number", [2, 10, 11, 12, 21])
+@pytest.mark.parametrize("written", ["<ID{}>", "[id {}]", "आईडी {}", "आईडी{}", "< आई . डी . {} >", "ᱟᱭᱰᱤ{}"])
+def test_each_of_many_addresses_comes_back(number: int, written: str) -> None:
+    text = " ".join(f"item{index}@example.org" for index in range(1, 22))
+    placeholders = preprocess(text, language("eng_Latn")).placeholders
+    found = postprocess(f"x {written.format(number)} y", language("hin_Deva"), placeholders)
+    assert found == f"x item{number}@example.org y"
+
+
+def test_backslashes_of_an_address_come_back() -> None:
+    assert postprocess("आईडी 1", language("hin_Deva"), {"<ID1>": r"a\1@b\g<0>.org"}) == r"a\1@b\g<0>.org"
 
 
 def test_number_of_a_typed_placeholder_is_not_used() -> None:

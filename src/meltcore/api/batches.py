@@ -15,6 +15,7 @@ from meltcore.api.protocol import SpeechBatchRequest, decode_request
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.api.transcription_form import speech_request
 from meltcore.errors import RequestError
+from meltcore.text.visible import is_visible
 
 TRANSCRIBE_BATCH_PATHS = ("/transcribe_batch/", "/transcribe_batch", "/v1/transcribe_batch/", "/v1/transcribe_batch")
 SPEECH_BATCH_PATHS = ("/v1/audio/speech_batch", "/audio/speech_batch")
@@ -103,7 +104,7 @@ def _speech_requests(fields: SpeechBatchRequest) -> list[SynthesisRequest]:
     if not 1 <= len(texts) <= MAX_BATCH:
         raise RequestError(f"input must have 1 to {MAX_BATCH} texts; got {len(texts)}", param="input")
     for index, text in enumerate(texts):
-        if not text.strip():
+        if not is_visible(text):
             raise RequestError(f"input[{index}] is empty: it must hold the text to speak", param=f"input[{index}]")
     if isinstance(voices, list) and len(voices) != len(texts):
         raise RequestError(

@@ -13,6 +13,7 @@ from meltcore.api.model_choice import ModelChoice
 from meltcore.api.protocol import DirectChatRequest, IndicChatRequest, TalkRequest, TranslateRequest, decode_request
 from meltcore.errors import RequestError
 from meltcore.text.languages import english_name
+from meltcore.text.visible import is_visible
 
 INDIC_CHAT, CHAT_DIRECT, CHAT = "/v1/indic_chat", "/v1/chat_direct", "/v1/chat"
 # dwani.ai's limits in characters.
@@ -88,7 +89,7 @@ def check_mode(mode: str) -> None:
 
 
 def _check(text: str, name: str, limit: int) -> None:
-    if not text.strip():
+    if not is_visible(text):
         raise RequestError(f"{name} is empty", param=name)
     if len(text) > limit:
         raise RequestError(f"{name} has {len(text):,} characters; the limit is {limit:,}", param=name)

@@ -11,6 +11,7 @@ from meltcore.api.protocol import TranslateRequest
 from meltcore.api.task_backends import TranslatedTexts
 from meltcore.errors import RequestError
 from meltcore.text.languages import english_name
+from meltcore.text.visible import is_visible
 
 _NOTHING = ChatAnswer("", 0, 0)
 
@@ -32,7 +33,7 @@ class LLMTranslator:
         return True
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:  # noqa: ARG002 - the time limit counts from each prompt's start
-        """Return the translation of each text; of an empty one, the text. Cancelling it ends the work.
+        """Return the translation of each text; one without a visible character stays. Cancelling it ends the work.
 
         Raises RequestError (400, 429, 500, 503, 504).
         """
@@ -42,11 +43,12 @@ class LLMTranslator:
         system = self._prompt.format(source=source, target=target)
 
         async def one(text: str) -> ChatAnswer:
-            return await ask(self._backend, system, text, request_id, stop=self._stop) if text.strip() else _NOTHING
+            return await ask(self._backend, system, text, request_id, stop=self._stop) if is_visible(text) else _NOTHING
 
-        answers = await finish_all(one(text) for text in request.sentences)
+        texts = request.sentences
+        answers = await finish_all(one(text) for text in texts)
         return TranslatedTexts(
-            [answer.text if text.strip() else text for answer, text in zip(answers, request.sentences, strict=True)],
+            [answer.text if is_visible(text) else text for answer, text in zip(answers, texts, strict=True)],
             sum(answer.prompt_tokens for answer in answers),
             sum(answer.completion_tokens for answer in answers),
         )

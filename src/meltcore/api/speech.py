@@ -13,6 +13,7 @@ from meltcore.api.log import shorten
 from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
 from meltcore.api.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.errors import RequestError
+from meltcore.text.visible import is_visible
 
 PATHS = ("/v1/audio/speech", "/audio/speech")
 CONTENT_TYPES: dict[str, bytes] = {
@@ -94,7 +95,7 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
             raise RequestError(f"{name} and {other} mean the same; give one", param=name)
     is_worker_form = fields.text is not None
     text = fields.text if fields.input is None else fields.input
-    if text is None or not text.strip():
+    if text is None or not is_visible(text):
         raise RequestError("input is empty: it must hold the text to speak", param="input")
     if fields.instructions:
         raise RequestError("instructions is not supported; leave it out", param="instructions")
@@ -106,7 +107,7 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
     reference_text = fields.ref_text if fields.reference_text is None else fields.reference_text
     if reference is not None and voice is not None:
         raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")
-    if reference is not None and not (reference_text or "").strip():
+    if reference is not None and not is_visible(reference_text or ""):
         raise RequestError("reference_text is missing: what is said in the reference", param="reference_text")
     return SynthesisRequest(
         text=text,

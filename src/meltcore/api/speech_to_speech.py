@@ -15,6 +15,7 @@ from meltcore.api.speech import send_speech
 from meltcore.api.task_backends import SpokenPart, SynthesisRequest
 from meltcore.api.transcription_form import speech_request
 from meltcore.errors import RequestError
+from meltcore.text.visible import is_visible
 
 _MAX_SESSION_BYTES = 128
 
@@ -47,12 +48,12 @@ class SpeechToSpeechEndpoint(Endpoint):
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 
         transcript = await transcriber.transcribe(request, exchange.identity)
-        if not transcript.text.strip():
+        if not is_visible(transcript.text):
             raise RequestError("no speech was found in the audio", param="file", code="no_speech")
         if is_events:
             await exchange.event({"type": "transcript.text.done", "text": transcript.text})
         answer = await answer_in(self.choices, exchange, transcript.text, (language, target))
-        if not answer.strip():
+        if not is_visible(answer):
             raise RequestError(f"{exchange.fields['model']} gave an empty answer", status=502, code="empty_answer")
         if is_events:
             await exchange.event({"type": "response.output_text.done", "text": answer})

@@ -29,8 +29,6 @@ class TranslateEndpoint(Endpoint):
             raise RequestError(
                 f"sentences must have 1 to {MAX_SENTENCES} texts; got {len(request.sentences)}", param="sentences"
             )
-        if not any(map(str.strip, request.sentences)):
-            raise RequestError("sentences holds no text: every one is empty", param="sentences")
         backend, request = self.choices.translator(request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
         async with current_terms().timeout(self._config.request_timeout_s):

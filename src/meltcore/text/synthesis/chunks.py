@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from meltcore.errors import RequestError
 from meltcore.text.synthesis.vocabulary import Vocabulary
+from meltcore.text.visible import is_visible
 
 # A chunk and its reference together: what the model was trained on.
 MAX_SPEECH_S = 25.0
@@ -36,7 +37,7 @@ class ReferenceText(NamedTuple):
     def read(cls, text: str, vocabulary: Vocabulary, *, frames: int, seconds: float) -> ReferenceText:
         """Complete the text. Raises RequestError for one that cannot be that of a reference of this length."""
         text = _SPACES.sub(" ", text).strip()
-        if not text or len(text) > _MAX_REFERENCE_TEXT:
+        if not is_visible(text) or len(text) > _MAX_REFERENCE_TEXT:
             raise RequestError(
                 f"reference_text must have 1 to {_MAX_REFERENCE_TEXT} characters, those spoken in the reference; "
                 f"it has {len(text)}",
@@ -73,8 +74,8 @@ def plan_chunks(
     """
     if len(text) > MAX_TEXT:
         raise RequestError(f"the text has {len(text):,} characters; the limit is {MAX_TEXT:,}", param="input")
-    if not (text := text.strip()):
-        raise RequestError("the text is empty", param="input")
+    if not is_visible(text := text.strip()):
+        raise RequestError("the text is empty: it has no visible character", param="input")
     _check_characters(text, "input")
     frames_per_s = reference.frames / reference.seconds
     reference_bytes = len(reference.text.encode())
@@ -110,7 +111,8 @@ def split_text(text: str, max_bytes: int) -> list[str]:
             chunks.append(current.strip())
             current = ""
         current += f"{part} "
-    return [*chunks, current.strip()] if current.strip() else chunks
+    # Nothing is spoken of a part without a visible character.
+    return [chunk for chunk in [*chunks, current.strip()] if is_visible(chunk)]
 
 
 def _fitting(part: str, max_bytes: int) -> list[str]:

@@ -12,6 +12,7 @@ from meltcore.text.translation.indic_scripts import Normalizer
 from meltcore.text.translation.languages import check_script
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import TranslationTokenizer
+from meltcore.text.visible import is_visible
 
 _SHOWN_CHARS = 60
 
@@ -43,7 +44,8 @@ def prepare(
     limit: tokens that the model reads at most. normalizer: that of `preprocess`. Raises RequestError for a text in
     another script than the language's, and for a sentence that is too long.
     """
-    check_script(text, source, "src_lang")
+    if is_visible(text):  # fillers belong to a script too
+        check_script(text, source, "src_lang")
     texts, separators = split_sentences(text, source)
     sentences = []
     for sentence in texts:

@@ -44,12 +44,18 @@ ODDITIES: dict[str, str] = {
     "already change",
     "nested-entities": "an entity that contains another one of its kind loses it to the other's placeholder; its own "
     "number is used up",
+    "long-numbers": "of a number in more than three groups, such as 1,23,45,678, the placeholder has the first three; "
+    "the rest follows it as text, and in English after a space: 1,23,45, 678",
+    "joined-sentences": "words with a period and no space between them, such as dogs.The, are an address and stay as "
+    "they are; less than four letters are none",
 }
 DIFFERENCES: dict[str, str] = {
     "order": "placeholders are numbered by first occurrence; the published code takes the order of a set, which two "
     "processes do not share",
     "typed-placeholders": "no placeholder gets a number that the text itself has in <ID1>, [ID 1] or a like form; the "
     "published code restores both",
+    "two-digits": "a placeholder that a model writes in its own letters, such as आईडी 12, is the twelfth; the "
+    "published code restores the first one and leaves a 2",
     "without-language": "an unknown language is an error; the published code takes Hindi",
     "time": f"a sentence has at most {MAX_SENTENCE_CHARS} characters and takes time in proportion to its square; the "
     "published patterns take exponential time for texts like 1111... or a.////...",
@@ -147,10 +153,18 @@ def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> 
         text = text.replace("\u0b2f\u0b3c", "\u0b5f")
     for placeholder, entity in placeholders.items():
         for spelling in _spellings(placeholder):
-            text = text.replace(spelling, entity)
+            text = _restored(text, spelling, entity)
     if language.text_code == "en":
         return str(_moses()[2].detokenize(text.split(" ")))
     return join_words(transliterate(text, "hi", language.text_code))
+
+
+def _restored(text: str, spelling: str, entity: str) -> str:
+    """Return the text with an entity for each of its placeholder's spellings; a longer number is another's."""
+    if spelling not in text:
+        return text
+    is_open = spelling[-1].isdecimal()
+    return str(regex.sub(regex.escape(spelling) + (r"(?!\p{N})" if is_open else ""), lambda _: entity, text))
 
 
 def _insert_placeholders(text: str, order: Callable[[list[str]], Iterable[str]]) -> tuple[str, dict[str, str]]:

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import regex
 
 from meltcore.text.languages import Language
-from meltcore.text.translation.indic_scripts import transliterate
+from meltcore.text.translation.abbreviations import is_abbreviation
+from meltcore.text.translation.indic_sentences import indic_ends
+from meltcore.text.visible import is_visible
 
 _CLOSING = r"[\"'”’»)\]}]*"
-# Danda, double danda, and the full stops and question marks of Arabic letters, Ol Chiki and Meetei Mayek always end a
-# sentence; a mark that other uses have too does where a space follows.
-_SENTENCE_END = regex.compile(rf"[।॥۔؟᱾᱿꯫]+[।॥۔؟᱾᱿꯫.!?]*{_CLOSING}|[.!?…]+{_CLOSING}(?=\s|$)")
+# The full stop and question mark of Arabic letters always end a sentence, as dandas do; a mark that other uses have too
+# does where a space follows.
+_SENTENCE_END = regex.compile(rf"[।॥۔؟]+[।॥۔؟.!?]*{_CLOSING}|[.!?…]+{_CLOSING}(?=\s|$)")
 _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
 _LAST_WORD = regex.compile(r"[\w\p{M}.-]*$")
 _LOWERCASE_NEXT = regex.compile(r"\s*[\"'“‘(\[]*\p{Ll}")
+_NUMBER_NEXT = regex.compile(r"\s+\p{N}")
 _MAX_WORD_CHARS = 40  # of an abbreviation
-# Titles and units of Indian languages, in Devanagari, whose period ends no sentence
-_INDIC_ABBREVIATIONS = frozenset(["डॉ", "श्री", "श्रीमती", "प्रो", "रु", "रू", "स्व", "कु", "चि", "सौ", "कि", "मी"])
 
 
 def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]]:
     """Return the sentences of a text, and what is before, between and after them: one string more than sentences.
 
     Joined in turn they are the text. A line break ends a sentence. A period does not after an abbreviation, an initial
-    or a list number, nor any mark before a small letter. Empty text has no sentence.
+    or a list number, nor in English and Arabic letters any mark before a small letter. Text without a visible character
+    has no sentence.
     """
     sentences: list[str] = []
     separators: list[str] = []
@@ -35,7 +35,7 @@ def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]
         for stop in [*_ends(line, language), len(line)]:
             sentence = line[start:stop]
             stripped = sentence.strip()
-            if not stripped:
+            if not is_visible(stripped):
                 continue
             lead = len(sentence) - len(sentence.lstrip())
             sentences.append(stripped)
@@ -66,35 +66,22 @@ def _lines(text: str) -> list[tuple[str, int]]:
 
 def _ends(line: str, language: Language) -> list[int]:
     """Return where sentences of a line end."""
+    if language.script not in ("Latin", "Arabic"):
+        return indic_ends(line, language.text_code)
     ends, start = [], 0
     for match in _SENTENCE_END.finditer(line):
         if match.group() == ".":
-            word = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
-            before = word.group() if word else ""
-            is_first = not line[start : match.start()].removesuffix(before).strip()
-            if _keeps_sentence(before, is_first, language):
+            found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
+            word = found.group() if found else ""
+            is_first = not line[start : match.start()].removesuffix(word).strip()
+            if is_first and word.isdecimal():
+                continue  # of a list
+            if regex.fullmatch(r"(?:\p{L}\.)+\p{L}", word) or is_abbreviation(
+                word, language.text_code, is_before_number=_NUMBER_NEXT.match(line, match.end()) is not None
+            ):
                 continue
         if match.group()[0] in ".!?…" and _LOWERCASE_NEXT.match(line, match.end()):
             continue
         ends.append(match.end())
         start = match.end()
     return ends
-
-
-def _keeps_sentence(word: str, is_first: bool, language: Language) -> bool:
-    """Return whether a period after `word` belongs to it. is_first: the sentence begins with the word."""
-    if is_first and word.isdecimal():
-        return True  # of a list
-    if len(word) == 1:
-        return word.isalpha()  # an initial
-    if language.text_code == "en":
-        return word in _english_abbreviations() or regex.fullmatch(r"(?:\p{L}\.)+\p{L}", word) is not None
-    return transliterate(word, language.text_code, "hi") in _INDIC_ABBREVIATIONS
-
-
-@cache
-def _english_abbreviations() -> frozenset[str]:
-    """Return Moses' abbreviations, after which a sentence goes on as a rule. Imported here: it takes 0.2 s."""
-    from sacremoses.corpus import NonbreakingPrefixes
-
-    return frozenset(NonbreakingPrefixes().words("en"))

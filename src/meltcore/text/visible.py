@@ -1,0 +1,15 @@
+"""Tells texts that show something from those that do not: no model is asked about the latter."""
+
+from __future__ import annotations
+
+import unicodedata
+
+# Fillers of Hangul and Khmer, the empty pattern of Braille and an empty note, which Unicode counts as letters, symbols
+_BLANK = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\U0001d159")
+# Controls, formats such as joiners and the byte order mark, surrogates, marks without a letter, and separators
+_UNSEEN = frozenset(["Cc", "Cf", "Cs", "Mc", "Me", "Mn", "Zl", "Zp", "Zs"])
+
+
+def is_visible(text: str) -> bool:
+    """Return whether a text has a visible character. Combining marks alone are none."""
+    return any(unicodedata.category(character) not in _UNSEEN and character not in _BLANK for character in text)
