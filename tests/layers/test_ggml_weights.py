@@ -176,8 +176,7 @@ def test_experts_match_dequantized_ones(types: tuple[GgmlType, GgmlType, GgmlTyp
             fused.fused_down_tensors(count)["weight"].copy_(down)
             assert torch.equal(fused.outputs(hidden, routing), outputs)
         else:
-            with pytest.raises(ValueError, match="different formats"):
-                experts.fused_gate_up_tensors(count)["weight"]
+            assert experts.fused_gate_up_tensors(count) == {}
     assert_close(shards[0], expected)
     assert_close(shards[1] + shards[2], expected)
     residual = torch.randn(7, size)

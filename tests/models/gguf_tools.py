@@ -189,6 +189,9 @@ def stored_kind(name: str, tensor: torch.Tensor, store: str) -> str:
     if store == "Q4_K_M":  # every second layer stands for those that it finds important
         important = any(each in name for each in ("attn_v", "ffn_down")) and int(name.split(".")[1]) % 2 == 0
         return "Q6_K" if important or name == "output.weight" else "Q4_K"
+    if " and " in store:  # of the experts of a layer
+        kinds = store.replace(" and ", ", ").split(", ")
+        return kinds[("ffn_gate" in name) + 2 * ("ffn_down" in name) if len(kinds) > 2 else "ffn_down" in name]
     if store in MIXES:
         kinds = MIXES[store]
         return kinds[sum(map(ord, name)) % len(kinds)] if tensor.dim() == 2 else kinds[tensor.shape[1] % len(kinds)]

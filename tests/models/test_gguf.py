@@ -34,7 +34,8 @@ from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.kernels.quant.ggml_linear import scratch_values
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.layers.ggml_weights import GgmlWeight
+from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight
+from meltcore.layers.quantization import DenseExperts
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
@@ -183,6 +184,29 @@ def test_fp8_of_a_quantized_file_is_that_of_its_values(
     assert {weight.dtype for name, weight in found.items() if name.startswith("embedding")} == {torch.uint8}
 
 
+@pytest.mark.parametrize(
+    ("store", "ranks"), [("Q5_0", 2), ("MXFP4", 2), ("Q3_K", 2), ("IQ4_XS", 4), ("IQ4_NL", 4), ("Q5_K", 2), ("Q4_1", 2)]
+)
+def test_ranks_hold_their_parts_of_restored_blocks(tmp_path: Path, store: str, ranks: int) -> None:
+    """Also where a rank's columns begin within a stored block, of which it reads the whole one."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
+    reference = reference_of("llama", **BLOCKS_OF_256 | heads | {"hidden_size": 512})
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    whole, *parts = (
+        loaded(file, group=group) for group in (None, *(TensorParallelGroup(i, ranks) for i in range(ranks)))
+    )
+    for part, dim in (("mlp.down_proj", -1), ("self_attn.o_proj", -1)):
+        first, *rest = (
+            dequantize_reference(
+                (
+                    model.blocks[1].mlp.down_proj if "mlp" in part else model.blocks[1].attention.o_proj
+                ).weight.blocks.tensor
+            )
+            for model in (whole, *parts)
+        )
+        assert torch.equal(first, torch.cat(rest, dim))
+
+
 def answers_of(file: Path, ranks: int) -> list[tuple[list[int], list[list[float]]]]:
     settings = {"device": "cpu", "dtype": "float32", "memory_bytes": 2**28, "max_num_seqs": 4}
     llm = LLM(str(file), tokenizer=BUNDLED_MODEL, tensor_parallel_size=ranks, **settings)
@@ -290,6 +314,23 @@ def test_blocks_whose_scale_is_no_number_are_refused(
             file.write_bytes(damaged)
             with pytest.raises(ConfigError, match=r"model\.gguf: blk\.1\.ffn_up\.weight has (a block|.* not finite)"):
                 loaded(file, quantization)
+
+
+@pytest.mark.parametrize("store", ["Q4_1 and F16", "Q5_0 and Q4_1", "Q5_K, IQ4_XS and Q3_K"])
+def test_formats_mix_within_the_experts_of_a_layer(tmp_path: Path, store: str) -> None:
+    """Unquantized ones too: then all experts of the layer hold values, and plan and log say so."""
+    sizes = BLOCKS_OF_256 if "K" in store else BLOCKS_OF_32
+    experts = {"num_experts_per_tok": tools.FAMILIES["qwen3_moe"]["num_experts"]}
+    reference = reference_of("qwen3_moe", **sizes | experts)
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    load_dequantized(reference, file)
+    assert tools.error_against(reference, file, max_model_len=512) <= 2e-3
+    model = loaded(file)
+    kind = type(model.blocks[0].mlp.experts)
+    assert kind is (DenseExperts if "F16" in store else GgmlExperts)
+    rows = engine_needs(ModelSection(checkpoint=str(file), dtype="float32", max_model_len=64, max_num_seqs=2)).rows
+    assert rows[0].size_bytes == sum(weight.nbytes for weight in model.parameters())
+    assert ("tensors of Q4_1 are held as values in the model's type" in rows[0].note) == ("F16" in store)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -172,10 +172,10 @@ class GgmlExperts(nn.Module):
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loader of a tensor [num_experts, 2 * intermediate_size, bytes of a row], gate above up.
 
-        Raises ValueError if the formats of gate and up differ.
+        Empty if the formats of gate and up differ: then no tensor has both.
         """
         if len(self.gate_up_proj) > 1:
-            raise ValueError("gate_proj and up_proj have different formats and cannot be loaded from one tensor")
+            return {}
         gate, up = (self._rows_loader(slice(num_experts), is_up=is_up) for is_up in (False, True))
         full_size = self._intermediate_size
         shape = torch.Size((num_experts, 2 * full_size, gate.shape[-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ _REMOVED = {
     38: "IQ4_NL_8_8",
 }
 _UNREADABLE = {"Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"}  # also by `meltcore quantize`
+EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+ROUTER = "ffn_gate_inp"
 QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
@@ -69,10 +71,35 @@ def held_type(stored: GgmlType, *, on_cpu: bool) -> GgmlType | None:
     return stored.held.type
 
 
-def held_bytes(tensor: GGUFTensor, element_size: int, *, on_cpu: bool) -> int:
-    """Return the bytes that a device takes for a tensor. element_size: bytes per value of the model's type."""
+def held_types(tensors: Mapping[str, GGUFTensor], *, on_cpu: bool) -> dict[str, GgmlType | None]:
+    """Return as what a device holds each tensor of a file; None: values in the model's type.
+
+    Routers are values. The experts of a layer, which one kernel computes, all are if one is.
+    """
+
+    def held(name: str) -> GgmlType | None:
+        tensor = tensors[name]
+        if tensor.type not in QUANTIZED_TYPES or ROUTER in name:
+            return None
+        return held_type(GgmlType(tensor.type), on_cpu=on_cpu)
+
+    return {
+        name: None if any(held(each) is None for each in experts_together(tensors, name)) else held(name)
+        for name in tensors
+    }
+
+
+def experts_together(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
+    """Return the tensors of all experts of a layer if `name` is one of them, else none."""
+    prefix, _, kind = name.rpartition(".")
+    layer, _, part = prefix.rpartition(".")
+    names = (f"{layer}.{each}.{kind}" for each in EXPERTS) if part in EXPERTS else ()
+    return [each for each in names if each in tensors]
+
+
+def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> int:
+    """Return the bytes that a device takes for a tensor held as `held`. element_size: of the model's type."""
     *rows, columns = tensor.shape
-    held = held_type(GgmlType(tensor.type), on_cpu=on_cpu) if tensor.type in QUANTIZED_TYPES else None
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
 
 
@@ -93,21 +120,18 @@ class FormatUse(NamedTuple):
         return f"{self.tensors} tensors of {self.stored.name} are held as {held}: {sizes}, loss: {self.loss or 'none'}"
 
 
-def restored_formats(tensors: Iterable[GGUFTensor], element_size: int, *, on_cpu: bool) -> list[FormatUse]:
-    """Return the formats among `tensors` that a device holds as another one, by their numbers in GGUF files."""
-    uses: dict[GgmlType, FormatUse] = {}
-    for tensor in tensors:
-        if tensor.type not in QUANTIZED_TYPES:
-            continue
-        stored = GgmlType(tensor.type)
-        held = held_type(stored, on_cpu=on_cpu)
-        if held == stored:
+def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int, *, on_cpu: bool) -> list[FormatUse]:
+    """Return the formats among `tensors` that a device holds as another one, in the order of the file."""
+    uses: dict[tuple[GgmlType, GgmlType | None], FormatUse] = {}
+    for name, held in held_types(tensors, on_cpu=on_cpu).items():
+        tensor = tensors[name]
+        if tensor.type not in QUANTIZED_TYPES or held == (stored := GgmlType(tensor.type)):
             continue
         loss = "" if held is None else stored.held.loss
-        use = uses.get(stored, FormatUse(stored, held, 0, 0, 0, loss))
-        uses[stored] = use._replace(
+        use = uses.get((stored, held), FormatUse(stored, held, 0, 0, 0, loss))
+        uses[stored, held] = use._replace(
             tensors=use.tensors + 1,
             stored_bytes=use.stored_bytes + tensor.num_bytes,
-            held_bytes=use.held_bytes + held_bytes(tensor, element_size, on_cpu=on_cpu),
+            held_bytes=use.held_bytes + held_bytes(tensor, held, element_size),
         )
-    return [uses[stored] for stored in sorted(uses)]
+    return list(uses.values())

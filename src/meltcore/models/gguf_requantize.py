@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from meltcore.errors import ConfigError
 from meltcore.models.gguf_config import EMBEDDING, HEAD
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
-from meltcore.models.gguf_formats import DENSE_TYPES, count_formats
+from meltcore.models.gguf_formats import DENSE_TYPES, ROUTER, count_formats, experts_together
 from meltcore.models.loader import Progress
 from meltcore.results.files import atomic_output, check_disk_space
 
@@ -30,12 +30,10 @@ FILE_TYPES = {
 }
 LARGEST = {GGMLQuantizationType.Q8_0: 127 * 65504.0, GGMLQuantizationType.Q4_0: 8 * 65504.0}
 QUANTIZATION_VERSION = 2  # of ggml's block formats
-ROUTER = "ffn_gate_inp"
 _ALIGNMENT = 32
 _VERSION = 3
 _REPLACED = ("general.file_type", "general.quantization_version", "general.alignment")
 _PART_VALUES = 2**22
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 class _NewTensor(NamedTuple):
@@ -103,10 +101,8 @@ def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuan
     which one kernel computes, all do if one does.
     """
     tensor = model.tensors[name]
-    prefix, _, rest = name.rpartition(".")
-    layer, _, part = prefix.rpartition(".")
-    parts = [f"{layer}.{each}.{rest}" for each in _EXPERTS] if part in _EXPERTS else [name]
-    columns = [model.tensors[each].shape[-1] for each in parts if each in model.tensors]
+    parts = experts_together(model.tensors, name) or [name]
+    columns = [model.tensors[each].shape[-1] for each in parts]
     is_matrix = len(tensor.shape) > 1 and ROUTER not in name
     if not is_matrix or any(size % GGML_QUANT_SIZES[to][0] for size in columns):
         return tensor.type if tensor.type in DENSE_TYPES else GGMLQuantizationType.F32

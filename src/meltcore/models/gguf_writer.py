@@ -38,7 +38,8 @@ from meltcore.models.gguf_config import (
     read_config,
 )
 from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION, ROUTER
+from meltcore.models.gguf_formats import ROUTER
+from meltcore.models.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION
 from meltcore.models.gguf_weights import gguf_name, has_permuted_rows, includes_one, stored_rows
 from meltcore.models.loader import Progress
 from meltcore.models.registry import ARCHITECTURES

@@ -86,7 +86,7 @@ def quantize_as_stored(
     """Make every layer hold the GGUF tensors that it is loaded from as `held_type` says. Called on the meta device.
 
     dtype_names: the GGML type of each tensor by its published name; device: that the model is for; linear_layers: False
-    for embedding and head alone. Raises ConfigError where experts are quantized in part.
+    for embedding and head alone. Experts of which some are not quantized hold values.
     """
     assert isinstance(model, Decoder)
     for layer, names in tensors_of_layers(model):
@@ -94,12 +94,9 @@ def quantize_as_stored(
             continue
         stored_types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
         types = [each and held_type(each, on_cpu=device.type == "cpu") for each in stored_types]
-        if not any(each is not None for each in types):
-            continue
-        if isinstance(layer, SparseMoeBlock) and None in types:
-            stored = ", ".join(f"{name} as {dtype_names.get(name)}" for name in names)
-            raise ConfigError(f"experts must all be quantized or none; the file has {stored}")
-        layer.quantize(ggml_method(*types))
+        is_any = any(each is not None for each in types)
+        if is_any and not (isinstance(layer, SparseMoeBlock) and None in types):
+            layer.quantize(ggml_method(*types))
 
 
 def tensors_of_layers(

@@ -325,12 +325,12 @@ def _weight_format(model: ModelSection) -> WeightFormat:
 def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool) -> tuple[int, str]:
     """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others."""
     from meltcore.models.gguf_config import ROPE_TENSORS
-    from meltcore.models.gguf_formats import held_bytes, restored_formats
+    from meltcore.models.gguf_formats import held_bytes, held_types, restored_formats
 
-    total = 0
-    for name, tensor in gguf.tensors.items():
+    total, tensors = 0, gguf.tensors
+    for name, held in held_types(tensors, on_cpu=on_cpu).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
         if name not in ROPE_TENSORS:
-            total += held_bytes(tensor, 4 if is_float32 else element_size, on_cpu=on_cpu)
-    uses = restored_formats(gguf.tensors.values(), element_size, on_cpu=on_cpu)
+            total += held_bytes(tensors[name], held, 4 if is_float32 else element_size)
+    uses = restored_formats(tensors, element_size, on_cpu=on_cpu)
     return total, "; ".join(use.describe() for use in uses)

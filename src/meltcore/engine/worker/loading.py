@@ -75,8 +75,7 @@ def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, device:
         return
     from meltcore.models.gguf_formats import restored_formats  # imports gguf, which other checkpoints do not need
 
-    tensors = checkpoint.gguf.tensors.values()
-    for use in restored_formats(tensors, dtype.itemsize, on_cpu=device.type == "cpu"):
+    for use in restored_formats(checkpoint.gguf.tensors, dtype.itemsize, on_cpu=device.type == "cpu"):
         print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
 
 
