@@ -230,6 +230,19 @@ def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Pat
         assert "its last output: compiling" in found()["late"][1]
 
 
+@pytest.mark.slow
+def test_each_of_several_models_that_fail_has_its_reason_in_an_answer(tmp_path: Path) -> None:
+    models = foreign("mute", "sh -c 'exit 4 # {port}'"), foreign("loud", "sh -c 'echo no memory; exit 5 # {port}'")
+    with serving(tmp_path, *models, fleet=True) as server:
+
+        def reason() -> str:
+            return str(server.post(CHAT, {"model": "loud", "messages": QUESTION}).error["message"])
+
+        wait_until(lambda: "(exit status 4): (it printed nothing)" in reason(), "the reason of the first")
+        wait_until(lambda: "(exit status 5): no memory" in reason(), "the reason of the second")
+        assert reason().startswith("mute: ")
+
+
 def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None:
     reason = "exit status 1:\n\x1b[31mno memory\x1b[0m\n"
     server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=None)

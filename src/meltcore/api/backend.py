@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from meltcore.api.generation import Generation
@@ -94,6 +94,13 @@ class Health:
         return None
 
 
+def reasons_text(reasons: Mapping[str, str]) -> str:
+    """Return why models cannot serve: of a single one its reason, of several each with its name."""
+    if len(reasons) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
 class ModelTable:
     """Finds the backend of a model by any of its names."""
 
@@ -136,11 +143,18 @@ class ModelTable:
             self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
 
     def check_ready(self) -> None:
-        """Raise RequestError (503) while no model can serve."""
+        """Raise RequestError (503) while no model can serve, with the reason of each."""
         for backend in self.backends:
             if backend.health.status in SERVING:
                 return
-        self._first().check_ready()
+        try:
+            self._first().check_ready()
+        except RequestError as error:
+            reasons = {backend.names[0]: backend.health.problem() or str(error) for backend in self.backends}
+            message = reasons_text(reasons) if len(reasons) > 1 else error.message
+            raise RequestError(
+                message, status=error.status, code=error.code, retry_after_s=error.retry_after_s
+            ) from error
 
     def get(self, name: str) -> Backend | None:
         """Return the backend of the model `name`, ready or not; None where there is no such model."""

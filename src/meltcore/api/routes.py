@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meltcore import __version__
-from meltcore.api.backend import SERVING, Backend, ModelTable
+from meltcore.api.backend import SERVING, Backend, ModelTable, reasons_text
 from meltcore.api.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.api.completions import CompletionsEndpoint
 from meltcore.api.docs import ApiDocs
@@ -178,9 +178,7 @@ class _Handlers:
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
         reasons = {name: problem for name, problem in problems.items() if problem is not None}
         if len(reasons) == len(problems):
-            message = next(iter(reasons.values()), "loading: starting")
-            if len(reasons) > 1:
-                message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            message = reasons_text(reasons or {"": "loading: starting"})
             raise RequestError(message, status=503, code="not_ready")
         sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
         awake = [backend for backend in backends if backend not in sleeping]
