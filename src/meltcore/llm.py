@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from meltcore.config import EngineConfig
@@ -20,7 +21,7 @@ from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, Message
 from meltcore.text.detokenizer import Detokenizer
-from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
+from meltcore.text.reasoning import reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -96,7 +97,8 @@ class LLM:
             raise RequestError(
                 f"{len(masks_per_prompt)} token_masks for {len(prompt_list)} prompts", param="token_masks"
             )
-        return self._run(map(self._encode, prompt_list), sampling_params, masks_per_prompt, None)
+        detokenizer = partial(Detokenizer, self.tokenizer, continues_prompt=True)
+        return self._run(map(self._encode, prompt_list), sampling_params, masks_per_prompt, detokenizer)
 
     def chat(
         self,
@@ -119,21 +121,22 @@ class LLM:
         ]
         token_ids = (prompt.encode(self.tokenizer) for prompt in prompts)
         sampling_params = _params_per_prompt(sampling or SamplingParams(), len(prompts))
-        return self._run(token_ids, sampling_params, [None] * len(prompts), self._reasoning_parser)
+        detokenizer = partial(Detokenizer, self.tokenizer, reasoning_parser=self._reasoning_parser)
+        return self._run(token_ids, sampling_params, [None] * len(prompts), detokenizer)
 
     def _run(
         self,
         prompts: Iterable[list[int]],
         sampling_params: list[SamplingParams],
         masks: list[TokenMask | None],
-        parser: ReasoningParser | None,
+        new_detokenizer: Callable[..., Detokenizer],
     ) -> list[Completion]:
         answers: dict[str, tuple[Completion, Detokenizer]] = {}
         pending = zip(prompts, sampling_params, masks, strict=True)
         try:
             with _without_full_gc() as collect:
                 # Add prompts for one step at a time: the device does not wait while the others are encoded.
-                while self._add_prompts(pending, parser, answers) or self.engine.has_work:
+                while self._add_prompts(pending, new_detokenizer, answers) or self.engine.has_work:
                     for output in self.engine.step().outputs:
                         self._append_output(output, *answers[output.request_id])
                     collect()
@@ -148,7 +151,7 @@ class LLM:
     def _add_prompts(
         self,
         pending: Iterator[tuple[list[int], SamplingParams, TokenMask | None]],
-        parser: ReasoningParser | None,
+        new_detokenizer: Callable[..., Detokenizer],
         answers: dict[str, tuple[Completion, Detokenizer]],
     ) -> bool:
         """Queue the next prompts of `pending`, up to the tokens of one step. Returns False when there was none left."""
@@ -157,8 +160,7 @@ class LLM:
             self._num_requests += 1
             request_id = str(self._num_requests)
             self.engine.add(AddRequest(request_id, token_ids, sampling, arrived_s=time.monotonic()), mask)
-            detokenizer = Detokenizer(self.tokenizer, sampling, parser, token_ids)
-            answers[request_id] = (Completion(token_ids), detokenizer)
+            answers[request_id] = (Completion(token_ids), new_detokenizer(sampling, prompt=token_ids))
             num_tokens += len(token_ids)
             if num_tokens >= self.engine.scheduler.max_num_batched_tokens:
                 break

@@ -191,3 +191,22 @@ def test_same_text_of_two_tokens_keeps_the_value_of_the_sampled_one() -> None:
         r"bytes:\x41": -2.0,
         "\x04": -7.5,
     }
+
+
+@pytest.mark.parametrize("kind", [llama2, metaspace])
+@pytest.mark.parametrize("echoed", [False, True])
+def test_offsets_count_the_space_between_prompt_and_completion(kind: Callable[[], Tokenizer], echoed: bool) -> None:
+    tokenizer = kind()
+    cat = tokenizer.token_id("▁cat")
+    assert cat is not None
+    prompt, ids = [cat], [cat, cat]
+    generation = Generation("id", arrived_s=0.0, streaming=False)
+    echo = Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False) if echoed else None
+    params = SamplingParams(logprobs=0, prompt_logprobs=0)
+    generation.add_choice(prompt, params, tokenizer, None, echo, continues_prompt=True)
+    top = TokenLogprobs(-1.0, [], [])
+    output = SequenceOutput("id", ids, "length", logprobs=[top, top], prompt_logprobs=[] if echoed else None)
+    generation.choices[0].accept(output)
+    choice = json.loads(CompletionResponseWriter(generation, "m", StreamOptions()).body(generation))["choices"][0]
+    assert choice["text"] == ("cat cat cat" if echoed else " cat cat")
+    assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echoed else [0, 4])

@@ -1,5 +1,6 @@
 """Incremental text equals the whole text, however it comes; stop strings end it wherever they fall."""
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +80,41 @@ def test_sentencepiece_pieces_join_to_the_whole_text(words: list[str], as_bytes:
     found = pieces(tokenizer, ids, SamplingParams())
     assert "".join(found) == tokenizer.decode(ids)
     assert not any("\ufffd" in piece for piece in found)
+
+
+@cache
+def metaspace() -> Tokenizer:
+    """Mistral's newer kind, whose decoder drops the first space itself; with a special token."""
+    words = ["?", "▁", "▁the", "▁cat", "s", "."]
+    raw = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    raw.decoder = decoders.Metaspace(prepend_scheme="first")
+    raw.add_special_tokens([AddedToken("<s>")])
+    return Tokenizer(raw)
+
+
+@pytest.mark.parametrize("kind", [sentencepiece, metaspace])
+@given(data=st.data())
+def test_completion_goes_on_from_its_prompt_as_the_whole_reads(
+    kind: Callable[[], Tokenizer], data: st.DataObject
+) -> None:
+    """Whatever the prompt ends with: a space, special tokens alone, nothing visible."""
+    tokenizer = kind()
+    first = 257 if kind is sentencepiece else 1  # after the bytes, which may be no text
+    ids = st.lists(st.integers(first, tokenizer.vocab_size - 1), max_size=6)
+    prompt, answer, skip = data.draw(ids), data.draw(ids), data.draw(st.booleans())
+    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip), prompt=prompt, continues_prompt=True)
+    found = "".join([*(detokenizer.add([token_id])[0] for token_id in answer), detokenizer.flush()])
+    before, whole = (tokenizer.decode(each, skip_special_tokens=skip) for each in (prompt, prompt + answer))
+    assert before + found == whole
+
+
+def test_space_after_a_prompt_begins_a_stop_string() -> None:
+    tokenizer = sentencepiece()
+    prompt, answer = [tokenizer.token_id("▁the") or 0], [tokenizer.token_id("▁a") or 0, tokenizer.token_id("s") or 0]
+    stopped = Detokenizer(tokenizer, SamplingParams(stop=(" a",)), prompt=prompt, continues_prompt=True)
+    assert stopped.add(answer) == ("", " a")
+    chat = Detokenizer(tokenizer, SamplingParams(stop=(" a",)), prompt=prompt)  # an answer is a text of its own
+    assert (chat.add(answer)[0] + chat.flush(), chat.matched_stop) == ("as", None)
 
 
 def test_sentencepiece_garbage_is_not_held_for_ever() -> None:

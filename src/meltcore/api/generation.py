@@ -42,6 +42,7 @@ class Choice:
     __slots__ = (
         "asked_echo",
         "cached_tokens",
+        "continues_prompt",
         "cost",
         "detokenizer",
         "echo",
@@ -78,6 +79,8 @@ class Choice:
         tokenizer: Tokenizer,
         reasoning_parser: ReasoningParser | None,
         echo: Echo | None = None,
+        *,
+        continues_prompt: bool = False,
     ) -> None:
         self.generation = generation
         self.index = index
@@ -92,6 +95,7 @@ class Choice:
         self.tokenizer = tokenizer
         self.reasoning_parser = reasoning_parser
         self.asked_echo = echo
+        self.continues_prompt = continues_prompt
         self.first_token_s: float | None = None
         self.last_token_s = generation.arrived_s
         self.role_sent = False
@@ -102,14 +106,19 @@ class Choice:
     def _begin(self, prompt: Sequence[int]) -> None:
         """Set what depends on the answer so far."""
         params, tokenizer = self.params, self.tokenizer
-        self.detokenizer = Detokenizer(tokenizer, params, self.reasoning_parser, prompt)
+        continues_prompt = self.continues_prompt
+        self.detokenizer = Detokenizer(
+            tokenizer, params, self.reasoning_parser, prompt, continues_prompt=continues_prompt
+        )
         self.text: list[str] = []  # not sent yet
         self.reasoning: list[str] = []  # likewise, before the answer
         # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
         self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
         self.logprob_offset = 0  # characters of the answer before the next logprobs entry
+        # It reads an echoed prompt itself.
+        context = prompt if continues_prompt and self.asked_echo is None else ()
         self.offset_decoder = (
-            None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens)
+            None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens, context)
         )
         self.echo = self.asked_echo  # until the first output has come
         self.output_tokens = 0
@@ -263,9 +272,18 @@ class Generation:
         tokenizer: Tokenizer,
         reasoning_parser: ReasoningParser | None = None,
         echo: Echo | None = None,
+        *,
+        continues_prompt: bool = False,
     ) -> None:
-        """Add a prompt. `reasoning_parser` separates the model's reasoning from its answer."""
-        self.choices.append(Choice(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo))
+        """Add a prompt. `reasoning_parser` separates the model's reasoning from its answer.
+
+        continues_prompt: the text of the answer goes on from the prompt's, as in a completion.
+        """
+        choice = Choice(
+            *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),
+            continues_prompt=continues_prompt,
+        )
+        self.choices.append(choice)
         self.open_choices += 1
 
     @property

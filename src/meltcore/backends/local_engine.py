@@ -169,7 +169,10 @@ class LocalEngine(EngineBackend):
         ]
         echoes = await self._echoes(model, request, prompts)
         for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
-            generation.add_choice(prompt, settings, text.tokenizer, reasoning_parser, echo)
+            generation.add_choice(
+                *(prompt, settings, text.tokenizer, reasoning_parser, echo),
+                continues_prompt=isinstance(request, CompletionRequest),
+            )
         self._admit(generation, request.priority or 0)
 
     def release(self, generation: Generation, error: RequestError | None = None) -> None:

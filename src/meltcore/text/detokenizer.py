@@ -46,10 +46,10 @@ class _WindowDecoder:
     held back while it ends in an unfinished character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._decoded_ids: list[int] = []  # their text has been returned
+        self._decoded_ids = self._end_of(context)  # their text has been returned
         self._pending_ids: list[int] = []  # their text has not
 
     def add(self, token_id: int) -> str:
@@ -65,6 +65,14 @@ class _WindowDecoder:
         self._pending_ids = []
         return text
 
+    def _end_of(self, context: Sequence[int]) -> list[int]:
+        """Return the last tokens of a context, from one that has text: a decoder drops no space after it."""
+        for start in range(len(context) - 1, -1, -1):
+            text = self._tokenizer.decode([context[start]], skip_special_tokens=self._skip_special_tokens)
+            if text and REPLACEMENT_CHAR not in text:
+                return list(context[start:])
+        return list(context)
+
     def _new_text(self) -> str:
         decoded_text = self._tokenizer.decode(self._decoded_ids, skip_special_tokens=self._skip_special_tokens)
         full_text = self._tokenizer.decode(
@@ -73,9 +81,16 @@ class _WindowDecoder:
         return full_text[len(decoded_text) :]
 
 
-def incremental_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> IncrementalDecoder:
-    """Return the cheapest decoder that is correct for the tokenizer's vocabulary."""
-    return _ByteDecoder(tokenizer) if tokenizer.is_byte_level else _WindowDecoder(tokenizer, skip_special_tokens)
+def incremental_decoder(
+    tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()
+) -> IncrementalDecoder:
+    """Return the cheapest decoder that is correct for the tokenizer's vocabulary.
+
+    context: the tokens that the text continues. Some vocabularies drop the space at the beginning of a text alone.
+    """
+    if tokenizer.is_byte_level:
+        return _ByteDecoder(tokenizer)
+    return _WindowDecoder(tokenizer, skip_special_tokens, context)
 
 
 class Detokenizer:
@@ -95,8 +110,12 @@ class Detokenizer:
         params: SamplingParams,
         reasoning_parser: ReasoningParser | None = None,
         prompt: Sequence[int] = (),
+        *,
+        continues_prompt: bool = False,
     ) -> None:
-        self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens)
+        """Create a detokenizer. continues_prompt: the text goes on from the prompt's, as that of a completion does."""
+        context = prompt if continues_prompt else ()
+        self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens, context)
         self._hidden_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._parser = reasoning_parser
         self._in_reasoning = False
