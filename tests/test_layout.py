@@ -49,7 +49,7 @@ ALLOWED = {
     "kernels": (),
     "text": (
         *("models.checkpoint", "models.config_fields", "models.fairseq_config", "models.gguf_config"),
-        *("models.gguf_file", "models.json_file"),
+        *("models.gguf_file", "models.gguf_tokens", "models.json_file"),
     ),
     "demo": ("report", "evals", "load"),
     "tune": ("compare", "report", "evals", "load"),

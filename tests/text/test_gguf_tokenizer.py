@@ -17,6 +17,7 @@ from gguf.constants import TokenType
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
 from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.gguf_tokens import read_token_ids
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 
@@ -184,20 +185,51 @@ def test_end_tokens_and_template_come_from_the_metadata(tmp_path: Path) -> None:
         writer.add_tensor("token_embd.weight", np.zeros((5, 32), dtype=np.float32))
         writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, dtype=np.float32))
         checkpoint = open_checkpoint(str(finish(writer, tmp_path / f"{name}.gguf")), files="text")
-        # The end token, the end-of-turn token, and a control token by its text; <|eot_id|> is a normal token here.
-        assert checkpoint.eos_token_ids == (1, 4, 2)
+        # The end token, the end-of-turn token, and others by their texts, of whatever type.
+        assert checkpoint.eos_token_ids == (1, 4, 2, 3)
         template = ChatTemplate.from_checkpoint(checkpoint)
         if has_template:
             assert template.render([{"role": "user", "content": "hi"}]) == "ahi</s>"
         else:
             assert not template.is_usable
         named = open_checkpoint(str(tmp_path / f"{name}.gguf"), files="text", tokenizer=str(folder))
-        assert named.eos_token_ids == (1, 4, 2)  # the bundled tokenizer's <|im_end|> is 2
+        assert named.eos_token_ids == (1, 4, 2, 3)  # the bundled tokenizer's <|im_end|> is 2
         assert Tokenizer.from_checkpoint(named).vocab_size == Tokenizer.from_folder(folder).vocab_size
         theirs, own = ChatTemplate.from_checkpoint(named), ChatTemplate.from_folder(folder)
         assert own is not None
         message = [{"role": "user", "content": "hi"}]
         assert theirs.render(message) == own.render(message)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("wrong", [NORMAL, USER, None])
+def test_turn_tokens_of_another_type_are_control_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, wrong: int | None
+) -> None:
+    """As llama.cpp overrides them. None: the file has no types at all."""
+    turns = ["<|im_start|>", "<|im_end|>", "[INST]", "<|user|>", "<|stop|>"]
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))] if model == "llama" else []
+    tokens = [*words, "a", "<", ">", *turns, "<b>"]
+    types = [*[UNKNOWN, *[BYTE] * 256][: len(words)], NORMAL, NORMAL, NORMAL, *[wrong or NORMAL] * len(turns), NORMAL]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
+    parts = {"merges": ["< >"]} if model == "gpt2" else {"scores": [-float(i) for i in range(len(tokens))]}
+    if model == "gpt2":
+        tokens.append("<>")
+        types.append(NORMAL)
+    first = len(words) + 3
+    add_tokenizer(writer, tokens=tokens, types=types, model=model, eos=first + 4, **parts)  # <|stop|>, by its id
+    if wrong is None:
+        del writer.kv_data[0]["tokenizer.ggml.token_type"]
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
+    path = finish(writer, tmp_path / "m.gguf")
+    ours = tokenizer_of(path)
+    text = "".join(f"a{token}" for token in turns)
+    ids = [token_id for token_id in ours.encode(text, add_special_tokens=False) if token_id in ours.special_ids]
+    assert ids == [first + at for at in range(len(turns))]
+    assert first + len(turns) not in ours.special_ids  # <b> is a word like others
+    assert f"m.gguf: control tokens, though of another type: {', '.join(turns)}" in capsys.readouterr().err
+    found = read_token_ids(GGUFModel(path), tokens)["eos_token_id"]
+    assert found == [first + 4, first + 1]
 
 
 def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 
+from meltcore.models import checkpoint
+from meltcore.models.gguf_config import FAMILIES
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.detokenizer import Detokenizer
@@ -46,7 +48,11 @@ def parser(tokenizer: Tokenizer) -> ReasoningParser:
         (HYBRID, {"enable_thinking": True}, "<think>\n"),
         (HYBRID, {"enable_thinking": False}, "<think>\n\n</think>\n\n"),
         (HYBRID["text_config"], None, "<think>\n\n</think>\n\n"),
-        ({"model_type": "qwen3"}, None, "<think>\n"),
+        ({"model_type": "qwen3"}, None, "<think>\n\n</think>\n\n"),
+        ({"model_type": "qwen3"}, {"enable_thinking": True}, "<think>\n"),
+        ({"model_type": "qwen3_moe"}, None, "<think>\n\n</think>\n\n"),
+        ({"model_type": "smollm3"}, None, "<think>\n\n</think>\n\n"),
+        ({"model_type": "llama"}, None, "<think>\n"),
     ],
 )
 def test_reasoning_is_off_unless_a_request_turns_it_on(
@@ -65,8 +71,22 @@ def test_template_without_the_variable_decides_by_itself(tmp_path: Path) -> None
     assert template.render([]) == "<think>\n"
 
 
+@pytest.mark.parametrize("published", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "smollm3-3b"])
+def test_published_models_that_reason_have_a_parser(tokenizer: Tokenizer, published: str) -> None:
+    config = json.loads((Path(checkpoint.__file__).parent / "published" / published / "config.json").read_text())
+    assert reasoning_parser(tokenizer, config) is not None
+    assert template_defaults(config) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3moe"])
+def test_gguf_files_of_models_that_reason_have_a_parser(tokenizer: Tokenizer, name: str) -> None:
+    config = {"model_type": FAMILIES[name].model_type}
+    assert reasoning_parser(tokenizer, config) is not None
+    assert template_defaults(config) == {"enable_thinking": False}
+
+
 def test_only_registered_model_types_have_a_reasoning_parser(tokenizer: Tokenizer) -> None:
-    assert reasoning_parser(tokenizer, {"model_type": "qwen3"}) is None
+    assert reasoning_parser(tokenizer, {"model_type": "qwen2"}) is None
     assert reasoning_parser(tokenizer, {}) is None
     assert reasoning_parser(Tokenizer.synthetic_bytes(300), HYBRID) is None
 

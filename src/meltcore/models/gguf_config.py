@@ -10,12 +10,13 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType, TokenType
+from gguf.constants import GGMLQuantizationType
 
 from meltcore.errors import ConfigError, UnservableModelError
 from meltcore.models.config_fields import RULES, Rule
 from meltcore.models.gguf_file import GGUFArray, GGUFModel, describe_value
 from meltcore.models.gguf_formats import DENSE_TYPES, unsupported_formats
+from meltcore.models.gguf_tokens import read_token_ids
 
 
 class _Family(NamedTuple):
@@ -87,9 +88,6 @@ _ATTENTION_SCALE = Rule(  # its inverse square is a valid query_pre_attn_scalar
 )
 # Llama 3.1, 3.2 and 3.3 have these, and an original length of 8192.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in range(13, 5, -1)] + [2**14, 2**15, 2**16]
-# Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
-END_TOKENS = {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>"}
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, Any]:
@@ -395,27 +393,4 @@ def _read_token_ids(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
     tokens = model.texts("tokenizer.ggml.tokens")
     if len(tokens) > vocab_size:
         raise ConfigError(f"{model.path}: tokenizer.ggml.tokens has {len(tokens)} tokens; {EMBEDDING} has {vocab_size}")
-    ids = {}
-    for name in ("bos_token_id", *_END_KEYS):
-        token_id = model.metadata.get(f"tokenizer.ggml.{name}")
-        if token_id is not None and (type(token_id) is not int or not 0 <= token_id < len(tokens)):
-            raise ConfigError(
-                f"{model.path}: tokenizer.ggml.{name} must be from 0 to {len(tokens) - 1}; "
-                f"got {describe_value(token_id)}"
-            )
-        ids[name] = token_id
-    types = token_types(model, len(tokens))
-    by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
-    end_ids = [*(ids[name] for name in _END_KEYS if ids[name] is not None), *by_text]
-    return {"bos_token_id": ids["bos_token_id"], "eos_token_id": list(dict.fromkeys(end_ids))}
-
-
-def token_types(model: GGUFModel, num_tokens: int) -> np.ndarray[Any, Any]:
-    """Return the type of each token (gguf.TokenType). A file without types has normal tokens only."""
-    key = "tokenizer.ggml.token_type"
-    if key not in model.metadata:
-        return np.full(num_tokens, int(TokenType.NORMAL))
-    types = model.numbers(key)
-    if len(types) != num_tokens:
-        raise ConfigError(f"{model.path}: {key} has {len(types)} values for {num_tokens} tokens")
-    return types
+    return read_token_ids(model, tokens)

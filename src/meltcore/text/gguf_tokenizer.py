@@ -6,6 +6,7 @@ pre-tokenizer `tokenizer.ggml.pre` names, or "llama" for SentencePiece BPE, whic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from gguf.constants import TokenType
 from tokenizers import decoders, models, normalizers, processors
 
 from meltcore.errors import ConfigError, UnservableModelError
-from meltcore.models.gguf_config import token_types
 from meltcore.models.gguf_file import GGUFModel, describe_value
+from meltcore.models.gguf_tokens import token_types
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 SPACE = "▁"  # SentencePiece's
@@ -35,7 +36,10 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
         raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
     tokens = gguf.texts(f"{PREFIX}tokens")
-    types = token_types(gguf, len(tokens))
+    types, retyped = token_types(gguf, tokens)
+    if retyped:
+        names = ", ".join(retyped)
+        print(f"meltcore: {gguf.path}: control tokens, though of another type: {names}", file=sys.stderr, flush=True)
     used = np.flatnonzero(types != TokenType.UNUSED)
     tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
     vocab = {token: token_id for token_id, token in enumerate(tokens)}

@@ -29,7 +29,9 @@ class ReasoningFormat:
 
 _THINK_FORMAT = ReasoningFormat("<think>", "</think>", {"enable_thinking": False})
 # By the model type in config.json.
-REASONING_FORMATS: dict[str, ReasoningFormat] = {"qwen3_5_moe": _THINK_FORMAT, "qwen3_5_moe_text": _THINK_FORMAT}
+REASONING_FORMATS: dict[str, ReasoningFormat] = dict.fromkeys(
+    ("qwen3", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "smollm3"), _THINK_FORMAT
+)
 
 
 @dataclass(frozen=True)
