@@ -102,6 +102,15 @@ def test_every_response_format(client: openai.OpenAI, expected: Transcript) -> N
         (word.text, word.start_s, word.end_s) for word in expected.words
     ]
     assert " ".join(segment.text for segment in verbose.segments) == expected.text
+    assert [token for each in verbose.segments for token in each.tokens] == [
+        token for word in expected.words for token in word.token_ids
+    ]
+    assert sum(len(each.tokens) for each in verbose.segments) <= expected.tokens
+    assert verbose.usage.seconds == 2.0
+    first = verbose.segments[0].to_dict()
+    assert (first["id"], first["seek"], first["temperature"]) == (0, round(first["start"] * 100), 0.0)
+    assert (first["avg_logprob"], first["no_speech_prob"]) == (None, None)
+    assert first["compression_ratio"] > 0
     srt, vtt = str(create(response_format="srt")), str(create(response_format="vtt"))
     assert srt.startswith("1\n00:00:0")
     assert " --> 00:00:0" in srt

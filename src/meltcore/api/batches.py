@@ -9,7 +9,7 @@ import zipfile
 import msgspec
 
 from meltcore.api.exchange import Endpoint, Exchange
-from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.http import finish_all, while_connected
 from meltcore.api.protocol import SpeechBatchRequest, decode_request
 from meltcore.api.task_backends import SpeechBackend, SpeechRequest, SpokenPart, SynthesisBackend, SynthesisRequest
@@ -35,6 +35,8 @@ class TranscribeBatchEndpoint(Endpoint):
             raise RequestError("the body must be multipart/form-data with audio in the fields files", param="files")
         fields, files = exchange.query, list[bytes]()
         for name, value in await read_multipart(body, content_type, MAX_BATCH):
+            if isinstance(value, str) and name in _FILES:
+                raise no_file_name(name)
             if isinstance(value, str):
                 fields[name] = value
             elif name in _FILES:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meltcore.api.exchange import Endpoint, Exchange
-from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.http import while_connected
 from meltcore.api.log import shorten
 from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
@@ -73,6 +73,8 @@ async def read_request(body: bytes, content_type: str | None, query: Mapping[str
         for name, value in await read_multipart(body, content_type or ""):
             if name in fields:
                 raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
+            if isinstance(value, str) and name in _REFERENCE_FILES:
+                raise no_file_name(name)
             if isinstance(value, str):
                 fields[name] = value
             elif name in _REFERENCE_FILES:

@@ -8,7 +8,7 @@ import msgspec
 
 from meltcore.api.dwani_chat import answer_in, check_mode
 from meltcore.api.exchange import Endpoint, Exchange
-from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.http import header, while_connected
 from meltcore.api.protocol import SpeechToSpeechFields, convert_fields
 from meltcore.api.speech import send_speech
@@ -94,6 +94,8 @@ async def _read_form(
     texts: dict[str, str] = dict(query)
     data = None
     for name, value in await read_multipart(body, content_type):
+        if isinstance(value, str) and name == "file":
+            raise no_file_name(name)
         if isinstance(value, str):
             texts[name] = value
         elif name == "file":

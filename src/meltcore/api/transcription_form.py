@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
 
-from meltcore.api.forms import is_multipart, read_multipart
+from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.log import shorten
 from meltcore.api.task_backends import ResponseFormat, SpeechRequest
 from meltcore.errors import RequestError
-from meltcore.text.transcripts import Transcription
+from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
 _DECODERS = ("rnnt", "ctc")
 _GRANULARITIES = ("word", "segment")
 # Fields that are accepted with these values only: what they ask for otherwise is not supported.
 _NEUTRAL = {
-    "temperature": ("0", "0.0"),
     "prompt": ("",),
     "chunking_strategy": ("auto",),
 }
 _FIELDS = {"file", "model", "language", "response_format", "timestamp_granularities[]", "timestamp_granularities"}
-_FIELDS |= {"decoder", "stream", "user", *_NEUTRAL}
+_FIELDS |= {"decoder", "stream", "temperature", "user", *_NEUTRAL}
+_SEEK_S = 0.01  # the unit of `seek`: Whisper's frames
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _CONTENT_TYPES: dict[str, bytes] = {
     "text": b"text/plain; charset=utf-8",
@@ -37,17 +38,22 @@ async def read_form(body: bytes, content_type: str | None, query: Mapping[str, s
         raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
     parts = await read_multipart(body, content_type)
     texts = dict(query)
-    data, granularities = None, set()
+    data, granularities, given = None, set[str](), set[str]()
     for name, value in parts:
         if name not in _FIELDS:
             raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
+        if isinstance(value, str) and name == "file":
+            raise no_file_name(name)
         if isinstance(value, bytes):
             if name != "file":
                 raise RequestError(f"{name} must be text, not a file", param=name)
             data = value
         elif name.startswith("timestamp_granularities"):
             granularities.add(_one_of(value, _GRANULARITIES, "timestamp_granularities"))
+        elif name in given:
+            raise RequestError(f"{name} is given twice", param=name)
         else:
+            given.add(name)
             texts[name] = value
     if data is None:
         raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
@@ -61,6 +67,7 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
     for name, accepted in _NEUTRAL.items():
         if name in texts and texts[name] not in accepted:
             raise RequestError(f"{name} is not supported; leave it out or set {accepted[0]!r}", param=name)
+    _check_temperature(texts.get("temperature", "0"))
     format_name = _one_of(texts.get("response_format", "json"), get_args(ResponseFormat), "response_format")
     if granularities and format_name != "verbose_json":
         raise RequestError(
@@ -81,6 +88,16 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
     )
 
 
+def _check_temperature(value: str) -> None:
+    """Raise RequestError for another temperature than 0: tokens are not sampled."""
+    try:
+        is_zero = float(value) == 0
+    except ValueError:
+        raise RequestError(f"temperature must be a number; got {shorten(value)!r}", param="temperature") from None
+    if not is_zero:
+        raise RequestError("temperature is not supported; leave it out or set '0'", param="temperature")
+
+
 def _one_of(value: str, accepted: tuple[str, ...], param: str) -> str:
     if value not in accepted:
         raise RequestError(f"{param} must be one of {', '.join(accepted)}; got {shorten(value)!r}", param=param)
@@ -99,22 +116,33 @@ def render(result: Transcription, request: SpeechRequest) -> tuple[bytes, bytes]
 
 
 def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, Any]:
+    """Return OpenAI's verbose form. What the decoders do not compute is null."""
     answer: dict[str, Any] = {
         "task": "transcribe",
         "language": result.language,
         "duration": round(result.duration_s, 3),
         "text": result.text,
+        "usage": {"type": "duration", "seconds": round(result.duration_s, 3)},
     }
     if "segment" in granularities:
-        answer["segments"] = [
-            {
-                "id": index,
-                "start": segment[0].start_s,
-                "end": segment[-1].end_s,
-                "text": " ".join(word.text for word in segment),
-            }
-            for index, segment in enumerate(result.segments())
-        ]
+        answer["segments"] = [_segment(index, words) for index, words in enumerate(result.segments())]
     if "word" in granularities:
         answer["words"] = [{"word": word.text, "start": word.start_s, "end": word.end_s} for word in result.words]
     return answer
+
+
+def _segment(index: int, words: Sequence[SpokenWord]) -> dict[str, Any]:
+    text = text_of(words)
+    content = text.encode()
+    return {
+        "id": index,
+        "seek": round(words[0].start_s / _SEEK_S),
+        "start": words[0].start_s,
+        "end": words[-1].end_s,
+        "text": text,
+        "tokens": [token for word in words for token in word.token_ids],
+        "temperature": 0.0,  # tokens are not sampled
+        "avg_logprob": None,
+        "compression_ratio": round(len(content) / len(zlib.compress(content)), 3),  # as in Whisper
+        "no_speech_prob": None,
+    }

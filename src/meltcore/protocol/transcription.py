@@ -22,11 +22,12 @@ class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw
 
 
 class Word(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one word and its times in seconds from the clip's beginning."""
+    """Holds one word, its times in seconds from the clip's beginning, and its tokens by their ids in the language."""
 
     text: str
     start_s: float
     end_s: float
+    token_ids: tuple[int, ...] = ()
 
 
 class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_only=True):

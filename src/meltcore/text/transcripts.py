@@ -15,11 +15,12 @@ _PAUSE_S, _SEGMENT_S = 0.6, 6.0
 
 
 class SpokenWord(NamedTuple):
-    """A word and its times in seconds from the beginning of the file."""
+    """A word, its times in seconds from the beginning of the file, and its tokens by their ids in the language."""
 
     text: str
     start_s: float
     end_s: float
+    token_ids: tuple[int, ...] = ()
 
 
 class Transcription(NamedTuple):
@@ -59,7 +60,10 @@ class Transcription(NamedTuple):
 
 def words_from(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
     """Return the words of a clip that begins at `start_s`, with their times in the file."""
-    return [SpokenWord(word.text, round(start_s + word.start_s, 3), round(start_s + word.end_s, 3)) for word in words]
+    return [
+        SpokenWord(word.text, round(start_s + word.start_s, 3), round(start_s + word.end_s, 3), word.token_ids)
+        for word in words
+    ]
 
 
 def model_language(name: str | None, languages: Sequence[str]) -> str:

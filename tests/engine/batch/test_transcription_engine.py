@@ -112,11 +112,11 @@ def test_words_have_their_times() -> None:
     texts = ["\u2581ka", "la", "\u2581", "\u2581ma"]
     emissions = Emissions([0, 1, 3, 2, 1], [1, 3, 6, 8, 9], [2, 5, 7, 9, 11])
     assert words_of(emissions, texts, 0.08) == (
-        Word("kala", 0.08, 0.4),
-        Word("ma", 0.48, 0.56),
-        Word("la", 0.64, 0.88),
+        Word("kala", 0.08, 0.4, (0, 1)),
+        Word("ma", 0.48, 0.56, (3,)),
+        Word("la", 0.64, 0.88, (2, 1)),
     )
-    assert words_of(Emissions([1], [0], [1]), texts, 0.08) == (Word("la", 0.0, 0.08),)
+    assert words_of(Emissions([1], [0], [1]), texts, 0.08) == (Word("la", 0.0, 0.08, (1,)),)
     assert words_of(Emissions([], [], []), texts, 0.08) == ()
 
 

@@ -262,9 +262,10 @@ def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tupl
     for token, first, end in zip(*emissions, strict=True):
         text, end_s = texts[token], round(end * frame_s, 3)
         if text.startswith(_WORD_START) or not words:
-            words.append(Word(text.removeprefix(_WORD_START), round(first * frame_s, 3), end_s))
+            words.append(Word(text.removeprefix(_WORD_START), round(first * frame_s, 3), end_s, (token,)))
         else:
-            words[-1] = Word(words[-1].text + text, words[-1].start_s, end_s)
+            last = words[-1]
+            words[-1] = Word(last.text + text, last.start_s, end_s, (*last.token_ids, token))
     return tuple(word for word in words if word.text)
 
 
