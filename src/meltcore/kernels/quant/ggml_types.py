@@ -120,7 +120,7 @@ _HELD = {
     GgmlType.Q5_0: Holding(GgmlType.Q8_0),
     GgmlType.IQ4_NL: Holding(GgmlType.Q8_0),
     GgmlType.MXFP4: Holding(GgmlType.Q8_0, "none, but values of scales below 2^-24 are rounded to multiples of 2^-24"),
-    GgmlType.IQ4_XS: Holding(GgmlType.Q8_0, "at most 2^-11 of a value, as its scale is rounded to float16"),
+    GgmlType.IQ4_XS: Holding(GgmlType.Q8_0, "2.0e-4 (RMS), at most 2^-11 of a value: its scale is rounded to float16"),
     GgmlType.Q3_K: Holding(GgmlType.Q6_K),
 }
 HELD_TYPES = tuple(each for each in GgmlType if each.held.type == each)
