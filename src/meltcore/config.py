@@ -121,7 +121,8 @@ class EngineConfig:
     memory_bytes: int | None = option(
         None,
         "Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; a GPU "
-        "enforces it (default: all that is free; CPU: the weights and a quarter of available memory).",
+        "enforces it (default: all that is free; CPU: what the context and --max-num-seqs need, and at most a quarter "
+        "of available memory beside the weights).",
         group=_ENGINE_GROUP,
     )
     enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=_ENGINE_GROUP)

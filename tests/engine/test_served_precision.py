@@ -11,8 +11,8 @@ from meltcore.models.checkpoint import BUNDLED_MODEL
     ("settings", "weights", "cache"),
     [
         ({"dtype": "bfloat16"}, ["bfloat16"], "bfloat16"),
-        ({}, ["float32"], "float32"),
-        ({"quantization": "fp8"}, ["float32", "float8_e4m3fn"], "float32"),
+        ({}, ["float16", "float32"], "float32"),
+        ({"quantization": "fp8"}, ["float16", "float32", "float8_e4m3fn"], "float32"),
         ({"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, ["bfloat16"], "float8_e4m3fn"),
     ],
     ids=str,

@@ -65,6 +65,8 @@ def norm_add_rms_norm(residual: torch.Tensor, output: torch.Tensor, post_norm: N
 
 def rms_norm_reference(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute `rms_norm` in PyTorch, as its specification."""
+    if hidden.dtype == weight.dtype == torch.float32:  # the same operations by one call, in half the time
+        return torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
     hidden_f32 = hidden.float()
     scale = torch.rsqrt(hidden_f32.pow(2).mean(-1, keepdim=True) + eps)
     return ((hidden_f32 * scale).to(weight.dtype) * weight).to(hidden.dtype)

@@ -37,6 +37,11 @@ class ParallelLMHead(nn.Module):
         """Number of tokens that this rank keeps."""
         return len(self._local_tokens)
 
+    @property
+    def hidden_size(self) -> int:
+        """Number of inputs."""
+        return self._checkpoint_shape[1]
+
     def shard(self, group: TensorParallelGroup) -> None:
         """Keep this rank's tokens. Raises ConfigError if vocab_size is not divisible."""
         self._group = group

@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from meltcore.errors import ConfigError, UnservableModelError
 from meltcore.models.config_fields import RULES, Rule
 from meltcore.models.gguf_file import GGUFArray, GGUFModel, describe_value
-from meltcore.models.gguf_formats import DENSE_TYPES, unsupported_formats
+from meltcore.models.gguf_formats import DENSE_TYPES, EMBEDDING, HEAD, unsupported_formats
 from meltcore.models.gguf_tokens import read_token_ids
 
 
@@ -78,7 +78,7 @@ GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 _OWN_KEYS = {"gemma3": ("attention.scale",), "granite": tuple(GRANITE_KEYS.values())}  # which a family computes
-EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # parts of the configuration
 # Gemma 3 by its number of layers: 34 (4B), 48 (12B) and 62 (27B) have linear scaling, and 27B a scale of its own.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gguf.constants import GGMLQuantizationType
 
+from meltcore.kernels.gemm.half_sizes import packed_half_bytes
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 
@@ -18,6 +19,7 @@ DENSE_TYPES = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Formats that ggml has removed, and their numbers.
 _REMOVED = {
     4: "Q4_2",
@@ -101,6 +103,30 @@ def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> 
     """Return the bytes that a device takes for a tensor held as `held`. element_size: of the model's type."""
     *rows, columns = tensor.shape
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
+
+
+def host_bytes(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> int:
+    """Return the bytes that a CPU, which computes in float32, takes for a file's weights (models/host_weights.py).
+
+    packs_half: whether the processor multiplies by float16, else weights are float32.
+    """
+    matrices = [tensor.type for tensor in tensors.values() if len(tensor.shape) > 1]
+    dense_in_half = packs_half and all(
+        each in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, *QUANTIZED_TYPES) for each in matrices
+    )
+    total = 0
+    for name, held in held_types(tensors, on_cpu=True).items():
+        tensor, is_table, in_blocks = tensors[name], name == EMBEDDING, held is not None
+        loaded = held_bytes(tensor, held, 4)
+        is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_table or HEAD not in tensors)
+        if not is_linear or not (in_blocks or dense_in_half):
+            total += loaded
+        elif not packs_half:
+            total += 4 * prod(tensor.shape)
+        else:
+            total += packed_half_bytes(tensor.shape[0], tensor.shape[1], in_two_parts=in_blocks)
+            total += 0 if not is_table else loaded if in_blocks else 2 * prod(tensor.shape)
+    return total
 
 
 class FormatUse(NamedTuple):

@@ -17,9 +17,8 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, LlamaFileType
 
 from meltcore.errors import ConfigError
-from meltcore.models.gguf_config import EMBEDDING, HEAD
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
-from meltcore.models.gguf_formats import DENSE_TYPES, ROUTER, count_formats, experts_together
+from meltcore.models.gguf_formats import DENSE_TYPES, EMBEDDING, HEAD, ROUTER, count_formats, experts_together
 from meltcore.models.loader import Progress
 from meltcore.results.files import atomic_output, check_disk_space
 

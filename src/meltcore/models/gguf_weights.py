@@ -27,9 +27,9 @@ from meltcore.layers.weight_loader import (
     row_loader,
     row_parts,
 )
-from meltcore.models.gguf_config import EMBEDDING, HEAD, ROPE_TENSORS
+from meltcore.models.gguf_config import ROPE_TENSORS
 from meltcore.models.gguf_file import GGUFFile, GGUFTensor
-from meltcore.models.gguf_formats import QUANTIZED_TYPES
+from meltcore.models.gguf_formats import EMBEDDING, HEAD, QUANTIZED_TYPES
 from meltcore.models.tensor_file import TensorEntry, TensorFile
 
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}

@@ -25,12 +25,10 @@ from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.decoder import Decoder
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.gguf_config import (
-    EMBEDDING,
     EXPERT_KEYS,
     FAMILIES,
     GEMMA_PATTERN,
     GRANITE_KEYS,
-    HEAD,
     LONG_FACTORS,
     REQUIRED_KEYS,
     ROPE_FACTORS,
@@ -38,7 +36,7 @@ from meltcore.models.gguf_config import (
     read_config,
 )
 from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.gguf_formats import ROUTER
+from meltcore.models.gguf_formats import EMBEDDING, HEAD, ROUTER
 from meltcore.models.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION
 from meltcore.models.gguf_weights import gguf_name, has_permuted_rows, includes_one, stored_rows
 from meltcore.models.loader import Progress

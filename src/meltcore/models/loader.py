@@ -46,6 +46,7 @@ _MAX_NAMES_SHOWN = 5
 # with several requests in its queue.
 _NUM_READERS = 4
 _PART_BYTES = 32 * 2**20
+_FLOATING = {"F64", "F32", "F16", "BF16"}  # of safetensors and GGUF
 
 
 def build_model(
@@ -165,10 +166,21 @@ def check_tensors(model: Model, checkpoint: Checkpoint) -> None:
 
 
 def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Return the entries of a GGUF checkpoint by the published names of the tensors."""
+    """Return the entries of a checkpoint's files by the published names of the tensors."""
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]
         return {name: entry for file in files for name, entry in file.entries.items()}
+
+
+def matrix_dtypes(checkpoint: Checkpoint) -> set[str]:
+    """Return the floating types, as files name them, in which the checkpoint stores matrices without quantization.
+
+    Without files it is the type that config.json names.
+    """
+    if checkpoint.gguf is None and checkpoint.fairseq is None and not _has_weight_files(checkpoint):
+        return {str(checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype"))}
+    entries = _stored_entries(checkpoint).values()
+    return {entry.dtype_name for entry in entries if len(entry.shape) > 1 and entry.dtype_name in _FLOATING}
 
 
 @contextmanager

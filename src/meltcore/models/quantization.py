@@ -16,6 +16,7 @@ from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.fp8_weights import FP8_PER_CHANNEL
 from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight, PackedRows, ggml_method
+from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
@@ -131,8 +132,10 @@ def scratch_bytes(model: Model, device: torch.device) -> int:
 
     Weights may be on the meta device.
     """
-    values = 0
+    values, tables = 0, {weight.table for weight in model.modules() if isinstance(weight, HalfWeight)}
     for weight in model.modules():
+        if weight in tables:  # of which a step dequantizes single rows
+            continue
         if isinstance(weight, GgmlWeight):
             values = max(values, scratch_values(weight.blocks.tensor, device))
         elif isinstance(weight, GgmlExperts) and device.type == "cuda":
@@ -153,6 +156,8 @@ def weight_dtypes(model: Model) -> list[str]:
     for module in model.modules():
         if isinstance(module, PackedRows):
             names.add(module.ggml_type.name.lower())
+        elif isinstance(module, HalfWeight):
+            names |= module.stored_types
         else:
             names |= {str(weight.dtype).removeprefix("torch.") for weight in module.parameters(recurse=False)}
     return sorted(names)

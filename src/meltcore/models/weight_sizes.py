@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.gemm.half_sizes import packed_half_bytes
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from meltcore.models.task_configs import (
@@ -119,6 +120,33 @@ def decoder_weight_bytes(
             if weight_format == "q4_0" and kind == "embedding" and config.tie_word_embeddings:
                 per_value = element_size if config.rounds_embedding_scale else _Q6_K_BYTES  # Gemma 3
         total += matrix.values * per_value
+    return round(total)
+
+
+def decoder_host_bytes(
+    config: DecoderConfig, *, weight_format: WeightFormat = "dense", packs_half: bool = True, ranks: int = 1
+) -> int:
+    """Return the bytes of a decoder's weights on a CPU, which computes in float32 (models/host_weights.py).
+
+    The checkpoint stores 16 bits per value, or blocks of `weight_format`. packs_half: whether the processor multiplies
+    by float16, else weights are float32.
+    """
+    total, in_blocks = 0.0, weight_format in _BLOCK_BYTES
+    for matrix in decoder_matrices(config, ranks):
+        loaded = matrix.values * (_BLOCK_BYTES[weight_format] if in_blocks else 4)
+        packed: float = packed_half_bytes(matrix.rows, matrix.columns, in_two_parts=in_blocks)
+        if not packs_half:
+            packed = matrix.values * 4
+        if matrix.kind in ("linear", "gate", "head"):
+            total += packed
+        elif matrix.kind == "embedding" and config.tie_word_embeddings and packs_half:
+            total += packed + (loaded if in_blocks else matrix.values * 2)
+        elif matrix.kind == "embedding" and config.tie_word_embeddings:
+            total += packed
+        elif matrix.kind in ("embedding", "expert"):
+            total += loaded
+        else:
+            total += matrix.values * 4
     return round(total)
 
 

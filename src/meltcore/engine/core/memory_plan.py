@@ -5,6 +5,7 @@ No torch: a planner can call this without a GPU. The engine asserts at its start
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ LOGIT_BYTES = 6  # in 16 bits as the model computes them, and in float32 for pen
 # At most this fraction of what weights and reserve leave holds recurrent states, unless --max-num-seqs asks for more:
 # a sequence of a few thousand tokens takes about as much in pages (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB per token).
 RECURRENT_FRACTION = 0.5
+_STEP_BYTES = 2**20  # a computed budget is whole MiB
 TABLE_ENTRY_BYTES = 8  # page numbers are int64
 # Sequences of an engine with a budget that names no number, at least.
 DEFAULT_SEQS = 16
@@ -167,6 +169,27 @@ def plan_memory(
     if workspace is not None:
         rows.append(_rest(memory_bytes, rows))
     return MemoryPlan(pages, slots, penalty_slots, logit_rows, max_num_seqs, page_bytes, slot_bytes, rows, workspace)
+
+
+def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int | None:
+    """Return the smallest number of whole MiB for which `is_enough`, None if `largest_bytes` is not.
+
+    A ConfigError of `is_enough` means no.
+    """
+
+    def suffices(steps: int) -> bool:
+        try:
+            return is_enough(steps * _STEP_BYTES)
+        except ConfigError:
+            return False
+
+    low, high = 0, largest_bytes // _STEP_BYTES
+    if not suffices(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high * _STEP_BYTES
 
 
 def _rows(

@@ -27,10 +27,17 @@ from meltcore.engine.batch.memory_plans import (
     translation_workspace,
 )
 from meltcore.engine.core.kv_cache import PageLayout
-from meltcore.engine.core.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION, ModelShape, plan_memory
+from meltcore.engine.core.memory_plan import (
+    PENALTY_FRACTION,
+    RESERVE_FRACTION,
+    ModelShape,
+    plan_memory,
+    smallest_budget,
+)
 from meltcore.engine.core.workspace import PENALTY_BYTES, sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.kernels.comm.buffer_sizes import buffer_bytes
+from meltcore.kernels.gemm.half_sizes import processor_packs_half
 from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
     TRANSLATION_ARCHITECTURE,
@@ -49,6 +56,7 @@ from meltcore.models.task_configs import NUM_BEAMS, IndicF5Config, IndicTrans2Co
 from meltcore.models.weight_sizes import (
     WeightFormat,
     decoder_cache_specs,
+    decoder_host_bytes,
     decoder_weight_bytes,
     largest_slice,
     synthesis_weight_bytes,
@@ -61,8 +69,8 @@ from meltcore.protocol.shell import MemoryRow
 if TYPE_CHECKING:
     from meltcore.models.gguf_file import GGUFModel  # imports gguf and numpy, which the supervisor does not need
 
-_STEP_BYTES = 2**20  # budgets are whole MiB
 _LARGEST_BYTES = 2**44
+_HALF_TYPES = {"bfloat16", "float16"}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tokens per step where the file names no number. Steps of models that share a GPU are short, so that others get their
 # turn; a sliding window keeps as many tokens more of each step.
@@ -169,12 +177,18 @@ def _generation(
     stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype") or "bfloat16"
     element_size, weight_note = _element_size(model, on_cpu, str(stored)), ""
     is_packed = checkpoint.gguf is not None or model.format in ("q4_0", "q8_0")
+    # A CPU converts what it loads, unless the engine must be able to load it again when it wakes.
+    on_host = on_cpu and element_size == _DTYPE_BYTES["float32"] and model.residency != "sleepable"
     if checkpoint.gguf is not None and model.quantization == "none":
-        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_cpu=on_cpu)
+        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_cpu=on_cpu, on_host=on_host)
         weight_bytes, source = total_bytes // ranks, "header of the GGUF file"
     else:
         published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
-        if published is None:
+        if published is None and on_host and model.quantization == "none" and str(stored) in _HALF_TYPES:
+            weight_bytes = decoder_host_bytes(
+                config, weight_format=_weight_format(model), packs_half=processor_packs_half(), ranks=ranks
+            )
+        elif published is None:
             weight_bytes = decoder_weight_bytes(
                 config, element_size=element_size, weight_format=_weight_format(model), ranks=ranks
             )
@@ -185,7 +199,7 @@ def _generation(
             is_packed = isinstance(published, AwqConfig | GptqConfig)
     caches = group_layers(decoder_cache_specs(config, ranks))
     cache_size = 1 if model.kv_cache_dtype == "fp8" else element_size
-    scratch = largest_slice(config, ranks) * element_size if is_packed else 0
+    scratch = largest_slice(config, ranks) * element_size if is_packed and not on_host else 0
     step = decoder_step(config, element_size, is_packed=is_packed, ranks=ranks)
     shape = ModelShape(weight_bytes, config.vocab_size, caches, element_size, cache_size, scratch, step)
     length = min(model.max_model_len or config.max_context, config.max_context)
@@ -293,19 +307,10 @@ def _budget(model: ModelSection, divide: Callable[[int], tuple[bool, list[Memory
     if model.memory is not None:
         return int(model.memory), divide(int(model.memory))[1]
 
-    def is_enough(steps: int) -> bool:
-        try:
-            return divide(steps * _STEP_BYTES)[0]
-        except ConfigError:
-            return False
-
-    low, high = 0, _LARGEST_BYTES // _STEP_BYTES
-    if not is_enough(high):
+    smallest = smallest_budget(lambda memory_bytes: divide(memory_bytes)[0], _LARGEST_BYTES)
+    if smallest is None:
         raise ConfigError(f"{model.checkpoint}: no memory is enough for {model.max_num_seqs} at a time; ask for fewer")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high * _STEP_BYTES, divide(high * _STEP_BYTES)[1]
+    return smallest, divide(smallest)[1]
 
 
 def _element_size(model: ModelSection, on_cpu: bool, default: str) -> int:
@@ -322,12 +327,20 @@ def _weight_format(model: ModelSection) -> WeightFormat:
     return "dense" if model.format == "auto" else model.format
 
 
-def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool) -> tuple[int, str]:
-    """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others."""
+def _gguf_weights(
+    gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool, on_host: bool
+) -> tuple[int, str]:
+    """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others.
+
+    on_host: whether a CPU converts them when they are loaded.
+    """
     from meltcore.models.gguf_config import ROPE_TENSORS
-    from meltcore.models.gguf_formats import held_bytes, held_types, restored_formats
+    from meltcore.models.gguf_formats import held_bytes, held_types, host_bytes, restored_formats
 
     total, tensors = 0, gguf.tensors
+    if on_host:
+        weights = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS}
+        return host_bytes(weights, packs_half=processor_packs_half()), "converted for the CPU"
     for name, held in held_types(tensors, on_cpu=on_cpu).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
         if name not in ROPE_TENSORS:

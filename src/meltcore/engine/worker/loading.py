@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from meltcore.config import EngineConfig
-from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
+from meltcore.engine.core.kv_cache import PageLayout
+from meltcore.engine.core.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
 from meltcore.errors import ConfigError
+from meltcore.host_memory import trim_memory
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS
+from meltcore.models.host_weights import HostWeights, host_weights, weight_bytes
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.loader import (
     TORCH_DTYPES,
@@ -24,11 +29,17 @@ from meltcore.models.loader import (
     build_model,
     fill_dummy_weights,
     load_weights,
+    matrix_dtypes,
 )
 from meltcore.models.model import Model
 from meltcore.models.quantization import require_fp8, scratch_bytes
 from meltcore.models.rope import apply_overrides, scaling_for
 from meltcore.models.step_sizes import decoder_step
+from meltcore.protocol.shell import MemoryRow
+
+# Without --memory a CPU keeps pages for one full context, and for sequences of this many tokens: 16 of them, or as many
+# as this much memory holds. Long contexts in numbers would take gigabytes that nobody asked for.
+_USUAL_TOKENS, _HOST_LEAST_BYTES = 1024, 2**30
 
 
 class LoadedModel(NamedTuple):
@@ -60,13 +71,49 @@ def load(
     max_model_len = _context_limit(config, model)
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
-    _plan(config, model, device, max_model_len, cache_dtype)
+    held, note = _choose_host_weights(config, checkpoint, model, device, max_model_len, cache_dtype)
     fill_weights(model, config, checkpoint, progress)
+    if held is not None:
+        held.convert()
+        trim_memory()
     free_cached_memory(device)
     model.prepare(max_model_len)
     free_cached_memory(device)  # the plan counts what is free
     plan = _plan(config, model, device, max_model_len, cache_dtype)
-    return LoadedModel(model, device, max_model_len, cache_dtype, plan)
+    rows = [MemoryRow(row.name, row.size_bytes, note if row.name == "weights" else row.note) for row in plan.rows]
+    return LoadedModel(model, device, max_model_len, cache_dtype, plan._replace(rows=rows))
+
+
+def _choose_host_weights(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model: Model,
+    device: torch.device,
+    max_model_len: int,
+    cache_dtype: torch.dtype,
+) -> tuple[HostWeights | None, str]:
+    """Return how a CPU holds the weights, None for as they are loaded, and what the user reads about it.
+
+    Raises ConfigError where no context of `max_model_len` tokens fits beside them. An engine that can sleep keeps what
+    it loads: it loads again when it wakes.
+    """
+    held = None
+    if device.type == "cpu" and not config.enable_sleep_mode:
+        held = host_weights(model, matrix_dtypes(checkpoint))
+    if held is not None:
+        note = held.note
+        try:
+            _plan(config, model, device, max_model_len, cache_dtype, held)
+            return held, note
+        except ConfigError:  # the blocks may fit
+            pass
+    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    if held is None:
+        return None, next(row.note for row in plan.rows if row.name == "weights")
+    missing_mib = (held.total_bytes - weight_bytes(model)) / 2**20
+    note = f"converted at each step, which is slow: {note} they need {missing_mib:,.0f} MiB more"
+    print(f"meltcore: weights of {checkpoint.name} are {note}", file=sys.stderr)
+    return None, note
 
 
 def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
@@ -97,30 +144,38 @@ def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     model = build_meta_model(
         checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)
     )
-    _plan(config, model, device, _context_limit(config, model), _cache_dtype(model, config, device))
+    sizes = _context_limit(config, model), _cache_dtype(model, config, device)
+    _choose_host_weights(config, checkpoint, model, device, *sizes)
 
 
 def _plan(
-    config: EngineConfig, model: Model, device: torch.device, max_model_len: int, cache_dtype: torch.dtype
+    config: EngineConfig,
+    model: Model,
+    device: torch.device,
+    max_model_len: int,
+    cache_dtype: torch.dtype,
+    held: HostWeights | None = None,
 ) -> MemoryPlan:
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    """Divide the memory. held: how the weights will be held, None for as they are now."""
+    num_bytes = weight_bytes(model) if held is None else held.total_bytes
+    scratch = scratch_bytes(model, device) if held is None else 0
     shape = ModelShape(
-        weight_bytes,
+        num_bytes,
         model.config.vocab_size,
         group_layers(model.kv_cache_specs()),
         model.dtype.itemsize,
         cache_dtype.itemsize,
-        scratch_bytes(model, device),
+        scratch,
         decoder_step(
             model.config,
             model.dtype.itemsize,
-            is_packed=scratch_bytes(model, device) > 0,
+            is_packed=scratch > 0,
             ranks=config.tensor_parallel_size,
         ),
     )
-    return plan_memory(
+    divide = partial(
+        plan_memory,
         shape,
-        memory_bytes=byte_budget(config, device, 0 if model.device.type == "meta" else weight_bytes),
         max_model_len=max_model_len,
         max_num_seqs=default_if_none(config.max_num_seqs, device, cuda=1024, cpu=256),
         max_num_batched_tokens=batched_tokens(config, device),
@@ -128,6 +183,33 @@ def _plan(
         snapshots=config.enable_prefix_caching,
         has_graphs=not config.enforce_eager if has_budget(config, device) else None,
     )
+    memory_bytes = byte_budget(config, device, 0 if model.device.type == "meta" else num_bytes)
+    if device.type == "cpu" and config.memory_bytes is None:
+        memory_bytes = min(memory_bytes, _host_default(config, shape, max_model_len, divide, memory_bytes))
+    return divide(memory_bytes=memory_bytes)
+
+
+def _host_default(
+    config: EngineConfig, shape: ModelShape, max_model_len: int, divide: Callable[..., MemoryPlan], most_bytes: int
+) -> int:
+    """Return the bytes of host memory that an engine takes without --memory: what is asked for needs no more.
+
+    That is --max-num-seqs sequences of the whole context, or without it one of them, or several of usual length.
+    """
+    layout, tokens = PageLayout.of(shape.caches), batched_tokens(config, torch.device("cpu"))
+    seqs = config.max_num_seqs or DEFAULT_SEQS
+    if config.max_num_seqs is None:
+        usual = layout.pages_together(seqs, min(max_model_len, _USUAL_TOKENS), tokens)
+        pages = max(usual, layout.pages_together(1, max_model_len, tokens))
+    else:
+        pages = layout.pages_together(seqs, max_model_len, tokens)
+
+    def is_enough(memory_bytes: int) -> bool:
+        plan = divide(memory_bytes=memory_bytes)
+        return plan.pages >= pages and min(plan.max_num_seqs, plan.penalty_slots) >= seqs
+
+    smallest = smallest_budget(is_enough, most_bytes)
+    return most_bytes if smallest is None else max(smallest, _HOST_LEAST_BYTES)
 
 
 def default_if_none(value: int | None, device: torch.device, *, cuda: int, cpu: int) -> int:

@@ -421,7 +421,7 @@ class ModelRunner:
     def _layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
         """Return each layer's metadata. slot_mappings: [sub_groups, tokens]; fields: metadata that all layers share."""
         sub_group_metadata = [
-            AttentionMetadata(page_table=table, slot_mapping=slots, **fields)
+            AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
             for table, slots in zip(self._page_tables, slot_mappings, strict=True)
         ]
         return [sub_group_metadata[index] for index in self._sub_group_of_layer]

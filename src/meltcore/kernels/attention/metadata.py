@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ class AttentionMetadata(NamedTuple):
     For the prefill kernel, query_tiles: [tiles, 4] int32, the queries of the other sequences (see `make_query_tiles`),
     counted from the first of them.
     For the reference, padded_index: [tokens] int64, each token's index in the padded form of its group; padded_groups:
-    how sequences are padded together, covering all of them in order.
+    how sequences are padded together, covering all of them in order; shared: what layers with the same page table
+    compute once in a step, None for no sharing.
 
     For recurrent layers, all empty where a model has none; the last two also where all sequences decode in a CUDA
     graph. state_slots: [sequences] int64, the slot of each sequence's recurrent state; query_start_loc:
@@ -58,6 +59,7 @@ class AttentionMetadata(NamedTuple):
     state_slots: torch.Tensor
     query_start_loc: torch.Tensor
     chunk_indices: torch.Tensor
+    shared: dict[Hashable, Any] | None = None
 
 
 class HeadNorms(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from meltcore.kernels.attention.decode import decode_attention
@@ -56,28 +58,62 @@ def causal_mask(
     return mask if sliding_window is None else mask & (key_positions > query_positions - sliding_window)
 
 
+class _GroupKeys(NamedTuple):
+    """Where the keys of a padded group are, and which of them each query sees.
+
+    pages: a slice of neighboring pages, which needs no copy, or their numbers, [sequences, pages]; bias: 0 for a key
+    that a query sees, else minus infinity: [sequences, 1, rows, keys], rows as in `_attend_group`, one row for all of a
+    token's heads where each sequence has one query.
+    """
+
+    pages: slice | torch.Tensor
+    bias: torch.Tensor
+
+
 def _attend_group(
     queries: torch.Tensor, params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup
 ) -> torch.Tensor:
     """Compute the attention of one padded group. The query heads that share a key head become extra query rows."""
-    sequences, max_queries = slice(group.first, group.last), group.max_queries
-    pages = metadata.page_table[metadata.rows[sequences], : group.pages]
+    sequences, max_queries = group.last - group.first, group.max_queries
     padded_index = metadata.padded_index[group.first_token : group.last_token]
     (num_queries, heads, head_dim), (_, page_size, kv_heads, _) = queries.shape, params.key_cache.shape
+    group_size, (pages, bias) = heads // kv_heads, _group_keys(params, metadata, group, heads // kv_heads)
     keys, values = (
-        cache[pages].view(len(pages), group.pages * page_size, kv_heads, head_dim).transpose(1, 2).to(queries.dtype)
+        cache[pages].view(sequences, group.pages * page_size, kv_heads, head_dim).transpose(1, 2).to(queries.dtype)
         for cache in (params.key_cache, params.value_cache)
     )
-    is_unpadded = num_queries == len(pages) * max_queries
+    is_unpadded = num_queries == sequences * max_queries
     if not is_unpadded:
-        queries = queries.new_zeros(len(pages) * max_queries, heads, head_dim).index_copy_(0, padded_index, queries)
-    padded_queries = queries.view(len(pages), max_queries, heads, head_dim)
+        queries = queries.new_zeros(sequences * max_queries, heads, head_dim).index_copy_(0, padded_index, queries)
+    padded_queries = queries.view(sequences, max_queries, kv_heads, group_size, head_dim)
     # [sequences, queries, kv_heads, group, dim] -> [sequences, kv_heads, group * queries, dim]
-    packed_queries = padded_queries.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    num_keys = group.pages * page_size
-    mask = causal_mask(metadata.context_lens[sequences], max_queries, num_keys, params.sliding_window)
-    mask = mask[:, None].repeat(1, 1, heads // kv_heads, 1)
+    packed_queries = padded_queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    output: torch.Tensor = sdpa(packed_queries, keys, values, attn_mask=mask, scale=params.scale)
-    output = output.unflatten(2, (heads // kv_heads, max_queries)).permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
+    output: torch.Tensor = sdpa(packed_queries, keys, values, attn_mask=bias, scale=params.scale)
+    output = output.unflatten(2, (group_size, max_queries)).permute(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)
     return output if is_unpadded else output[padded_index]
+
+
+def _group_keys(
+    params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup, group_size: int
+) -> _GroupKeys:
+    """Return the keys of a padded group, which all layers of a step with these keys share."""
+    name = group, params.sliding_window, group_size, params.key_cache.shape[1]
+    found = None if metadata.shared is None else metadata.shared.get(name)
+    if found is None:
+        found = _find_keys(params, metadata, group, group_size)
+        if metadata.shared is not None:
+            metadata.shared[name] = found
+    return found
+
+
+def _find_keys(params: AttentionParams, metadata: AttentionMetadata, group: PaddedGroup, group_size: int) -> _GroupKeys:
+    sequences = slice(group.first, group.last)
+    pages = metadata.page_table[metadata.rows[sequences], : group.pages]
+    num_keys = group.pages * params.key_cache.shape[1]
+    mask = causal_mask(metadata.context_lens[sequences], group.max_queries, num_keys, params.sliding_window)[:, None]
+    mask = mask if group.max_queries == 1 else mask.repeat(1, 1, group_size, 1)
+    bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    first_page = int(pages[0, 0])
+    are_neighbors = len(pages) == 1 and pages[0].tolist() == list(range(first_page, first_page + group.pages))
+    return _GroupKeys(slice(first_page, first_page + group.pages) if are_neighbors else pages, bias)

@@ -1,0 +1,17 @@
+"""Sizes of weights that a CPU holds in float16 (half_weight.py), for memory plans. No torch."""
+
+from __future__ import annotations
+
+import platform
+
+_PACKED_ROWS = 16  # of a weight, which FBGEMM packs together
+
+
+def processor_packs_half() -> bool:
+    """Return whether torch has FBGEMM for this processor. The engine asks torch itself, which also wants AVX2."""
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
+    """Return the bytes of a packed weight [rows, columns]."""
+    return (1 + in_two_parts) * 2 * columns * -(-rows // _PACKED_ROWS) * _PACKED_ROWS

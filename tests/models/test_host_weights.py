@@ -1,0 +1,152 @@
+"""How a CPU holds weights: with the logits of the checkpoint's values, in the bytes that plans count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import engine_tools as tools
+import pytest
+import torch
+from gguf_tools import load_dequantized, write_model
+from test_gguf import BLOCKS_OF_32, reference_of
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.kernels.gemm import half_sizes
+from meltcore.kernels.gemm.half_weight import supports_half_weights
+from meltcore.layers.ggml_weights import GgmlWeight
+from meltcore.layers.half_weights import HalfWeight
+from meltcore.layers.quantization import DenseWeight
+from meltcore.models import host_weights
+from meltcore.protocol.fleet_spec import ModelSection, Size
+
+needs_half = pytest.mark.skipif(not supports_half_weights(), reason="this processor has no FBGEMM")
+
+
+def kinds_of_weights(engine: tools.SeenEngine) -> set[type]:
+    """Of linear layers and the head."""
+    model = engine.engine.runner.model
+    return {type(layer.weight) for layer in host_weights._layers(model)}
+
+
+def in_float32(folder: Path) -> PreTrainedModel:
+    """The model of a folder. `reference.float()` would keep rotary frequencies that `to` has rounded to 16 bits."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model
+
+
+def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_weights, "supports_half_weights", lambda: False)
+    for place in ("meltcore.engine.host.memory_needs", half_sizes.__name__):
+        monkeypatch.setattr(f"{place}.processor_packs_half", lambda: False)
+
+
+def with_half(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
+@pytest.mark.parametrize("store", ["Q8_0", "Q4_1", "BF16", "F16", "F32"])
+@pytest.mark.parametrize(
+    ("processor", "held"), [pytest.param(with_half, HalfWeight, marks=needs_half), (without_half, DenseWeight)]
+)
+def test_held_weights_have_the_logits_and_the_bytes_of_the_plan(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processor: Callable[[pytest.MonkeyPatch], None],
+    held: type,
+    store: str,
+    family: str,
+) -> None:
+    """The plan of a fleet file knows them without torch, to the byte."""
+    processor(monkeypatch)
+    reference = reference_of(family, **BLOCKS_OF_32)
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    load_dequantized(reference, file)
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
+    engine = tools.open_engine(file, max_model_len=512)
+    assert kinds_of_weights(engine) == ({DenseWeight} if store == "F32" else {held})
+    needs = engine_needs(ModelSection(checkpoint=str(file), device="cpu", max_model_len=512), on_cpu=True)
+    planned, seen = needs.rows[0], next(row for row in engine.engine.memory if row.name == "weights")
+    assert seen.size_bytes == planned.size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
+    assert ("held in" in seen.note) == (store != "F32" and not (held is DenseWeight and store in ("BF16", "F16")))
+    # What is planned is enough for it: nothing stays as it is loaded.
+    exact = tools.open_engine(file, max_model_len=512, max_num_seqs=16, memory_bytes=needs.budget_bytes)
+    assert kinds_of_weights(exact) == kinds_of_weights(engine)
+
+
+@needs_half
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_published_folders_of_16_bits_are_held_in_them(tmp_path: Path, stored: torch.dtype) -> None:
+    reference = reference_of("llama", **BLOCKS_OF_32).to(stored)
+    reference.save_pretrained(tmp_path)
+    engine = tools.open_engine(tmp_path, max_model_len=512)
+    assert kinds_of_weights(engine) == {DenseWeight if stored == torch.float32 else HalfWeight}
+    assert tools.error_against(in_float32(tmp_path), tmp_path, max_model_len=512) <= 1e-4
+    needs = engine_needs(ModelSection(checkpoint=str(tmp_path), device="cpu", max_model_len=512), on_cpu=True)
+    assert needs.rows[0].size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
+
+
+@needs_half
+@pytest.mark.parametrize("store", ["Q4_0", "Q8_0"])
+def test_blocks_stay_where_converted_weights_leave_no_room(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], store: str
+) -> None:
+    reference = reference_of("llama", **BLOCKS_OF_32)
+    file = write_model(tmp_path / "model.gguf", reference, store)
+    load_dequantized(reference, file)
+    held = tools.open_engine(file, max_model_len=512)
+    weight_bytes = next(row.size_bytes for row in held.engine.memory if row.name == "weights")
+    settings: dict[str, Any] = {"max_model_len": 512, "memory_bytes": weight_bytes + 2**19 + 2**15}
+    engine = tools.open_engine(file, **settings)
+    assert kinds_of_weights(engine) == {GgmlWeight}
+    note = next(row.note for row in engine.engine.memory if row.name == "weights")
+    assert "converted at each step, which is slow: held in float16 in two parts" in note
+    assert "MiB more" in capfd.readouterr().err
+    assert tools.error_against(reference, file, **settings) <= 1e-4
+
+
+@needs_half
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_weight_beyond_float16_stays_as_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    reference = reference_of("llama", **BLOCKS_OF_32 | {"tie_word_embeddings": False}).to(torch.bfloat16)
+    reference.get_parameter(name).data[0, 0] = 1e5
+    reference.save_pretrained(tmp_path)
+    engine = tools.open_engine(tmp_path, max_model_len=512)
+    assert kinds_of_weights(engine) == {DenseWeight, HalfWeight}
+    assert "has a value of magnitude 9" in capfd.readouterr().err
+    assert tools.error_against(in_float32(tmp_path), tmp_path, max_model_len=512) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({"dtype": "bfloat16"}, True), ({"enable_sleep_mode": True}, True), ({}, False)]
+)
+def test_other_types_and_engines_that_sleep_keep_what_they_load(
+    tmp_path: Path, settings: dict[str, Any], kept: bool
+) -> None:
+    file = write_model(tmp_path / "model.gguf", reference_of("llama", **BLOCKS_OF_32), "Q8_0")
+    engine = tools.open_engine(file, max_model_len=512, **settings)
+    assert (kinds_of_weights(engine) == {GgmlWeight}) == kept
+
+
+@pytest.mark.parametrize(
+    ("limits", "full", "usual"), [({}, 1, 16), ({"max_num_seqs": 3}, 3, 0), ({"max_model_len": 300}, 1, 16)]
+)
+def test_default_memory_is_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], full: int, usual: int
+) -> None:
+    """Pages for `full` whole contexts, or for `usual` sequences of 1,024 tokens, and nearly no more."""
+    from meltcore.engine.worker import loading
+
+    monkeypatch.setattr(loading, "_HOST_LEAST_BYTES", 0)
+    file = write_model(tmp_path / "model.gguf", reference_of("llama", **BLOCKS_OF_32), "Q8_0")
+    asked: dict[str, Any] = {"max_num_seqs": None, "memory_bytes": None} | limits
+    engine = tools.open_engine(file, **asked).engine
+    length = engine.max_model_len
+    tokens = max(full * length, usual * min(length, 1024))
+    # A MiB more or less, and slots for penalties, which need memory in proportion.
+    assert tokens <= engine.pool.total * 64 <= tokens + 2**22
+    monkeypatch.setattr(loading, "_HOST_LEAST_BYTES", 2**28)
+    assert sum(row.size_bytes for row in tools.open_engine(file, **asked).engine.memory) <= Size(2**28)
