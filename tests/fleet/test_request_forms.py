@@ -27,6 +27,7 @@ def server() -> Iterator[RunningServer]:
         (b'{"model": "scripted", "prompt": [97.0, 98], "max_tokens": 2}', "ab"),
         (b'{"model": "scripted", "prompt": [[97, 98.0]], "max_tokens": 2, "stop_token_ids": [5.0]}', "ab"),
         (b'{"model": "scripted", "prompt": "ab", "max_tokens": 2.0, "n": 1.0, "temperature": 0}', "ab"),
+        (b'{"model": "scripted", "prompt": "ab", "max_tokens": 2, "n": 1.0, "best_of": 1e0}', "ab"),
         (b'\xef\xbb\xbf{"model": "scripted", "prompt": "ab", "max_tokens": 2}', "ab"),
         (b'{"model": "other", "model": "scripted", "prompt": "no", "prompt": "ab", "max_tokens": 2}', "ab"),
         (b'{"prompt": "ab", "max_tokens": 2}', "ab"),

@@ -317,7 +317,7 @@ def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
 def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
     """Raise RequestError for the first field that asks for something not supported."""
     for name in _UNSUPPORTED.get(type(struct), ()):
-        value = getattr(struct, name)
+        value = _with_whole_numbers(getattr(struct, name))
         if value is not None and not _is_neutral(value, _NEUTRAL[name]):
             accepted = " or ".join(["null", *(msgspec.json.encode(neutral).decode() for neutral in _NEUTRAL[name])])
             raise RequestError(f"{prefix}{name} is not supported; leave it out or set {accepted}", param=prefix + name)
