@@ -186,6 +186,20 @@ def test_unknown_type_of_an_ignored_tensor_is_accepted(folder: Path) -> None:
     load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *_: None)
 
 
+@pytest.mark.parametrize("row", [0, 299])
+def test_tied_head_with_values_of_its_own_is_refused(folder: Path, row: int) -> None:
+    write_config(folder, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder), files="all")
+    load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *_: None)
+    head[row] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but"):
+        load_weights(build_model(checkpoint, torch.float32, torch.device("cpu")), checkpoint, lambda *_: None)
+
+
 def refuse_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> torch.Tensor:
         raise AssertionError("a weight was read")

@@ -41,6 +41,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 # The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02
 GIB = 2**30
+_TIED_ROWS = 64  # of a tied head that are compared with the embedding, at each end
 _MAX_NAMES_SHOWN = 5
 # Threads that read some tens of megabytes each: one thread copies from the page cache at 4 GB/s, and a disk is faster
 # with several requests in its queue.
@@ -247,11 +248,12 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
     since reading may take minutes.
 
     Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
-    expected, or the unreadable file.
+    expected, a head that is not the embedding it is tied to, or the unreadable file.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]
         parts = _plan_reads(model, checkpoint, files)
+        _check_tied_head(model, files)
         pin_memory = model.device.type == "cuda"  # a GPU copies from it directly, without the driver's staging buffer
         buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS))
@@ -313,6 +315,33 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
         asked = f" (quantization_config: quant_method {published.quant_method})" if published else ""
         raise ConfigError(f"{place}: {'; '.join(filter(None, problems))}{asked}")
     return parts
+
+
+def _check_tied_head(model: LoadableModel, files: Sequence[TensorFile]) -> None:
+    """Raise ConfigError for an output head that is tied to the embedding, and stored with other values.
+
+    The head is not read, so the model would compute with another one than it was saved with. Rows at both ends are
+    compared: a head of its own differs in all of them, or in tokens that were added.
+    """
+    stored = {model.canonical_name(name): (file, name) for file in files for name in file.entries}
+    head = stored.get("lm_head.weight")
+    embeddings = [each for name, each in stored.items() if name.endswith("embed_tokens.weight")]
+    if head is None or len(embeddings) != 1 or "lm_head.weight" in model.checkpoint_tensors():
+        return
+    [embedding] = embeddings
+    entries = [file.entries[name] for file, name in (head, embedding)]
+    if entries[0].shape != entries[1].shape or not all(
+        entry.dtype_name in file.DTYPES for entry, (file, _) in zip(entries, (head, embedding), strict=True)
+    ):
+        return
+    rows = entries[0].shape[0]
+    for part in (slice(0, _TIED_ROWS), slice(max(0, rows - _TIED_ROWS), rows)):
+        ours, theirs = (file.read(name, (part,)).float() for file, name in (head, embedding))
+        if not torch.equal(ours, theirs):
+            raise ConfigError(
+                f"{head[0].path.name}: {head[1]} differs from {embedding[1]}, but config.json sets tie_word_embeddings "
+                "to true; set it to false for a head of its own"
+            )
 
 
 def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) -> None:
