@@ -193,8 +193,9 @@ def test_second_signal_ends_all_processes_now(loading: bool) -> None:
         pids = [server.engine_pid(), *server.api_server_pids()]
         stream = None if loading else open_streams(server, 1)[0]
         server.signal()
-        time.sleep(0.4)
         if stream is not None:
+            wait_until(lambda: server.request("GET", "/health").status == 503, "draining")
+            time.sleep(0.4)
             server.signal()
         assert server.wait_exit() == (0 if loading else 130)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "all processes to be gone")
@@ -241,7 +242,7 @@ def test_delayed_api_server_sends_missed_tokens_in_few_events() -> None:
         read_until(stream, b"data: ")
         (api_server,) = server.api_server_pids()
         os.kill(api_server, signal.SIGSTOP)
-        time.sleep(0.6)
+        time.sleep(2.0)  # a step takes several times as long on a busy machine
         os.kill(api_server, signal.SIGCONT)
         data = read_until(stream, b"[DONE]")
         longest = max(len(event) for event in data.split(b"\n\n"))

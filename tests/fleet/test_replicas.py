@@ -123,13 +123,15 @@ def test_dead_replica_gets_no_requests_and_keeps_its_counters() -> None:
     assert (found.running, found.waiting, found.steps_total) == (3, 2, 12)
 
 
-def test_one_stuck_replica_makes_the_server_unhealthy() -> None:
+def test_one_stuck_replica_makes_the_server_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     stats = model_stats(2)
-    health = Health(stats, stuck_after_s=0.02)
+    health = Health(stats, stuck_after_s=2.0)
     health.set("ready", "ready")
     stats.assign(0, 10)
     stats.assign(1, 10)
-    time.sleep(0.03)
+    now_s[0] += 3
     stats.record_step(EngineStats(), 1.0, 0)
     assert "no step of replica 1 has finished" in (health.problem() or "")
     stats.mark_replica_dead(1)

@@ -376,7 +376,7 @@ def test_server_peak_without_a_sample_inside_the_level_is_none(monkeypatch: pyte
 def test_server_peak_is_the_highest_sample_or_a_mark_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     idle, busy = {"num_requests_running": 0.0, "num_requests_waiting": 0.0}, {"requests_in_flight": 7.0}
     _Gauges(monkeypatch, idle, busy, {"num_requests_running": 3.0, "num_requests_waiting": 1.0})
-    assert asyncio.run(_probed(0.2)) == 7
+    assert asyncio.run(_probed(1.0)) == 7
     _Gauges(monkeypatch, {"requests_in_flight_peak": 4.0}, {"requests_in_flight_peak": 20.0})
     assert asyncio.run(_probed(0.0)) == 20
     _Gauges(monkeypatch, {"requests_in_flight_peak": 20.0})
