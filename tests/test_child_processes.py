@@ -36,7 +36,7 @@ def test_run_returns_output_and_exit_status() -> None:
 @pytest.mark.slow
 def test_run_past_its_limit_keeps_the_output_and_ends_the_group() -> None:
     started: list[subprocess.Popen[bytes]] = []
-    done = process.run(IGNORES_SIGTERM, limit_s=2.0, terminate_limit_s=0.2, on_start=started.append)
+    done = process.run(IGNORES_SIGTERM, limit_s=5.0, terminate_limit_s=0.2, on_start=started.append)
     assert done == (None, b"ready\n", b"", False)
     assert process.group_members(started[0].pid) == []
 

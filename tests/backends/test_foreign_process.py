@@ -169,10 +169,10 @@ def test_start_that_fails_names_the_reason_and_the_output(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="ended while starting \\(exit status 3\\):\nno GPU found"):
         run(tmp_path, config(f"{crash} {{port}}"))
     hang = program(tmp_path, "hang", "#!/bin/sh\necho loading shard 1\nsleep 30\n")
-    with pytest.raises(ConfigError, match=r"not ready within 0.5 s .*cannot be connected to(?s:.*)loading shard 1"):
-        run(tmp_path, config(f"{hang} {{port}}", start_timeout_s=0.5))
-    with pytest.raises(ConfigError, match=r"not ready within 1 s .*did not answer the readiness request"):
-        run(tmp_path, config(SCRIPTED + " --fault silent", start_timeout_s=1.0))
+    with pytest.raises(ConfigError, match=r"not ready within 4 s .*cannot be connected to(?s:.*)loading shard 1"):
+        run(tmp_path, config(f"{hang} {{port}}", start_timeout_s=4.0))
+    with pytest.raises(ConfigError, match=r"not ready within 6 s .*did not answer the readiness request"):
+        run(tmp_path, config(SCRIPTED + " --fault silent", start_timeout_s=6.0))
     with pytest.raises(ConfigError, match=r"readiness request on /v1/completions with status 429: .*queue is full"):
         run(tmp_path, config(SCRIPTED + " --fault 429"))
 

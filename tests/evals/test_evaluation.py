@@ -250,8 +250,8 @@ def test_baseline_that_does_not_become_ready_is_ended_and_reported(
     items: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = tmp_path / "child"
-    assert main(baseline(items, tmp_path / "runs", "--never", "--child", str(child), limit_s=2.0)) == 2
-    assert "did not become ready within 2 s" in capsys.readouterr().err
+    assert main(baseline(items, tmp_path / "runs", "--never", "--child", str(child), limit_s=6.0)) == 2
+    assert "did not become ready within 6 s" in capsys.readouterr().err
     assert gone(int(child.read_text()))
     missing = ["--command", "/no/such/program serve"]
     assert main([*baseline(items, tmp_path / "runs"), *missing]) == 2

@@ -198,7 +198,7 @@ REASONS = {  # a shell's command, and the reason that clients and operators see
         "yes loading | head -c 5000000; echo out of memory; kill -9 $$",
         "loading | loading | out of memory",
     ),
-    "late": ("echo compiling; sleep 600", "was not ready within 1 s (start_timeout_s): it cannot be connected to"),
+    "late": ("echo compiling; sleep 600", "was not ready within 6 s (start_timeout_s): it cannot be connected to"),
     "missing": ("exec no-such-engine", "no-such-engine: not found"),
 }
 
@@ -207,7 +207,7 @@ REASONS = {  # a shell's command, and the reason that clients and operators see
 def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Path) -> None:
     """In the health of the fleet, and in what clients get."""
     models = [
-        foreign(name, shlex.join(["sh", "-c", f"{shell} # {{port}}"]), start_timeout_s=1.0 if name == "late" else 60.0)
+        foreign(name, shlex.join(["sh", "-c", f"{shell} # {{port}}"]), start_timeout_s=6.0 if name == "late" else 60.0)
         for name, (shell, _) in REASONS.items()
     ]
     with serving(tmp_path, foreign("good"), *models, fleet=True) as server:

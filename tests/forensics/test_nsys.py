@@ -144,8 +144,8 @@ def test_qdstrm_without_a_report_is_named_with_the_importer(folder: Path) -> Non
 @pytest.mark.parametrize("raw", [False, True])
 def test_hanging_nsys_is_ended_with_its_command(folder: Path, raw: bool) -> None:
     fake_nsys(folder, "pathlib.Path(output + '.qdstrm').touch()\ntime.sleep(600)" if raw else "time.sleep(600)")
-    with pytest.raises(ConfigError, match=r"nsys did not end within 1\.5 s and was ended; it left ") as raised:
-        record([*command(STAY), "pid"], folder, limit_s=1.5, report=print)
+    with pytest.raises(ConfigError, match=r"nsys did not end within 4 s and was ended; it left ") as raised:
+        record([*command(STAY), "pid"], folder, limit_s=4.0, report=print)
     assert ("trace.qdstrm without a report" in str(raised.value)) == raw
     assert ("it left no report" in str(raised.value)) != raw
     assert str(raised.value).endswith(f"it printed nothing ({folder / 'nsys.log'})")

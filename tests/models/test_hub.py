@@ -135,10 +135,10 @@ def test_hub_that_does_not_answer_leaves_the_cache_to_answer(asked: Asked, monke
         return REPOSITORIES[repository]
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", list_files)
-    problems = hub_problems(["owner/usual", "owner/one-gguf", "owner/several-GGUF:Q8_0"], 0.5)
+    problems = hub_problems(["owner/usual", "owner/one-gguf", "owner/several-GGUF:Q8_0"], 2.0)
     assert not closed.is_set()
     closed.set()
-    lacks = "the hub gave no answer within 0.5 s, and the cache does not have it"
+    lacks = "the hub gave no answer within 2 s, and the cache does not have it"
     assert problems == {"owner/usual": "", "owner/one-gguf": "", "owner/several-GGUF:Q8_0": lacks}
 
 
