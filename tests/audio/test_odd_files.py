@@ -168,6 +168,9 @@ def test_bytes_before_the_first_frame_and_tags_after_the_last(name: str) -> None
     whole = duration_s(data)
     for lead in (bytes(100), bytes(1), id3v2(500), id3v2(130, 0x10) + id3v2(0), bytes(3) + id3v2(64) + bytes(7)):
         assert duration_s(lead + data) == whole
+    if name in ("flac", "vorbis", "wav", "mp3", "aac"):
+        for lead in (b"\xef\xbb\xbf", b"\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", b"\x99" * 700):
+            assert duration_s(lead + data) == pytest.approx(whole, abs=0.08)
     for tail in (ID3V1, APE, APE + ID3V1, bytes(1000)):
         assert duration_s(data + tail) == pytest.approx(whole, abs=0.03)
 

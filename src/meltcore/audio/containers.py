@@ -57,6 +57,8 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], Container], ...] = tuple(
     )
 )
 _FLAC_START = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # the first block has 34 bytes and may be the only one
+# Such as a byte order mark, the head of an HTTP response, or the end of an Ogg page that a recording begins in
+_LATER_START, _MAX_LEAD_BYTES = re.compile(rb"OggS\x00\x02|fLaC[\x00\x80]\x00\x00\x22|RIFF....WAVE", re.DOTALL), 1024
 _MAX_JOINED = 500  # files in one
 
 
@@ -66,7 +68,10 @@ def container_of(data: bytes) -> Container | None:
 
 
 def without_lead(data: bytes) -> bytes:
-    """Return a file without the zero bytes and ID3v2 tags before it. Raises RequestError for a tag alone."""
+    """Return a file without what is before it: zero bytes, ID3v2 tags, and a little else before Ogg, FLAC and WAV.
+
+    FFmpeg itself skips other bytes before MP3 and AAC. Raises RequestError for a tag alone.
+    """
     start = 0
     for _ in each_element():
         if data[start : start + 3] == b"ID3" and len(data) >= start + 10:
@@ -85,6 +90,9 @@ def without_lead(data: bytes) -> bytes:
             start = zeros.end()
         else:
             break
+    if container_of(data[start : start + 16]) is None:
+        later = _LATER_START.search(data, start, start + _MAX_LEAD_BYTES)
+        start = later.start() if later else start
     return data[start:] if start else data
 
 
