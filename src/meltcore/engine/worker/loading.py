@@ -38,7 +38,7 @@ from meltcore.models.step_sizes import decoder_step
 from meltcore.protocol.shell import MemoryRow
 
 # Without --memory a CPU keeps pages for one full context, and for sequences of this many tokens: 16 of them, or as many
-# as this much memory holds. Long contexts in numbers would take gigabytes that nobody asked for.
+# as this much memory holds. Sixteen full contexts would take gigabytes.
 _USUAL_TOKENS, _HOST_LEAST_BYTES = 1024, 2**30
 
 
