@@ -68,7 +68,7 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "phi3": "phi3",
 }
-PERMUTED = ("granite", "llama", "smollm3")  # whose converter reorders rows of queries and keys
+PERMUTED = ("granite", "llama", "mistral3", "smollm3")  # whose converter reorders rows of queries and keys
 # Formats that take turns, so that those of a layer differ. Experts of a layer are of one mix too.
 MIXES = {
     "blocks of 32": ("Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4", "Q8_0", "BF16"),
@@ -125,7 +125,7 @@ def new_writer(path: Path, config: Any, *, split_tensors: int = 0) -> gguf.GGUFW
     if config.model_type == "phi3":
         rotated = rope.get("partial_rotary_factor", 1.0) * config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(rotated))
-    if config.model_type in ("gemma3_text", "mistral", "phi3"):
+    if config.model_type == "phi3" or getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)

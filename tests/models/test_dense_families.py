@@ -10,7 +10,8 @@ from typing import Any
 import engine_tools as tools
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import open_checkpoint
@@ -45,6 +46,7 @@ PUBLISHED = (
     "ibm-granite/granite-3.3-2b-instruct",
     "microsoft/Phi-3-mini-4k-instruct",
     "microsoft/phi-4",
+    "mistralai/Mistral-Small-24B-Instruct-2501",
 )
 
 
@@ -136,6 +138,49 @@ def test_older_names_of_longrope_are_read(old_name: str) -> None:
     for key in ("type", "rope_type"):
         rope = {name: value for name, value in LONGROPE.items() if name != "rope_type"} | {key: old_name}
         assert config_of("phi3", rope_scaling=rope, max_position_embeddings=8192).rope_scaling == scaling
+
+
+@pytest.mark.parametrize("layout", ["newer", "published"])
+def test_text_half_of_mistral_small_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
+    """The fields of Mistral Small 3.1, heads wider than hidden_size / num_attention_heads, both forms of names."""
+    published = open_checkpoint("mistralai/Mistral-Small-3.1-24B-Instruct-2503", files="config").config
+    text = published["text_config"] | SIZES | {"num_key_value_heads": 2, "head_dim": 48, "pad_token_id": None}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 16, "model_type": "pixtral"}
+    changed = published | {"text_config": text, "vision_config": vision, "torch_dtype": "float32"}
+    config = AutoConfig.for_model(**copy.deepcopy(changed | {"tie_word_embeddings": False}))
+    reference = AutoModelForImageTextToText.from_config(config).float().eval()
+    tools.randomise(reference.model.language_model, 1)
+    reference.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name.partition(".")[0] for name in tensors} == {"language_model", "vision_tower", "multi_modal_projector"}
+    if layout == "newer":
+        tensors = {f"model.{name}": values for name, values in tensors.items()}
+        tensors = {name.replace("model.language_model.lm_head", "lm_head"): values for name, values in tensors.items()}
+        tensors = {name.replace("language_model.model.", "language_model."): values for name, values in tensors.items()}
+        save_file(tensors, tmp_path / "model.safetensors")
+    assert tools.error_against(reference, tmp_path, max_model_len=512, vocab=300) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "ministral3"}, 'text_config.model_type to "ministral3", which mistral here does not compute'),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "text_config.rope_parameters.llama_4_scaling_beta to 0.1",
+        ),
+        ({"head_dim": 31}, "head_dim must be even"),
+    ],
+)
+def test_other_text_parts_of_mistral_are_refused(changes: dict[str, Any], message: str) -> None:
+    read = DECODER_CONFIGS["Mistral3ForConditionalGeneration"]
+    assert read({"text_config": SIZES}).sliding_window == 4096
+    assert not read({"text_config": SIZES | {"sliding_window": None}}).sliding_layers
+    assert read({"text_config": SIZES, "tie_word_embeddings": True}).tie_word_embeddings
+    with pytest.raises(ConfigError, match=message):
+        read({"text_config": SIZES | changes})
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import engine_tools as tools
+import gguf
+import gguf_tools
 import numpy as np
 import pytest
 import torch
@@ -471,6 +473,22 @@ def test_gemma_files_that_leave_fields_out_have_the_published_ones(
 
     with torch.device("meta"):
         assert Gemma3(ours).config == replace(published, vocab_size=300)
+
+
+@pytest.mark.parametrize("window", [None, 96])
+def test_mistral3_is_mistral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """The architecture that the converter gives Mistral Small 3.1 since 2025-12, and Ministral 3, which is refused."""
+    monkeypatch.setitem(gguf_tools.ARCHITECTURES, "mistral", "mistral3")
+    monkeypatch.setitem(gguf_tools._NAMES, "mistral3", gguf.get_tensor_name_map(gguf.MODEL_ARCH.MISTRAL3, 8))
+    reference = reference_of("mistral", sliding_window=window)
+    reference.save_pretrained(tmp_path)
+    file = write_model(tmp_path / "model.gguf", reference)
+    assert config_of(file) == config_of(tmp_path)
+    assert tools.error_against(reference, file, max_model_len=512) <= 1e-4
+    writer = new_writer(tmp_path / "ministral.gguf", reference.config)
+    writer.add_float32("mistral3.attention.temperature_scale", 0.1)
+    with pytest.raises(ConfigError, match=r"mistral3\.attention\.temperature_scale is 0\.1"):
+        read_config(GGUFModel(finish(writer, tmp_path / "ministral.gguf")))
 
 
 PHI_LONGROPE = {

@@ -348,6 +348,8 @@ def test_hub_download_asks_for_needed_files_only(folder: Path, monkeypatch: pyte
         ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400, 146),
         ("mistralai/Mistral-7B-Instruct-v0.1", 7_241_732_096, 291),
         ("mistralai/Mistral-7B-Instruct-v0.3", 7_248_023_552, 291),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", 23_572_403_200, 363),
+        ("mistralai/Mistral-Small-3.1-24B-Instruct-2503", 23_572_403_200, 363),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008, 272),
         ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624, 326),
         # A merged tensor of the files counts as those that it merges.

@@ -66,6 +66,12 @@ PUBLISHED_CONFIG_FOLDERS = {
     "microsoft/phi-4": Path(__file__).parent / "published" / "phi-4",
     "mistralai/Mistral-7B-Instruct-v0.1": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.1",
     "mistralai/Mistral-7B-Instruct-v0.3": Path(__file__).parent / "published" / "mistral-7b-instruct-v0.3",
+    "mistralai/Mistral-Small-24B-Instruct-2501": Path(__file__).parent
+    / "published"
+    / "mistral-small-24b-instruct-2501",
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": Path(__file__).parent
+    / "published"
+    / "mistral-small-3.1-24b-instruct-2503",
     "Qwen/Qwen2.5-1.5B-Instruct": Path(__file__).parent / "published" / "qwen2.5-1.5b-instruct",
     "Qwen/Qwen3-0.6B": Path(__file__).parent / "published" / "qwen3-0.6b",
     "Qwen/Qwen3-8B-AWQ": Path(__file__).parent / "published" / "qwen3-8b-awq",

@@ -84,6 +84,7 @@ _FACTORS = Rule(
 RULES: dict[str, Rule] = {
     # config.json
     "architectures": _TEXT_LIST,
+    "model_type": _TEXT,
     "text_config": _OBJECT,
     "quantization_config": _OBJECT,
     "hidden_size": _WIDTH,

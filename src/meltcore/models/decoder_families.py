@@ -81,8 +81,13 @@ def granite_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Return the configuration of a dense Mistral model."""
-    fields = with_head_dim(Fields(config).with_defaults(**_MISTRAL_DEFAULTS))
+    """Return the configuration of a dense Mistral model, or of the text part of Mistral Small 3.1."""
+    fields = Fields(config)
+    if fields.has("text_config"):
+        fields, config = _text_fields(fields), config["text_config"]
+        if fields.optional("model_type", "mistral") != "mistral":  # Ministral 3 scales queries by their position
+            raise fields.unsupported_field("model_type", "mistral here")
+    fields = with_head_dim(fields.with_defaults(**_MISTRAL_DEFAULTS))
     if "sliding_window" not in config:
         fields = fields.with_values(sliding_window=_MISTRAL_WINDOW)
     sliding = fields.has("sliding_window")
@@ -270,6 +275,7 @@ DECODER_CONFIGS: dict[str, Callable[[Mapping[str, Any]], DecoderConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_config,
     "GraniteForCausalLM": granite_config,
     "LlamaForCausalLM": llama_config,
+    "Mistral3ForConditionalGeneration": mistral_config,
     "MistralForCausalLM": mistral_config,
     "Olmo2ForCausalLM": olmo2_config,
     "Phi3ForCausalLM": phi3_config,

@@ -29,6 +29,7 @@ FAMILIES = {
     "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", 1e6),
     "granite": _Family("GraniteForCausalLM", "granite", 1e4),
     "llama": _Family("LlamaForCausalLM", "llama", 1e4),
+    "mistral3": _Family("MistralForCausalLM", "mistral", 1e4),
     "olmo2": _Family("Olmo2ForCausalLM", "olmo2", 1e4),
     "phi3": _Family("Phi3ForCausalLM", "phi3", 1e4),
     "qwen2": _Family("Qwen2ForCausalLM", "qwen2", 1e4),
@@ -148,7 +149,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     else:
         key = "attention.sliding_window"
         window = None if keys.raw(key) == 0 else keys.optional("sliding_window", key)
-        if name == "phi3":
+        if name in ("phi3", "mistral3"):
             config["sliding_window"] = window
         elif window and name == "llama":  # Mistral 7B v0.1
             config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}

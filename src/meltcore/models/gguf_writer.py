@@ -47,6 +47,7 @@ from meltcore.results.files import atomic_output, check_disk_space
 GGUF_FORMATS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 _ARCHITECTURE_NAMES = {family.architecture: name for name, family in FAMILIES.items()} | {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "llama",
     "MistralForCausalLM": "llama",
 }
 _TYPES = {torch.bfloat16: GGMLQuantizationType.BF16, torch.float16: GGMLQuantizationType.F16}

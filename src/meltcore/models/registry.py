@@ -24,6 +24,7 @@ ARCHITECTURES: dict[str, ModelClass] = {
     "Gemma3ForConditionalGeneration": Gemma3,
     "GraniteForCausalLM": Granite,
     "LlamaForCausalLM": Llama,
+    "Mistral3ForConditionalGeneration": Mistral,
     "MistralForCausalLM": Mistral,
     "Olmo2ForCausalLM": Olmo2,
     "Phi3ForCausalLM": Phi3,

@@ -40,7 +40,8 @@ def read_rope_scaling(config: Fields, rotary_dim: int | None = None) -> RopeScal
     for name in _ROPE_FIELD_NAMES:
         rope_object = config.nested_fields(name)
         for key, value in config.optional(name, {}).items():
-            if isinstance(value, dict):  # of one type of layers
+            # An object of one type of layers, or Ministral 3's scale of queries by their position.
+            if isinstance(value, dict) or (key == "llama_4_scaling_beta" and value):
                 raise rope_object.unsupported_field(key)
         if config.optional(name):
             rope_type = _rope_type(rope_object)
