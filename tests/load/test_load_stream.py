@@ -328,6 +328,7 @@ def test_empty_error_is_no_error(error: str) -> None:
         (b'data: {"choices": [{"delta": {"content": ""}}], "error": {"message": "gone"}}\n\n', "gone"),
         (b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}], "error": {"code": 502}}\n\n', ""),
         (b'data: {"object": "error", "message": "gone", "code": 400}\n\n', "gone"),
+        (b'data: {"choices": [{"delta": {}, "finish_reason": "stop", "error": {"message": "gone"}}]}\n\n', "gone"),
         (b'event: error\ndata: {"message": "gone"}\n\n', "gone"),
         (b"event:error\r\ndata: gone\r\n\r\n".replace(b"gone", b'{"detail":"gone"}'), "gone"),
     ],

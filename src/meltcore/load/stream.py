@@ -44,6 +44,10 @@ class _Choice(msgspec.Struct):
     message: _Delta | None = None  # chat, unstreamed
     text: str | None = None  # completions
     finish_reason: str | None = None
+    error: Any = None  # of the provider behind a gateway
+
+
+_NO_CHOICE = _Choice()
 
 
 class _PromptDetails(msgspec.Struct):
@@ -63,11 +67,6 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
     error: Any = None
     object: Any = None  # "error" where the fields of an error stand beside it
-
-    @property
-    def is_error(self) -> bool:
-        """Return whether it reports an error: gateways add an empty `error` to events that report none."""
-        return bool(self.error) or self.object == "error"
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -187,7 +186,9 @@ class StreamedResponse(BaseResponse):
         except msgspec.DecodeError as error:
             self._finish("bad json", f"{error}: {data[:80]!r}")
             return
-        if event.is_error or isinstance(data, ErrorEvent):
+        choice = event.choices[0] if event.choices else _NO_CHOICE
+        # Gateways add an empty `error` to events that report none.
+        if event.error or choice.error or event.object == "error" or isinstance(data, ErrorEvent):
             self._finish("error event", error_message(data.decode("utf-8", "replace")))
             return
         usage = event.usage
@@ -196,7 +197,7 @@ class StreamedResponse(BaseResponse):
             self._finish(IMPLAUSIBLE_USAGE, self._wrong_completion_tokens(usage.completion_tokens))
             return
         if event.choices:
-            self._on_choice(event.choices[0], count)
+            self._on_choice(choice, count)
         if usage is not None:
             self._on_usage(usage)
 
