@@ -78,6 +78,7 @@ def is_loud(data: bytes, start_s: float, end_s: float) -> bool:
     return float(np.sqrt((part**2).mean())) > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_joined_files_are_read_to_the_end_of_the_last_one(name: str) -> None:
     make = MAKERS[name]
@@ -108,7 +109,7 @@ def test_variable_bit_rate_without_a_count_of_frames(seconds: float) -> None:
     assert duration_s(data[frame_bytes(data[:6]) :]) == pytest.approx(seconds, abs=0.15)
 
 
-UNKNOWN = (0, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFF000, 0x80000000, 0xFFFFF000, 0x7FFFFFDB)
+UNKNOWN = (0, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFF000, 0x80000000, 0xFFFFF000, 0x7FFFFFDB, 0x77359400, 0xFFFFFFDB)
 
 
 @pytest.mark.parametrize("size", UNKNOWN)
@@ -199,6 +200,7 @@ def timed(container: str, codec: str, starts_s: list[float]) -> bytes:
 TIMED = [("webm", "libopus"), ("matroska", "pcm_s16le"), ("mp4", "aac")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("container", "codec"), [*TIMED, ("ogg", "libopus")])
 def test_gaps_in_packet_times_are_silence(container: str, codec: str) -> None:
     data = timed(container, codec, [0.0, 4.0, 6.5])
@@ -228,6 +230,7 @@ def test_gap_beyond_the_limit_is_refused_by_name(container: str, codec: str, hou
     assert "limit" in caught.value.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MAKERS])
 @pytest.mark.parametrize("part", [0.4, 0.83])
 def test_files_that_end_early_are_refused(name: str, part: float) -> None:

@@ -233,6 +233,7 @@ def test_translations_stand_where_the_sentences_stood() -> None:
     assert join_sentences([], split_sentences(" \n", HINDI)[1]) == " \n"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_long_text_is_split_in_linear_time() -> None:
     for unit in ("a. ", ".", "a", " ", "Mr. ", "क।", "क. ", "क ख. ", "5.", "\u200b", '"'):

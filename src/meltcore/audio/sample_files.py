@@ -10,8 +10,8 @@ from typing import Literal
 
 from meltcore.audio.checks import cut, each_element, refusal
 
-# The size of samples that programs write before they know it: 0x7ffff000 is sox's and espeak's, 0x80000000 arecord's
-_UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 0x7FF00000, 2**62
+# The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31
+_UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 2_000_000_000, 2**62
 # Bytes after a WAV file that are no part of it. More of them would be samples that the header does not know.
 _MAX_TRAILER_BYTES = 4096
 
