@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from meltcore.backends.text_model import check_servable
+from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import Checkpoint
+from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
 HELLO = [{"role": "user", "content": "<b>hé</b>"}]
@@ -136,6 +138,9 @@ def test_named_file_that_is_missing_or_broken_is_an_error_at_start(tmp_path: Pat
     (tmp_path / "bad.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
         ChatTemplate.from_checkpoint(checkpoint, path=str(tmp_path / "bad.jinja"))
+    engine = EngineConfig(model=BUNDLED_MODEL, chat_template=str(tmp_path / "bad.jinja"))
+    with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
+        check_servable(ModelConfig(engine=engine))  # before a server starts anything
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def check_servable(config: ModelConfig) -> None:
     A server calls it before it begins anything. A hub's model is not looked at, since its download takes long.
     """
     engine = config.engine
+    if engine.chat_template is not None:
+        ChatTemplate.from_file(Path(engine.chat_template))
     if any(name is not None and is_on_hub(name) for name in (engine.model, engine.tokenizer)):
         return
     if find_task(config) != "generation":

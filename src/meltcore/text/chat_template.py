@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             tokens = _special_tokens(checkpoint)
             if path is not None:
-                return cls._from_file(Path(path), tokens, defaults)
+                return cls.from_file(Path(path), tokens, defaults)
             source = _checkpoint_source(checkpoint)
             return MissingTemplate() if source is None else cls(source, tokens, defaults)
         except ConfigError as error:
@@ -67,7 +67,10 @@ class ChatTemplate:
             return MissingTemplate(str(error))
 
     @classmethod
-    def _from_file(cls, path: Path, tokens: dict[str, str], defaults: dict[str, Any] | None) -> ChatTemplate:
+    def from_file(
+        cls, path: Path, tokens: dict[str, str] | None = None, defaults: dict[str, Any] | None = None
+    ) -> ChatTemplate:
+        """Load the template of --chat-template. Raises ConfigError that names the file."""
         try:
             return cls(_read_text(path.expanduser()), tokens, defaults)
         except ConfigError as error:
