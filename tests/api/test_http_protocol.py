@@ -219,6 +219,12 @@ def test_stream_to_http_1_0_has_no_chunk_sizes_and_ends_with_the_connection(conn
     assert transport.is_closed
 
 
+def test_http_0_9_gets_no_chunk_sizes_either() -> None:
+    transport = talk([b"GET /stream\r\n\r\n"])
+    assert transport.written.endswith(b"\r\n\r\ndata: GET \n\ndata: chunk\n\ndata: [DONE]\n\n")
+    assert transport.is_closed
+
+
 def test_stream_to_http_1_1_has_chunk_sizes() -> None:
     transport = talk([request(b"x", path="/stream"), request(b"next")])
     assert b"transfer-encoding: chunked" in transport.written

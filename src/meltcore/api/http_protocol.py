@@ -241,7 +241,7 @@ class HttpProtocol(HttpToolsProtocol):
         problem = None if isinstance(app, _Refusal) else _head_problem(scope)
         if problem is not None:
             app = _Refusal(problem)
-        self._has_chunk_sizes = scope["http_version"] != "1.0"
+        self._has_chunk_sizes = scope["http_version"] == "1.1"
         if not self._has_chunk_sizes:
             app = _ResponseOfHttp10(app, cycle)
         elif cycle.waiting_for_100_continue:
@@ -315,7 +315,7 @@ def _head_problem(scope: Scope) -> RequestError | None:
         elif name == b"transfer-encoding" and value.lower() != b"chunked":
             coding = shorten(value.decode("latin-1"))
             return RequestError(f"Transfer-Encoding {coding!r} is not known here; send chunked", status=501)
-        elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] != "1.0":
+        elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] == "1.1":
             expectation = shorten(value.decode("latin-1"))
             return RequestError(f"Expect: {expectation!r} cannot be met; only 100-continue is known", status=417)
     if hosts > 1:
