@@ -99,6 +99,8 @@ WITHOUT_EFFECT = {
     "vision_start_token_id",
 }
 LENGTHS = {"max_position_embeddings", "original_max_position_embeddings"}  # only some scalings follow from them
+# They shape the encoder of images, which is not read.
+OF_VISION = {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"}
 IDENTITY = {"architectures", "model_type"}  # they choose the family
 
 
@@ -148,6 +150,8 @@ def _shrunk(name: str, value: Any) -> Any:
 
 def reference_of(config: Config) -> PreTrainedModel:
     """A model of transformers without meaningful weights."""
+    if config["model_type"] == "mistral3":  # published with a head, though transformers' class ties it by default
+        config = {"tie_word_embeddings": False, **config}
     kind = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
     return kind.from_config(AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
 
@@ -198,7 +202,7 @@ def fields_of(config: Config, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
     for name, value in config.items():
         if isinstance(value, dict) and name != "vision_config":
             yield from fields_of(value, (*path, name))
-        elif not isinstance(value, dict) and name not in SIZES.keys() | IDENTITY | {"num_key_value_heads"}:
+        elif not isinstance(value, dict) and name not in SIZES.keys() | IDENTITY | OF_VISION | {"num_key_value_heads"}:
             yield (*path, name)
 
 
