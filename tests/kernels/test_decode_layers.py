@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from meltcore.kernels.persistent.decode_layers import (
 from meltcore.kernels.rotary import rotary_table
 from meltcore.layers import decode_layers as selection
 from meltcore.layers.fp8_weights import FP8_PER_CHANNEL
+from meltcore.layers.norm import WideHeadNorms
 from meltcore.models.decoder import Decoder
 from meltcore.models.qwen3 import Qwen3
 
@@ -98,7 +100,13 @@ def test_reference_computes_what_the_model_does(
         torch.testing.assert_close(values, own_values)
 
 
-@pytest.mark.parametrize("change", ["none", "bias", "window", "no head norm", "gelu", "post norm", "FP8", "sharded"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("none", "bias", "window", "no head norm", "gelu", "post norm", "FP8", "sharded"),
+        *("no norm before", "wide norms", "no rotation", "two bases"),
+    ],
+)
 def test_selects_layers_that_the_kernel_computes(
     model: Decoder, selected: list[list[DecodeLayer]], change: str
 ) -> None:
@@ -115,6 +123,14 @@ def test_selects_layers_that_the_kernel_computes(
         mlp.post_norm = mlp.norm
     elif change == "FP8":
         mlp.down_proj.quantize(FP8_PER_CHANNEL)
+    elif change == "no norm before":
+        mlp.norm = None
+    elif change == "wide norms":
+        attention.wide_norms = WideHeadNorms(model.config.norm, 64, 32)
+    elif change == "no rotation":
+        model.config = replace(model.config, nope_layers=frozenset({1}))
+    elif change == "two bases":
+        model.config = replace(model.config, rope_local_theta=1e4)
     elif change == "sharded":
         attention.o_proj._group = object()
     model.prepare_decode(caches(model))

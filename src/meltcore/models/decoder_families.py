@@ -81,7 +81,11 @@ def granite_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
-    """Return the configuration of a dense Mistral model, or of the text part of Mistral Small 3.1."""
+    """Return the configuration of a dense Mistral model, or of the text part of Mistral Small 3.1.
+
+    Without tie_word_embeddings the head is a tensor of its own, as in the published files. transformers' class of the
+    whole model has another default, which it drops where a file has both tensors.
+    """
     fields = Fields(config)
     if fields.has("text_config"):
         fields, config = _text_fields(fields), config["text_config"]
