@@ -168,8 +168,8 @@ def _formats() -> list[_Format]:
 def gguf_formats() -> list[str]:
     """Lines of a table: how a device holds each format of GGUF files, with its bytes per value, and what is lost."""
     lines = [
-        "| stored as | held as | bytes of 256 values, in the file and held | loss | GPU, up to 32 tokens | CPU |",
-        "|---|---|---|---|---|---|",
+        "| stored as | held as | bytes of 256 values, in the file and held | loss | GPU, up to 32 tokens |",
+        "|---|---|---|---|---|",
     ]
     for stored in GgmlType:
         held, loss = stored.held

@@ -363,8 +363,9 @@ def test_planned_weights_are_those_that_are_held(
         held = GgmlType(kind).held
         text = f"{len(tensors)} tensors of {kind.name} are held as {held.type.name}: {stored_bytes / 1e6:,.1f} MB of"
         assert text in row.note
-        assert text in log
-        assert f"loss: {held.loss or 'none'}" in log
+        assert f"loss: {held.loss or 'none'}" in row.note
+        # In float32 a CPU converts all of them once more, and only a loss is worth a line.
+        assert (text in log) == (dtype == "bfloat16" or held.loss != "")
 
 
 def test_split_file_loads_what_one_file_does(tmp_path: Path) -> None:

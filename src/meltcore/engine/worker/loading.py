@@ -66,12 +66,12 @@ def load(
     checkpoint = apply_overrides(checkpoint, config.hf_overrides)
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
-    if config.quantization == "none" and (group is None or group.rank == 0):
-        _report_restored_formats(checkpoint, dtype, device)
     max_model_len = _context_limit(config, model)
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
     held, note = _choose_host_weights(config, checkpoint, model, device, max_model_len, cache_dtype)
+    if config.quantization == "none" and (group is None or group.rank == 0):
+        _report_restored_formats(checkpoint, dtype, device, is_kept=held is None)
     fill_weights(model, config, checkpoint, progress)
     if held is not None:
         held.convert()
@@ -116,14 +116,20 @@ def _choose_host_weights(
     return None, note
 
 
-def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Print a line for each format of a GGUF file that the device holds as another one."""
+def _report_restored_formats(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, is_kept: bool
+) -> None:
+    """Print a line for each format of a GGUF file that the device holds as another one.
+
+    is_kept: False where a CPU converts the weights once more; then only what loses something is named.
+    """
     if checkpoint.gguf is None:
         return
     from meltcore.models.gguf_formats import restored_formats  # imports gguf, which other checkpoints do not need
 
     for use in restored_formats(checkpoint.gguf.tensors, dtype.itemsize, on_cpu=device.type == "cpu"):
-        print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
+        if is_kept or use.loss:
+            print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
 
 
 def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
