@@ -45,6 +45,7 @@ def test_raise_exception_is_a_400_with_its_words() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ lipsum(n=10 ** 9) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({}) }}",
@@ -162,6 +163,8 @@ def test_named_file_that_is_missing_or_broken_is_an_error_at_start(tmp_path: Pat
         "{{ ('x' * 9000).replace('x', 'y' * 90000) }}",
         "{{ ('x' * 9000) | replace('x', 'y' * 90000) }}",
         "{{ range(90000) | join('y' * 90000) }}",
+        "{{ (7).to_bytes(10 ** 6 * 900, 'big') }}",
+        "{{ '{:{}}'.format('x', 900000000) }}",
     ],
 )
 def test_template_that_computes_or_grows_without_end_is_stopped(source: str) -> None:
@@ -182,6 +185,7 @@ def test_template_that_computes_or_grows_without_end_is_stopped(source: str) -> 
         "{% else %}none{% endfor %}",
         "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ messages[-1]['content'][::-1] }}",
         "{% macro f(x) %}[{{ x | trim }}]{% endmacro %}{{ f(' a ') }}{{ '%s-%02d' % ('a', 7) }}{{ 'a' * 3 }}",
+        "{{ 1732800000 | string }}{{ 1732800000 | tojson }}{{ {1732800000: 'a'}.get(1732800000) }}",
         "{% set ns = namespace(found=false) %}{% for m in messages %}{% set ns.found = true %}{% endfor %}"
         "{{ ns.found }}",
         "{% for k, v in {'a': 1}.items() recursive %}{{ k }}{{ v }}{% endfor %}{{ bos_token }}{{ undefined_name }}|",

@@ -104,7 +104,7 @@ def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -
     return value
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _kept_strings(constants: frozenset[str], controls: ControlTokens) -> tuple[str, ...]:
     """Return the strings of a template that no special token overlaps, the longest first."""
     strings = (string for string in constants if len(string) >= _MIN_KEPT_CHARS)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, models
 
-_UNMATCHED = "?"  # the scanner's token for all text between added tokens
+_UNMATCHED = "\0"  # the scanner's token for all text between added tokens
 
 
 class Match(NamedTuple):

@@ -32,6 +32,12 @@ _MAX_NUMBER = 10**6  # as an argument or exponent: a width, a count
 _STEPS_PER_CHECK = 64  # loop iterations and calls between two looks at the clock
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{7}|\*)|\{[^}]*\d{7}")  # "%9999999d", "%*d", "{:9999999}"
 _WRITES_ALL = frozenset({"join", "string", "tojson", "format", "pprint", "list", "escape", "e", "urlencode"})
+_TAKES_SIZES = frozenset(
+    {
+        *("center", "ljust", "rjust", "zfill", "indent", "wordwrap", "expandtabs", "batch", "slice", "tojson"),
+        *("format", "format_map", "to_bytes"),
+    }
+)
 _TEXTS_OF_REPLACE = 3
 
 _deadline: ContextVar[float] = ContextVar("deadline")
@@ -58,6 +64,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         filters = self.filters | {"tojson": _tojson}
         self.filters = {name: _with_checked_arguments(name, each) for name, each in filters.items()}
         self.filters |= {"_items": _items, "_join": _join}
+        del self.globals["lipsum"]  # writes as many words as it is told
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         self._steps = itertools.count(1)
@@ -190,9 +197,10 @@ def _with_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _check_arguments(name: str, args: Sequence[Any], named: Iterable[Any]) -> None:
     """Raise TemplateLimitError if a method or filter would make a text or list of millions."""
     values = [*args, *named]
-    for value in values:
-        if isinstance(value, int):
-            _check_number(value)
+    if name in _TAKES_SIZES:
+        for value in values[1:]:
+            if isinstance(value, int):
+                _check_number(value)
     texts = [value for value in values if isinstance(value, str)]
     if name == "replace" and len(texts) == _TEXTS_OF_REPLACE:
         _check_length(texts[0].count(texts[1]) * len(texts[2]))
