@@ -124,6 +124,8 @@ def test_text_in_another_script_is_an_error(text: str, spoken: Any, is_wrong: bo
          ["Fig. 3 and Vol. 12 show it.", "He cut a Fig.", "Then"]),
         ("उसने मदद की. वह गया.", HINDI, ["उसने मदद की.", "वह गया."]),
         ("वह भी. राम भी आया.", HINDI, ["वह भी.", "राम भी आया."]),
+        ("Smt. Devi met Shri. Rao, as fig. 3 in vol. 2 shows. It is a fig. Then", ENGLISH,
+         ["Smt. Devi met Shri. Rao, as fig. 3 in vol. 2 shows.", "It is a fig.", "Then"]),
         ("Lt. Col. J. R. Rao, Ph. D., met Messrs. Roy.", ENGLISH, ["Lt. Col. J. R. Rao, Ph. D., met Messrs. Roy."]),
     ],
 )  # fmt: skip
@@ -143,6 +145,7 @@ ONE_SENTENCE = [
     ("mal_Mlym", "ഇന്നലെ ഡോ. ആർ. എൻ. നായർ വന്നു", "അവൻ വീട്ടിൽ പോയി"),
     ("ben_Beng", "কাল ডা. এম. রায় এলেন", "তিনি বাড়ি গেলেন"), ("asm_Beng", "কালি ড. আৰ. বৰুৱা আহিল", "তেওঁ ঘৰলৈ গ'ল"),
     ("guj_Gujr", "કાલે ડૉ. એમ. કે. પટેલ આવ્યા", "તે ઘરે ગયા"), ("pan_Guru", "ਕੱਲ੍ਹ ਪ੍ਰੋ. ਐੱਮ. ਐੱਸ. ਗਿੱਲ ਆਏ", "ਉਹ ਘਰ ਗਏ"),
+    ("mal_Mlym", "ഇന്നലെ അഡ്വ. പി. കെ. നായർ വന്നു", "അവൻ വീട്ടിൽ പോയി"), ("mar_Deva", "काल ॲड. पाटील आले", "ते घरी गेले"),
     ("ory_Orya", "କାଲି ଡା. ଏମ୍. ଭି. ଦାସ ଆସିଲେ", "ସେ ଘରକୁ ଗଲେ"),
     ("kan_Knda", "ನಿನ್ನೆ ಪ್ರೊ. ಹೆಚ್. ರಾವ್ ಬಂದರು", "ಅವರು ಹೋದರು"),
     ("hin_Deva", "कल A. P. J. कलाम और Dr. Rao आए", "वे बैठ गए"),

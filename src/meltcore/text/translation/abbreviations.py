@@ -13,33 +13,18 @@ from functools import cache
 from meltcore.text.translation.indic_scripts import transliterate
 
 # English letters as Indian languages spell them, where Moses' lists lack a spelling
-_INITIALS = "ए बी सी डी ई एफ जी एच एइच हेच आई जे के एल एम एन ओ पी क्यू आर एस टी यू इउ वी व्ही डब्ल्यू डब्लिउ एक्स वाय जेड जैड"
+_INITIALS = (
+    "ए बी सी डी ई एफ जी एच एइच हेच आई जे के एल एम एन ओ पी क्यू आर एस टी यू इउ वी व्ही डब्ल्यू डब्लिउ एक्स वाय जेड जैड एप ओय एछ"
+)
 # Doctor, Mr., Mrs., Ms., professor, pandit, late, Md., rupees, kilometer, and others that the published code has
-_TITLES = {
-    *(
-        "डॉ",
-        "डा",
-        "डो",
-        "डः",
-        "श्री",
-        "श्रीमती",
-        "श्रीमति",
-        "सुश्री",
-        "प्रो",
-        "प्रा",
-        "प्रोफ",
-        "पेरा",
-        "मि",
-        "मिः",
-        "मिस",
-        "पं",
-        "तिरु",
-    ),
-    *("स्व", "कु", "कुम", "चि", "सौ", "कै", "मो", "मोः", "मु", "रु", "रू", "कि", "मी", "एड"),
-}
-# Number, page, article, section, volume
-_BEFORE_NUMBERS = frozenset({"क्र", "नं", "सं", "पृ", "अनु", "धा", "खं"})
-_ENGLISH_BEFORE_NUMBERS = frozenset(["Fig", "Figs", "Vol", "Vols", "Ch", "Sec", "Secs", "Eq", "Eqs"])
+_TITLES = (
+    "डॉ डा डो डः डाः डाक श्री श्रीमती श्रीमति स्रीमती श्रीयुत सुश्री प्रो प्रा प्रोफ पेरा मि मिः मिस पं तिरु अड्व ॲड ऍड अॅड एड इं "
+    "स्व दि कु कुम चि सौ कै मो मोः मौ मु रु रू कि मी"
+)
+_BEFORE_NUMBERS = "क्र नं सं पृ अनु धा खं"  # number, page, article, section, volume
+# Beside Moses' own: titles of India, and words that Moses does not expect before a number
+_ENGLISH_TITLES = "Smt Shri Sri Kum Pt"
+_ENGLISH_BEFORE_NUMBERS = "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art"
 _MOSES_LANGUAGES = ("hi", "mr", "gu", "pa", "kn", "ml", "ta", "te")
 # Short e and o, letters outside the range that all scripts share, and signs to leave out
 _LETTERS = str.maketrans(
@@ -55,7 +40,7 @@ def english_abbreviations() -> tuple[frozenset[str], frozenset[str]]:
     """Return words after whose period a sentence goes on, always and before numbers. Imported here: it takes 0.2 s."""
     from sacremoses.corpus import NonbreakingPrefixes
 
-    always, before_numbers = set[str](), set(_ENGLISH_BEFORE_NUMBERS)
+    always, before_numbers = set(_ENGLISH_TITLES.split()), set(_ENGLISH_BEFORE_NUMBERS.split())
     for entry in NonbreakingPrefixes().words("en"):
         word, _, condition = entry.partition(" ")
         (before_numbers if condition else always).add(word)
@@ -70,7 +55,7 @@ def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> boo
         always, before_numbers = english_abbreviations()
         return word in always or (is_before_number and word in before_numbers)
     letters = unicodedata.normalize("NFD", transliterate(word, text_code, "hi")).translate(_LETTERS)
-    if letters in _TITLES or (is_before_number and letters in _BEFORE_NUMBERS):
+    if letters in _TITLES.split() or (is_before_number and letters in _BEFORE_NUMBERS.split()):
         return True
     return _sound(letters) in _initials(text_code)
 
