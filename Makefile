@@ -11,7 +11,12 @@ REAL_STAMP := $(VENV)/.installed-real
 SMOLLM2 := $(REAL_MODELS)/smollm2-135m-instruct.q4_1.gguf
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-cluster test-real lint docs tables clean
+# Tests that share a GPU run in this many processes; those marked `gpu_alone` follow, one at a time.
+GPU_WORKERS ?= 8
+GPU_PYTEST := $(BIN)/python -m pytest $$(grep -rl 'mark\.gpu' tests --include='test_*.py')
+GPU_SHARED := -n $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: help demo test test-fast test-gpu test-gpu-fast test-cluster test-real lint docs tables clean
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
@@ -25,6 +30,13 @@ test: $(STAMP)  ## Run every test (about 17 minutes on two cores).
 
 test-fast: $(STAMP)  ## Run the tests that are not marked slow (about 3 minutes on two cores).
 	$(PYTEST) -m 'not slow'
+
+test-gpu: $(STAMP)  ## Run every test that needs a GPU, on one GPU.
+	$(GPU_PYTEST) $(GPU_SHARED) -m 'gpu and not gpu_alone' --durations 20; shared=$$?; \
+	$(GPU_PYTEST) -n 0 -m gpu_alone --durations 20 && exit $$shared
+
+test-gpu-fast: $(STAMP)  ## Run the tests that may share a GPU and are not slow.
+	$(GPU_PYTEST) $(GPU_SHARED) -m 'gpu and not gpu_alone and not slow'
 
 test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.

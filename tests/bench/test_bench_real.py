@@ -44,6 +44,7 @@ def test_cpu_sweeps_a_tiny_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "workload", "dtype"),

@@ -81,7 +81,7 @@ class Subject:
             "max_num_seqs": 16,
             "max_model_len": 1024,
             "max_num_batched_tokens": 4096,
-            "memory_bytes": 8 * 2**30,
+            "memory_bytes": 16 * 2**30,  # the reserve of float32 experts is 3 GiB
         }
         return tools.open_engine(self.folder, device=self.device, dtype=dtype, **(defaults | settings))  # type: ignore[arg-type]
 

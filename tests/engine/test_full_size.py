@@ -68,8 +68,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def on_device(subject: str, *more: str) -> Any:
-    """Parameters of a test, marked where they need a GPU."""
-    return pytest.param(subject, *more, marks=pytest.mark.gpu if SUBJECTS[subject][1] == "cuda" else ())
+    """Parameters of a test, marked where they need a GPU. One process loads a subject (`make test-gpu`)."""
+    on_gpu = SUBJECTS[subject][1] == "cuda"
+    return pytest.param(subject, *more, marks=[pytest.mark.gpu, pytest.mark.xdist_group(subject)] if on_gpu else ())
 
 
 # The second family differs inside a layer; what the engine does around layers is the same, so two ways are enough.

@@ -12,7 +12,7 @@ import torch
 from meltcore.errors import SleepError
 from meltcore.kernels.memory_pools import MemoryPools
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]
 CYCLES = 20
 PROMPTS = [tools.random_prompt(length, length) for length in (150, 70, 9)]
 HOST: Literal["host", "disk"] = "host"

@@ -36,5 +36,6 @@ def test_many_streams_of_the_bundled_model_leak_no_memory() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_ten_thousand_streams_of_the_full_size_model_leak_no_memory() -> None:
     run_benchmark(limit_s=550)

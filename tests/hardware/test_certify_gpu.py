@@ -10,6 +10,7 @@ import pytest
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 @pytest.mark.slow
 def test_quick_certificate_of_real_gpus_measures_every_metric_within_a_minute(tmp_path: Path) -> None:
     began_s = time.monotonic()

@@ -11,6 +11,7 @@ from meltcore.hardware.nvml.metrics import METRICS, UNKNOWN
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_real_gpu_is_sampled_and_judged(tmp_path: Path) -> None:
     with Monitor(SamplerSettings(path=str(tmp_path / "s.jsonl"), gpus="0")) as monitor:
         time.sleep(2.0)

@@ -47,6 +47,7 @@ def gpus() -> int:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_gemm_of_every_dtype() -> None:
     import torch
 
@@ -61,6 +62,7 @@ def test_gemm_of_every_dtype() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_memory_and_host_copies_of_every_type() -> None:
     operations = [
         ProbeRequest(key=operation, gpus=(0,), per_gpu=True, settings={**BRIEF, "op": operation, "bytes": 512 * MIB})
@@ -77,6 +79,7 @@ def test_memory_and_host_copies_of_every_type() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_sustained_load_and_repeated_gemm_have_equal_bits() -> None:
     sizes: dict[str, Setting] = {"dtype": "bf16", "m": 8192, "n": 8192, "k": 8192}
     load = ProbeRequest(key="s", gpus=(0,), per_gpu=True, settings={**sizes, "seconds": 2.0, "every_s": 0.25})
@@ -90,6 +93,7 @@ def test_sustained_load_and_repeated_gemm_have_equal_bits() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 def test_peer_copies_and_collectives_of_two_gpus() -> None:
     if gpus() < 2:
         pytest.skip("needs two GPUs")

@@ -125,11 +125,11 @@ def test_computes_the_reference_at_published_sizes(tokens: int, experts: int, to
 
 @pytest.mark.gpu
 def test_experts_choose_it_for_many_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, gate_up, down = random_experts(2048, 8, 512, 512)
+    hidden, gate_up, down = random_experts(384, 8, 512, 512)
     if not wgmma.supports(hidden, gate_up, down):
         pytest.skip("this GPU does not support the kernel")
     launched: list[int] = []
     monkeypatch.setattr(wgmma.KERNEL, "launch", lambda *_, **__: launched.append(1))
-    topk_ids = torch.rand(2048, 8, device="cuda").topk(2).indices.int().contiguous()
-    expert_outputs(hidden, Routing(topk_ids, torch.rand(2048, 2, device="cuda")), gate_up, down)
+    topk_ids = torch.rand(384, 8, device="cuda").topk(2).indices.int().contiguous()
+    expert_outputs(hidden, Routing(topk_ids, torch.rand(384, 2, device="cuda")), gate_up, down)
     assert len(launched) == 2

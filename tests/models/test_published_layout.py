@@ -153,7 +153,7 @@ def test_cached_hub_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_weights_keep_their_stored_type_on_a_gpu(tmp_path: Path, stored: str) -> None:
-    settings = {"device": "cuda", "max_num_seqs": 2, "memory_bytes": 2**28}
+    settings = {"device": "cuda", "max_num_seqs": 2, "memory_bytes": 2**30}
     engine = GenerationEngine(EngineConfig(model=str(write_single(tmp_path, stored)), **settings))  # type: ignore[arg-type]
     assert engine.ready().dtype == stored
     assert_holds(engine, {name: tensor.cuda() for name, tensor in small_tensors(DTYPES[stored]).items()})
