@@ -22,6 +22,42 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool 
     return _encode(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, rows, swizzled)
 
 
+def row_group_map(matrix: torch.Tensor, columns: int, groups: int, *, gated: bool) -> CUtensorMap:
+    """Return the map of bytes [rows, columns], copied in swizzled boxes of `groups` x 16 rows by 64 or 128 columns.
+
+    Of 16 rows, the first and the last 8 are neighbors in the matrix, or the same 8 of its first and its second half if
+    it is gated. Coordinates: the column, 0, 0, and the group.
+    """
+    return _encode_groups(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, groups, gated)
+
+
+@lru_cache(maxsize=4096)
+def _encode_groups(
+    address: int, shape: tuple[int, ...], stride: int, columns: int, groups: int, gated: bool
+) -> CUtensorMap:
+    from cuda.bindings import driver
+
+    rows, size = shape
+    swizzles, group_rows = driver.CUtensorMapSwizzle, 8 if gated else 16
+    halves = rows // 2 if gated else 8
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        4,
+        address,
+        [driver.cuuint64_t(each) for each in (size, 8, 2, rows // 16)],
+        [driver.cuuint64_t(each * stride) for each in (1, halves, group_rows)],
+        [driver.cuuint32_t(each) for each in (columns, 8, 2, groups)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if columns == 128 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if error.value:
+        raise ValueError(f"no tensor map of {shape} bytes in boxes of {groups} x 16 rows by {columns}: {error.name}")
+    return encoded
+
+
 # A function of its arguments alone, so that one made for memory that has been freed is right for its next owner.
 @lru_cache(maxsize=4096)
 def _encode(address: int, shape: tuple[int, ...], stride: int, columns: int, rows: int, swizzled: bool) -> CUtensorMap:

@@ -33,9 +33,8 @@ _MAX_TILES = 2048  # MAX_TILES of ggml_expert_gemm.cu
 _STATIC_BYTES = 2 * _MAX_TILES + 32  # of shared memory beside the stages
 _GATED = 1
 
-KERNEL = CudaKernel(
-    [Path(__file__).with_name(f"{name}.cu") for name in ("ggml_tile", "ggml_expert_gemm")], "ggml_expert_gemm"
-)
+_FILES = "ggml_bits", "ggml_tile", "ggml_expert_gemm"
+KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES], "ggml_expert_gemm")
 
 
 class ExpertConfig(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant import ggml_gemm, ggml_skinny_gemm
+from meltcore.kernels.quant import ggml_gemm, ggml_skinny_gemm, ggml_wgmma_gemm
 from meltcore.kernels.quant.ggml import GgmlTensor
 from meltcore.kernels.quant.ggml_decode import dequantize
 
@@ -34,6 +34,8 @@ def ggml_linear(
     type of `hidden`.
     """
     hidden = rms_norm(hidden, *norm) if norm else hidden
+    if use_triton(hidden) and ggml_wgmma_gemm.is_faster(hidden, weight):
+        return ggml_wgmma_gemm.ggml_wgmma_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if use_triton(hidden) and ggml_skinny_gemm.supports(hidden, weight):
         return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if use_triton(hidden) and ggml_gemm.is_faster(hidden, weight):

@@ -31,11 +31,10 @@ _INT4_FORMAT = 4
 # Formats of GGUF files that ggml_tile.cu decodes. Triton's kernels decode the others.
 DECODED_TYPES = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.Q6_K)
 MAX_WEIGHT_BYTES = 2**32  # of one array: offsets of kernels have 32 bits
-_GATED, _RESIDUAL = 1, 2
+GATED, RESIDUAL = 1, 2  # flags of a launch
 
-KERNEL = CudaKernel(
-    [Path(__file__).with_name(f"{name}.cu") for name in ("ggml_tile", "ggml_skinny_gemm")], "ggml_skinny_gemm"
-)
+_FILES = "ggml_bits", "ggml_tile", "ggml_skinny_gemm"
+KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES], "ggml_skinny_gemm")
 
 
 class SkinnyConfig(NamedTuple):
@@ -60,19 +59,8 @@ class SkinnyConfig(NamedTuple):
 
     def macros(self, block_type: BlockType, columns: int, dtype: torch.dtype, pdl: bool) -> tuple[tuple[str, int], ...]:
         """Return the constants that the kernel is compiled with."""
-        if isinstance(block_type, Int4Type):
-            block_format, group, bf16_scales = (
-                _INT4_FORMAT,
-                block_type.group_size,
-                block_type.scale_dtype == torch.bfloat16,
-            )
-        else:
-            block_format, group, bf16_scales = int(block_type), block_type.block_size, False
         return (
-            ("FORMAT", block_format),
-            ("GROUP", min(group, 128)),  # the kernel has sizes of arrays for it, whatever the format
-            ("BF16_SCALES", int(bf16_scales)),
-            ("HALF", int(dtype == torch.float16)),
+            *format_macros(block_type, dtype),
             ("TOKEN_TILES", self.token_tiles),
             ("WARPS", _WARPS),
             ("COLUMN_WARPS", self.column_warps),
@@ -82,6 +70,20 @@ class SkinnyConfig(NamedTuple):
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("PDL", int(pdl)),
         )
+
+
+def format_macros(block_type: BlockType, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    """Return the macros of ggml_bits.cu for a weight and tokens of type `dtype`."""
+    if isinstance(block_type, Int4Type):
+        number, bf16_scales = _INT4_FORMAT, block_type.scale_dtype == torch.bfloat16
+    else:
+        number, bf16_scales = int(block_type), False
+    return (
+        ("FORMAT", number),
+        ("GROUP", min(block_type.block_size, 128)),  # the kernel has sizes of arrays for it, whatever the format
+        ("BF16_SCALES", int(bf16_scales)),
+        ("HALF", int(dtype == torch.float16)),
+    )
 
 
 def chunk_columns(block_type: BlockType) -> int:
@@ -173,7 +175,7 @@ def ggml_skinny_gemm(
         config.macros(weight.type, k, hidden.dtype, pdl),
         [
             *(hidden, *weight.arrays, output, partial, counters),
-            *(tokens, n, k, output.stride(0), config.splits, _GATED * gated | _RESIDUAL * (residual is not None)),
+            *(tokens, n, k, output.stride(0), config.splits, GATED * gated | RESIDUAL * (residual is not None)),
         ],
         device,
         shared_bytes=config.shared_bytes(weight.type),

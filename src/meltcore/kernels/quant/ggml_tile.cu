@@ -18,12 +18,6 @@
 // 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, TAIL (1: the columns
 // are no multiple of a chunk), BLOCKS_PER_SM, PDL.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-
-constexpr int Q8_0 = 8, Q4_0 = 2, Q4_K = 12, Q6_K = 14, INT4 = 4;
 constexpr int CHUNK = FORMAT == Q8_0 ? 128 : 256;
 constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int THREADS = 32 * WARPS;
@@ -32,15 +26,6 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GATED = 1, RESIDUAL = 2;
 
 // --- 16-bit arithmetic on pairs; integers up to 256 are exact in both types ---
-
-template <u32 LUT>
-__device__ __forceinline__ u32 lop3(u32 a, u32 b, u32 c) {
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(out) : "r"(a), "r"(b), "r"(c), "n"(LUT));
-  return out;
-}
-__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xEA>(a, b, c); }
-__device__ __forceinline__ u32 and_xor(u32 a, u32 b, u32 c) { return lop3<0x6A>(a, b, c); }
 
 __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
   u32 out;
@@ -60,30 +45,6 @@ constexpr __device__ u32 minus_base(u32 x) { return 0xE400E400 + x * 0x00010001;
 constexpr u32 BASE_PAIR = 0x43004300, ONES = 0x3F803F80, MINUS_ONES = 0xBF80BF80;  // 128 + i
 constexpr __device__ u32 minus_base(u32 x) { return 0xC300C300 + x * 0x00010001; }
 #endif
-
-__device__ __forceinline__ float half_to_float(u32 bits) {
-  float out;
-  asm("{ .reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h; }" : "=f"(out) : "h"((u16)bits));
-  return out;
-}
-
-__device__ __forceinline__ float to_float(u16 bits) {
-#if HALF
-  return half_to_float(bits);
-#else
-  return __uint_as_float((u32)bits << 16);
-#endif
-}
-
-__device__ __forceinline__ u16 from_float(float value) {
-  u16 out;
-#if HALF
-  asm("{ .reg .f16 h; cvt.rn.f16.f32 h, %1; mov.b16 %0, h; }" : "=h"(out) : "f"(value));
-#else
-  asm("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; mov.b16 %0, h; }" : "=h"(out) : "f"(value));
-#endif
-  return out;
-}
 
 __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if HALF

@@ -1,0 +1,188 @@
+"""Mixed-input GEMM with a block-quantized weight on Hopper GPUs, in CUDA C++ (ggml_wgmma_gemm.cu).
+
+Up to about as many tokens as tensor cores multiply while the weight is read and decoded, the other kernels leave most
+of both idle. Triton waits for each matmul before it decodes the next weights; the library needs a weight in 16 bits,
+which takes a pass through memory. Here decoded weights are the first operand of wgmma, which may be in registers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import isqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.capability import capability, sm_count
+from meltcore.kernels.gemm.split_k import split_counters
+from meltcore.kernels.nvrtc import INSTRUCTIONS, WGMMA, CudaKernel
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
+from meltcore.kernels.quant.ggml_skinny_gemm import GATED, RESIDUAL, chunk_columns, format_macros, is_decoded
+from meltcore.kernels.quant.ggml_types import GgmlType
+from meltcore.kernels.quant.int4 import Int4Type
+from meltcore.kernels.tensor_map import row_group_map, tensor_map
+
+KERNEL = CudaKernel(
+    [INSTRUCTIONS, WGMMA, *(Path(__file__).with_name(f"{name}.cu") for name in ("ggml_bits", "ggml_wgmma_gemm"))],
+    "ggml_wgmma_gemm",
+    suffix="a",
+)
+SHARED_BYTES = 227 * 1024
+TOKEN_TILES = (16, 32, 64, 96, 128, 192, 256)
+# Values of a weight, at least, and tokens from which it is faster than the skinny GEMM, also for larger weights of
+# formats that take long to decode, and up to which it is faster than dequantizing the weight for the library, also for
+# smaller weights. A launch takes about 8 us beside what grows with its work (docs/decisions/quantized-weights.md).
+_MIN_VALUES = 2**24
+_MIN_TOKENS, _MIN_K_QUANT_TOKENS, _MANY_K_QUANT_VALUES = 17, 9, 2**26
+MAX_TOKENS, _MAX_TOKENS_FEW_VALUES, _FEW_VALUES = 512, 256, 2**25
+# Values of a weight in a tile of three warp groups, at least, and tokens of such a tile, at most: its threads have
+# fewer registers for sums.
+_MIN_WIDE_VALUES, _MAX_WIDE_TOKENS = 2**27, 128
+_CAPABILITY = 90
+_GROUP_THREADS = 128
+_ALIGNMENT_BYTES, _BARRIER_BYTES = 1024, 512  # at most, of shared memory
+_BOX_COLUMNS = 64  # of a copy of tokens
+_GROUP_ROWS = 64  # of wgmma's first operand, for a warp group
+_COPY_BYTES, _HIGH_COPY_BYTES = 128, 64  # of a row's values, and of Q6_K's high bits
+_MAX_WEIGHT_STAGES, _MAX_TOKEN_STAGES = 6, 12
+
+
+class WgmmaConfig(NamedTuple):
+    """How a GEMM is divided: see the macros of ggml_wgmma_gemm.cu."""
+
+    tokens: int
+    warp_groups: int
+    weight_stages: int
+    token_stages: int
+
+    @classmethod
+    def of(cls, tokens: int, warp_groups: int, block_type: BlockType) -> WgmmaConfig:
+        """Return a configuration with as many stages as shared memory holds, of about as many columns of both."""
+        free = SHARED_BYTES - _ALIGNMENT_BYTES - _BARRIER_BYTES
+        bytes_of_rows = _GROUP_ROWS * warp_groups * _row_bytes(block_type)
+        weight, token = -(-bytes_of_rows // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES, 2 * _BOX_COLUMNS * tokens
+        of_chunk = weight + chunk_columns(block_type) // _BOX_COLUMNS * token
+        weight_stages = max(3, min(_MAX_WEIGHT_STAGES, free // of_chunk + 1))
+        return cls(tokens, warp_groups, weight_stages, min(_MAX_TOKEN_STAGES, (free - weight_stages * weight) // token))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile of the weight."""
+        return _GROUP_ROWS * self.warp_groups
+
+    def macros(self, block_type: BlockType, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+        """Return the constants that the kernel is compiled with."""
+        return (
+            *format_macros(block_type, dtype),
+            ("TOKENS", self.tokens),
+            ("WARP_GROUPS", self.warp_groups),
+            ("WEIGHT_STAGES", self.weight_stages),
+            ("TOKEN_STAGES", self.token_stages),
+            ("SHARED_BYTES", SHARED_BYTES),
+        )
+
+
+def _row_bytes(block_type: BlockType) -> int:
+    """Return the bytes of shared memory of a row and a chunk of columns."""
+    if isinstance(block_type, Int4Type):
+        return _COPY_BYTES + {128: 8, 64: 16, 32: 32}[block_type.group_size]
+    return _COPY_BYTES + {GgmlType.Q8_0: 8, GgmlType.Q6_K: _HIGH_COPY_BYTES + 32}.get(block_type, 16)
+
+
+def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
+    """Return whether the kernel supports these tensors: of 16-bit types on Hopper, of sizes that copies allow."""
+    rows, row_bytes = weight.values.shape
+    return (
+        hidden.is_cuda
+        and capability(hidden.device) == _CAPABILITY
+        and is_decoded(weight.type)
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and hidden.is_contiguous()
+        and rows % 16 == 0  # two times eight, of which a gated weight has one each of gate and up
+        and row_bytes % 16 == 0
+        and weight.columns % 8 == 0
+    )
+
+
+def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
+    """Return whether the kernel supports these tensors and is faster than all others."""
+    values = len(weight.values) * weight.columns
+    least = _MIN_K_QUANT_TOKENS if _has_much_to_decode(values, weight.type) else _MIN_TOKENS
+    most = MAX_TOKENS if values >= _FEW_VALUES else _MAX_TOKENS_FEW_VALUES
+    return values >= _MIN_VALUES and least <= hidden.shape[0] <= most and supports(hidden, weight)
+
+
+def _has_much_to_decode(values: int, block_type: BlockType) -> bool:
+    return values >= _MANY_K_QUANT_VALUES and block_type in (GgmlType.Q4_K, GgmlType.Q6_K)
+
+
+@cache
+def select_config(tokens: int, rows: int, columns: int, block_type: BlockType) -> WgmmaConfig:
+    """Select the configuration for a number of tokens and a weight [rows, columns]. Measured on an H200."""
+    token_tiles = -(-tokens // TOKEN_TILES[-1])
+    tile = next(each for each in TOKEN_TILES if token_tiles * each >= tokens)
+    # A third warp group pays where a block has long runs, or much to decode.
+    values = rows * columns
+    wide = tile <= _MAX_WIDE_TOKENS and (values >= _MIN_WIDE_VALUES or _has_much_to_decode(values, block_type))
+    return WgmmaConfig.of(tile, 3 if wide else 2, block_type)
+
+
+@cache
+def grid_size(tiles: int, chunks: int, tokens: int, sms: int) -> int:
+    """Return the number of blocks, of which each takes an equal run of the chunks of all tiles of `tokens` tokens.
+
+    A tile has as many parts as take their last block about as long to add as the chunks of one to multiply. Few tiles
+    are split into whole parts if that leaves few SMs idle: then no block has parts of two.
+    """
+    parts = min(chunks, max(1, isqrt(chunks * TOKEN_TILES[-1] // tokens)))
+    splits = min(sms // tiles, parts)
+    if splits and (splits == parts or 10 * tiles * splits >= 9 * sms):
+        return tiles * splits
+    return min(sms, tiles * parts)
+
+
+def ggml_wgmma_gemm(
+    hidden: torch.Tensor,
+    weight: GgmlTensor,
+    *,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: WgmmaConfig | None = None,
+) -> torch.Tensor:
+    """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
+
+    The options are those of `ggml_gemm`. Decoded weights are rounded to the type of `hidden`. The weight is read before
+    the previous kernel has ended: that kernel must not write it.
+    """
+    (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device
+    n = rows // 2 if gated else rows
+    output = out if residual is None else residual
+    if output is None:
+        output = torch.empty(tokens, n, dtype=hidden.dtype, device=device)
+    config = config or select_config(tokens, rows, k, weight.type)
+    token_tiles, chunks = -(-tokens // config.tokens), -(-k // chunk_columns(weight.type))
+    tiles = -(-rows // config.rows) * token_tiles
+    grid = grid_size(tiles, chunks, config.tokens, sm_count(device))
+    parts = 0 if grid == tiles else 2 * grid if grid % tiles else grid
+    partial = torch.empty(parts * config.rows * config.tokens, dtype=torch.float32, device=device)
+    low_bytes = _COPY_BYTES * chunks if weight.type == GgmlType.Q6_K else weight.values.shape[1]
+    low, high = weight.values[:, :low_bytes], weight.values[:, low_bytes if weight.type == GgmlType.Q6_K else 0 :]
+    KERNEL.launch(
+        (grid,),
+        (1 + config.warp_groups) * _GROUP_THREADS,
+        config.macros(weight.type, hidden.dtype),
+        [
+            row_group_map(low, _COPY_BYTES, config.rows // 16, gated=gated),
+            row_group_map(high, _HIGH_COPY_BYTES, config.rows // 16, gated=gated),
+            tensor_map(hidden, _BOX_COLUMNS, config.tokens, swizzled=True),
+            *(weight.scales, weight.subscales, output, partial, split_counters(device)),
+            *(tokens, n, k, output.stride(0), token_tiles, tiles * chunks),
+            GATED * gated | RESIDUAL * (residual is not None),
+        ],
+        device,
+        shared_bytes=SHARED_BYTES,
+        pdl=True,
+    )
+    return output

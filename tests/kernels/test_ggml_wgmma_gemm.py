@@ -1,0 +1,188 @@
+"""The mixed-input GEMM with wgmma: selection, compilation, and on a GPU its results against float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_ggml import INT4_TYPES, random_weight
+
+from meltcore.kernels.nvrtc import compile_source
+from meltcore.kernels.quant import ggml_wgmma_gemm as wgmma
+from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference, empty
+from meltcore.kernels.quant.ggml_linear import ggml_linear
+from meltcore.kernels.quant.ggml_skinny_gemm import DECODED_TYPES
+from meltcore.kernels.quant.ggml_types import GgmlType
+from meltcore.kernels.quant.ggml_wgmma_gemm import WgmmaConfig, ggml_wgmma_gemm, grid_size, select_config
+
+TYPES = [*DECODED_TYPES, *INT4_TYPES]
+FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+
+
+@pytest.mark.slow
+@FORMATS
+def test_compiles(block_type: BlockType) -> None:
+    for tokens, groups, dtype in ((256, 2, torch.bfloat16), (64, 3, torch.float16)):
+        macros = dict(WgmmaConfig.of(tokens, groups, block_type).macros(block_type, dtype))
+        assert compile_source(wgmma.KERNEL.source(), wgmma.KERNEL.name, macros, "90a")
+
+
+@FORMATS
+def test_every_number_of_tokens_has_a_tile_and_stages(block_type: BlockType) -> None:
+    for tokens in (1, 16, 17, 64, 65, 128, 129, 256, 512, 1000):
+        for rows, columns in ((43008, 5376), (5376, 21504), (4096, 4096), (112, 512)):
+            config = select_config(tokens, rows, columns, block_type)
+            assert config.tokens in wgmma.TOKEN_TILES
+            assert -(-tokens // config.tokens) == -(-tokens // 256), "no more tiles than the largest makes"
+            assert config.weight_stages >= 2
+            assert config.token_stages >= 3
+
+
+@pytest.mark.parametrize(
+    ("tiles", "chunks", "tokens", "expected"),
+    [
+        *((64, 21, 64, 128), (42, 84, 128, 126), (336, 21, 64, 132), (96, 16, 64, 132), (66, 1, 16, 66)),
+        *((1, 2, 64, 2), (1, 500, 16, 89), (5, 16, 256, 20), (16, 4, 16, 64), (48, 9, 256, 132), (100, 4, 256, 132)),
+    ],
+)
+def test_blocks_have_equal_runs(tiles: int, chunks: int, tokens: int, expected: int) -> None:
+    grid = grid_size(tiles, chunks, tokens, 132)
+    assert grid == expected
+    runs = {(block + 1) * tiles * chunks // grid - block * tiles * chunks // grid for block in range(grid)}
+    assert max(runs) - min(runs) <= 1
+    assert min(runs) >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"tokens": 16}, False),
+        ({"tokens": 256}, True),
+        ({"tokens": 257}, False),
+        ({"tokens": 512, "rows": 8192}, True),
+        ({"tokens": 513, "rows": 8192}, False),
+        ({"rows": 4080}, False),
+        ({"tokens": 16, "block_type": GgmlType.Q6_K}, False),
+        ({"tokens": 9, "rows": 16384, "block_type": GgmlType.Q6_K}, True),
+        ({"tokens": 9, "rows": 16384}, False),
+        ({"rows": 4104}, False),
+        ({"dtype": torch.float32}, False),
+        ({"block_type": GgmlType.Q4_1}, False),
+        ({"capability": 80}, False),
+        ({"capability": 100}, False),
+    ],
+    ids=str,
+)
+def test_is_faster(changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 17 tokens on for 2^24 values, to 256 below 2^25; large K-quants from 9 on; rows in multiples of 16."""
+    given: dict[str, Any] = {
+        "rows": 4096,
+        "tokens": 17,
+        "dtype": torch.bfloat16,
+        "capability": 90,
+        "block_type": GgmlType.Q4_0,
+    } | changes
+    monkeypatch.setattr(wgmma, "capability", lambda _: given["capability"])
+    hidden: Any = SimpleNamespace(
+        is_cuda=True,
+        device=None,
+        shape=(given["tokens"], 4096),
+        dtype=given["dtype"],
+        is_contiguous=lambda: True,
+    )
+    assert wgmma.is_faster(hidden, empty(given["block_type"], (given["rows"], 4096))) == expected
+
+
+def on_gpu(rows: int, columns: int, block_type: BlockType) -> GgmlTensor:
+    weight = random_weight(rows, rows, columns, block_type)
+    return GgmlTensor(block_type, columns, *(array.cuda() for array in weight.arrays))
+
+
+def assert_computes_the_reference(
+    weight: GgmlTensor, tokens: int, dtype: torch.dtype, config: WgmmaConfig | None
+) -> None:
+    """Decoded weights are rounded once, sums are float32, and the output is rounded. Repeats have the same bits."""
+    rows = len(weight.values)
+    dense = dequantize_reference(weight).to(dtype).double()
+    hidden = torch.randn(tokens, weight.columns, device="cuda").to(dtype)
+    product = hidden.double() @ dense.T
+    gate, up = product.chunk(2, -1)
+    for gated, exact in ((False, product), (True, torch.nn.functional.silu(gate) * up)):
+        added = torch.randn(tokens, rows // 2 if gated else rows, device="cuda").to(dtype)
+        poison = torch.full_like(added, float("nan"))
+        for residual in (None, added):
+            expected = exact if residual is None else exact + residual.double()
+            out, again = (
+                ggml_wgmma_gemm(
+                    hidden,
+                    weight,
+                    gated=gated,
+                    residual=None if residual is None else residual.clone(),
+                    out=poison.clone() if residual is None else None,
+                    config=config,
+                )
+                for _ in range(2)
+            )
+            assert torch.equal(out, again)
+            torch.testing.assert_close(
+                out.double(),
+                expected,
+                rtol=1.01 * torch.finfo(dtype).eps / 2,
+                atol=2e-5 * float(expected.abs().amax()),
+            )
+
+
+def need_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel needs compute capability 9.0")
+
+
+@pytest.mark.gpu
+@FORMATS
+@DTYPES
+@pytest.mark.parametrize("groups", [2, 3])
+def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, groups: int) -> None:
+    """Rows, columns and tokens that are no multiple of a tile, a chunk or a copy."""
+    need_hopper()
+    for rows, k in ((96, 512), (400, 1280), (48, 5376), (272, 672)):
+        columns = k // block_type.block_size * block_type.block_size
+        weight = on_gpu(rows, columns, block_type)
+        for tile, tokens in [((16, 5), (64, 50), (192, 150), (256, 300)), ((32, 32), (96, 90), (128, 300))][groups % 2]:
+            assert_computes_the_reference(weight, tokens, dtype, WgmmaConfig.of(tile, groups, block_type))
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("tokens", [33, 100, 200, 500])
+def test_selects_tiles_that_multiply_as_in_float64(block_type: BlockType, tokens: int) -> None:
+    """At sizes whose tiles are cut between many blocks."""
+    need_hopper()
+    for rows, columns in ((4096, 4096), (5376, 2048), (34048, 1024)):
+        assert_computes_the_reference(on_gpu(rows, columns, block_type), tokens, torch.bfloat16, None)
+
+
+@pytest.mark.gpu
+def test_rows_of_the_output_may_be_strided() -> None:
+    need_hopper()
+    weight = on_gpu(96, 512, GgmlType.Q4_0)
+    hidden = torch.randn(40, 512, device="cuda").bfloat16()
+    wide = torch.zeros(40, 128, device="cuda", dtype=torch.bfloat16)
+    ggml_wgmma_gemm(hidden, weight, out=wide[:, 16:112])
+    assert torch.equal(wide[:, 16:112], ggml_wgmma_gemm(hidden, weight))
+    assert not wide[:, :16].any()
+    assert not wide[:, 112:].any()
+
+
+@pytest.mark.gpu
+def test_a_linear_layer_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But neither for fewer tokens nor for more."""
+    need_hopper()
+    weight, launched = on_gpu(4096, 4096, GgmlType.Q8_0), []
+    monkeypatch.setattr(wgmma.KERNEL, "launch", lambda *_, **__: launched.append(1))
+    for count in (8, 17, 300):
+        ggml_linear(torch.randn(count, 4096, device="cuda").bfloat16(), weight)
+    assert len(launched) == 1
