@@ -82,10 +82,6 @@ WITHOUT_EFFECT = {
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
     "no_rope_layer_interval",  # SmolLM3 lists the layers, too
-    "multimodal_projector_bias",  # of images, as the next three
-    "projector_hidden_act",
-    "spatial_merge_size",
-    "vision_feature_layer",
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
