@@ -93,6 +93,8 @@ def without_lead(data: bytes) -> bytes:
     if container_of(data[start : start + 16]) is None:
         later = _LATER_START.search(data, start, start + _MAX_LEAD_BYTES)
         start = later.start() if later else start
+        if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
+            return data
     return data[start:] if start else data
 
 
