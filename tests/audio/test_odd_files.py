@@ -247,6 +247,13 @@ def test_a_file_is_not_truncated_where_only_its_index_is() -> None:
         decoded(webm[: cues - 30])
 
 
+@pytest.mark.parametrize("seconds", [1.2345, 0.9996, 2.00049])
+def test_containers_round_their_duration(seconds: float) -> None:
+    for codec in ("flac", "pcm_s16le"):
+        found = duration_s(recorded(tone(seconds, 44_100), "matroska", codec, 44_100))
+        assert found == pytest.approx(seconds, abs=0.001)
+
+
 def test_video_with_late_audio_keeps_its_times() -> None:
     file = Recorder()
     with av.open(file, "w", format="matroska") as output:

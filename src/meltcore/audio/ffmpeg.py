@@ -103,9 +103,9 @@ class FFmpegFile:
 
     def _check_end(self) -> None:
         """Raise RequestError for less than announced."""
-        announced, codec = self.num_frames or 0, self._stream.codec_context.name
+        announced = self.num_frames or 0
         least = announced * (1 - _MISSING_FRACTION) - _MISSING_S * self.sample_rate
-        if codec == "flac" or self._container is MP3:
+        if self._container in (FLAC, MP3):
             least = announced - (_MP3_PADDING if self._container is MP3 else 0)
         if self._num_read < least:
             found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
