@@ -249,9 +249,15 @@ def test_a_file_is_not_truncated_where_only_its_index_is() -> None:
 
 @pytest.mark.parametrize("seconds", [1.2345, 0.9996, 2.00049])
 def test_containers_round_their_duration(seconds: float) -> None:
-    for codec in ("flac", "pcm_s16le"):
-        found = duration_s(recorded(tone(seconds, 44_100), "matroska", codec, 44_100))
-        assert found == pytest.approx(seconds, abs=0.001)
+    file = io.BytesIO()
+    flac = encoded(tone(seconds, 44_100), 44_100, "FLAC")
+    with av.open(io.BytesIO(flac)) as source, av.open(file, "w", format="matroska") as output:
+        stream = output.add_stream_from_template(source.streams.audio[0])
+        for packet in source.demux():
+            if packet.dts is not None:
+                packet.stream = stream
+                output.mux(packet)
+    assert duration_s(file.getvalue()) == pytest.approx(seconds, abs=0.001)
 
 
 def test_video_with_late_audio_keeps_its_times() -> None:
