@@ -213,7 +213,7 @@ def _build_gguf(config: dict[str, Any], device: torch.device, stored: Sequence[s
     for each in stored:
         model = _build(config, device)
         matrices = [name for name, loader in model.checkpoint_tensors().items() if len(loader.shape) > 1]
-        quantize_as_stored(model, dict.fromkeys(matrices, each), device)
+        quantize_as_stored(model, dict.fromkeys(matrices, each))
     return model
 
 

@@ -96,7 +96,7 @@ def test_a_layer_of_another_format_is_another_kind(part: str, stored: str) -> No
             formats[name] = stored
     assert sorted(formats.values()).count(stored) == 1
     with META:
-        quantize_as_stored(model, formats, torch.device("cpu"))
+        quantize_as_stored(model, formats)
     assert layers_of_all_kinds(model._kinds) == [0, 1, 6, 7, 8, 27]
 
 

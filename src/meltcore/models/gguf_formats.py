@@ -64,26 +64,18 @@ def count_formats(labels: Iterable[str]) -> str:
     return ", ".join(f"{count} tensor{'s' if count > 1 else ''} as {label}" for label, count in counts)
 
 
-def held_type(stored: GgmlType, *, on_cpu: bool) -> GgmlType | None:
-    """Return the format in which a device holds blocks of a format; None: their values, in the model's type.
+def held_types(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
+    """Return as what a device holds each tensor of a file once it is loaded; None: values in the model's type.
 
-    This is the one place that decides it, for the layers (models/quantization.py) and the memory plans alike.
-    """
-    del on_cpu  # a CPU and a GPU hold the same formats
-    return stored.held.type
-
-
-def held_types(tensors: Mapping[str, GGUFTensor], *, on_cpu: bool) -> dict[str, GgmlType | None]:
-    """Return as what a device holds each tensor of a file; None: values in the model's type.
-
-    Routers are values. The experts of a layer, which one kernel computes, all are if one is.
+    Routers are values. The experts of a layer, which one kernel computes, all are if one is. A CPU may convert linear
+    layers once more (`host_bytes`).
     """
 
     def held(name: str) -> GgmlType | None:
         tensor = tensors[name]
         if tensor.type not in QUANTIZED_TYPES or ROUTER in name:
             return None
-        return held_type(GgmlType(tensor.type), on_cpu=on_cpu)
+        return GgmlType(tensor.type).held.type
 
     return {
         name: None if any(held(each) is None for each in experts_together(tensors, name)) else held(name)
@@ -115,7 +107,7 @@ def host_bytes(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> int:
         each in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, *QUANTIZED_TYPES) for each in matrices
     )
     total = 0
-    for name, held in held_types(tensors, on_cpu=True).items():
+    for name, held in held_types(tensors).items():
         tensor, is_table, in_blocks = tensors[name], name == EMBEDDING, held is not None
         loaded = held_bytes(tensor, held, 4)
         is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_table or HEAD not in tensors)
@@ -146,10 +138,10 @@ class FormatUse(NamedTuple):
         return f"{self.tensors} tensors of {self.stored.name} are held as {held}: {sizes}, loss: {self.loss or 'none'}"
 
 
-def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int, *, on_cpu: bool) -> list[FormatUse]:
+def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int) -> list[FormatUse]:
     """Return the formats among `tensors` that a device holds as another one, in the order of the file."""
     uses: dict[tuple[GgmlType, GgmlType | None], FormatUse] = {}
-    for name, held in held_types(tensors, on_cpu=on_cpu).items():
+    for name, held in held_types(tensors).items():
         tensor = tensors[name]
         if tensor.type not in QUANTIZED_TYPES or held == (stored := GgmlType(tensor.type)):
             continue

@@ -145,7 +145,7 @@ def _shard_on_meta(
             model.shard(group)
         if checkpoint.gguf is not None:
             formats = {name: entry.dtype_name for name, entry in _stored_entries(checkpoint).items()}
-            quantize_as_stored(model, formats, device, linear_layers=quantization == "none")
+            quantize_as_stored(model, formats, linear_layers=quantization == "none")
         if published is not None:
             if isinstance(published, AwqConfig | GptqConfig):
                 with ExitStack() as stack:

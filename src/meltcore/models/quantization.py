@@ -21,7 +21,6 @@ from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
 from meltcore.models.decoder import Block, Decoder
-from meltcore.models.gguf_formats import held_type
 from meltcore.models.model import Model
 
 
@@ -81,20 +80,18 @@ def quantize_fp8_layer(
     layer.quantize(merged_method(methods))
 
 
-def quantize_as_stored(
-    model: Model, dtype_names: Mapping[str, str], device: torch.device, *, linear_layers: bool = True
-) -> None:
-    """Make every layer hold the GGUF tensors that it is loaded from as `held_type` says. Called on the meta device.
+def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
+    """Make every layer hold the GGUF tensors that it is loaded from as their formats say. Called on the meta device.
 
-    dtype_names: the GGML type of each tensor by its published name; device: that the model is for; linear_layers: False
-    for embedding and head alone. Experts of which some are not quantized hold values.
+    dtype_names: the GGML type of each tensor by its published name; linear_layers: False for embedding and head alone.
+    Experts of which some are not quantized hold values.
     """
     assert isinstance(model, Decoder)
     for layer, names in tensors_of_layers(model):
         if not linear_layers and not isinstance(layer, ParallelLMHead):
             continue
         stored_types = [GgmlType.__members__.get(dtype_names.get(name, "")) for name in names]
-        types = [each and held_type(each, on_cpu=device.type == "cpu") for each in stored_types]
+        types = [each and each.held.type for each in stored_types]
         is_any = any(each is not None for each in types)
         if is_any and not (isinstance(layer, SparseMoeBlock) and None in types):
             layer.quantize(ggml_method(*types))

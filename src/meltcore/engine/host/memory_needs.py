@@ -180,7 +180,7 @@ def _generation(
     # A CPU converts what it loads, unless the engine must be able to load it again when it wakes.
     on_host = on_cpu and element_size == _DTYPE_BYTES["float32"] and model.residency != "sleepable"
     if checkpoint.gguf is not None and model.quantization == "none":
-        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_cpu=on_cpu, on_host=on_host)
+        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_host=on_host)
         weight_bytes, source = total_bytes // ranks, "header of the GGUF file"
     else:
         published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
@@ -327,9 +327,7 @@ def _weight_format(model: ModelSection) -> WeightFormat:
     return "dense" if model.format == "auto" else model.format
 
 
-def _gguf_weights(
-    gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_cpu: bool, on_host: bool
-) -> tuple[int, str]:
+def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_host: bool) -> tuple[int, str]:
     """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others.
 
     on_host: whether a CPU converts them when they are loaded.
@@ -341,9 +339,9 @@ def _gguf_weights(
     if on_host:
         weights = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS}
         return host_bytes(weights, packs_half=processor_packs_half()), "converted for the CPU"
-    for name, held in held_types(tensors, on_cpu=on_cpu).items():
+    for name, held in held_types(tensors).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
         if name not in ROPE_TENSORS:
             total += held_bytes(tensors[name], held, 4 if is_float32 else element_size)
-    uses = restored_formats(tensors, element_size, on_cpu=on_cpu)
+    uses = restored_formats(tensors, element_size)
     return total, "; ".join(use.describe() for use in uses)

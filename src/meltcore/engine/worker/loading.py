@@ -71,7 +71,7 @@ def load(
     # Loading and the rotary table only take memory: what does not fit now never will.
     held, note = _choose_host_weights(config, checkpoint, model, device, max_model_len, cache_dtype)
     if config.quantization == "none" and (group is None or group.rank == 0):
-        _report_restored_formats(checkpoint, dtype, device, is_kept=held is None)
+        _report_restored_formats(checkpoint, dtype, is_kept=held is None)
     fill_weights(model, config, checkpoint, progress)
     if held is not None:
         held.convert()
@@ -116,9 +116,7 @@ def _choose_host_weights(
     return None, note
 
 
-def _report_restored_formats(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, is_kept: bool
-) -> None:
+def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, *, is_kept: bool) -> None:
     """Print a line for each format of a GGUF file that the device holds as another one.
 
     is_kept: False where a CPU converts the weights once more; then only what loses something is named.
@@ -127,7 +125,7 @@ def _report_restored_formats(
         return
     from meltcore.models.gguf_formats import restored_formats  # imports gguf, which other checkpoints do not need
 
-    for use in restored_formats(checkpoint.gguf.tensors, dtype.itemsize, on_cpu=device.type == "cpu"):
+    for use in restored_formats(checkpoint.gguf.tensors, dtype.itemsize):
         if is_kept or use.loss:
             print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
 
