@@ -14,7 +14,7 @@ from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.int4_weights import Int4Weight
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight
-from meltcore.layers.weight_loader import MatrixPart, WeightLoader
+from meltcore.layers.weight_loader import ConvertingLoader, MatrixPart, WeightLoader
 
 
 class HalfTable(nn.Module):
@@ -46,8 +46,12 @@ class HalfWeight(nn.Module):
         self.packed, self.stored_types, self.table = packed, stored_types, table
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
-        """Raise ValueError: a packed weight takes no other values."""
-        raise ValueError(f"rows {part.rows} of a weight that is packed in float16 cannot be loaded again")
+        """Return a loader whose shape is known, and which raises ValueError: a packed weight takes no other values."""
+
+        def refuse(_: torch.Tensor) -> None:
+            raise ValueError(f"rows {part.rows} of a weight that is packed in float16 cannot be loaded again")
+
+        return {"weight": ConvertingLoader(torch.Size(part.shape), refuse)}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
         """Look up tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
