@@ -118,7 +118,7 @@ class _Reference:
 
 def measure(path: Path, device: str, *, long_prompts: Sequence[int] = LONG_PROMPTS, llama_cpp: bool = False) -> Parity:
     """Return the parity of a GGUF file or a safetensors folder on `device`, cpu or cuda."""
-    llm = LLM(str(path), device=device, max_model_len=max(2_000, *long_prompts) + OUTPUT_TOKENS)
+    llm = LLM(str(path), device=device, max_model_len=max((2_000, *long_prompts)) + OUTPUT_TOKENS)
     try:
         texts = {"English": ENGLISH, "Hindi": HINDI}
         prompts = {name: llm.tokenizer.encode(text, add_special_tokens=True) for name, text in texts.items()}
@@ -216,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     import transformers
 
-    versions: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     llama_cpp = find_spec("xllamacpp") is not None
     if llama_cpp:
         import xllamacpp

@@ -242,7 +242,28 @@ def _of(row: dict[str, Any] | None) -> str:
     return "" if row is None else f"{row['value']:.0f} of {re.findall(r'of ([0-9]+) ', row['work'])[0]}"
 
 
+def speeds() -> list[str]:
+    """Lines of a table: output tokens per second of each model that offline.py measured, by concurrent requests."""
+    columns = ("1 request", "16 requests", "64 requests", "100 requests")
+    lines = [
+        f"| model | prompt / answer tokens | {' | '.join(columns)} | date |",
+        f"|---|---|{'--:|' * (len(columns) + 1)}",
+    ]
+    for run in _read("offline/h200.json")["runs"]:
+        rates: dict[str, dict[str, float]] = {}
+        for row in run["rows"]:
+            requests, _, lengths = row["work"].partition(", ")
+            if row["unit"] == "output tokens/s" and lengths:
+                rates.setdefault(re.sub(r" (in|out)", "", lengths), {})[requests] = row["value"]
+        for lengths, found in rates.items():
+            cells = [_number(found.get(column)) for column in columns]
+            if any(cells):
+                lines.append(f"| {run['subject']} | {lengths} | {' | '.join(cells)} | {run['date']} |")
+    return lines
+
+
 TABLES = {
+    "speeds": speeds,
     "real models": real_models,
     "gpu sharing": sharing,
     "Qwen2.5-1.5B levels": levels,

@@ -26,7 +26,7 @@ from meltcore.results.schema import Sample
 class ScriptedApi:
     """Answers every chat with `answer`, or with the status of an error."""
 
-    def __init__(self, answer: str = "Paris, as <b>ever</b>.", status: int = 200) -> None:
+    def __init__(self, answer: str = "In Paris, Bella plays the violin for <b>honey</b>.", status: int = 200) -> None:
         self.answer, self.status = answer, status
         self.bodies: list[dict[str, Any]] = []
 
@@ -52,7 +52,7 @@ def test_each_question_follows_the_answers_before_it() -> None:
 @pytest.mark.parametrize(
     ("api", "failed", "detail"),
     [
-        (ScriptedApi("Lyon."), 1, "Lyon."),  # only the question with a known answer
+        (ScriptedApi("Lyon."), 4, "Lyon."),  # all but the question without a known answer
         (ScriptedApi(""), len(CONVERSATIONS), ""),
         (ScriptedApi(status=503), len(CONVERSATIONS), "status 503"),
     ],

@@ -9,7 +9,8 @@ from meltcore.evals.api import Api
 from meltcore.load.workload import CHAT_PATH
 from meltcore.results.schema import CheckResult, Sample
 
-MAX_TOKENS = 96
+MAX_TOKENS = 80
+REPETITION_PENALTY = 1.1  # greedy answers of a model of 135M parameters repeat a sentence without it
 _TEXT = (
     "Marta found an old violin in her grandmother's attic. She took it to Mr. Olsen, who repairs "
     "instruments, and he told her that it was made in 1890. He put on new strings and closed a crack in its side. "
@@ -27,9 +28,9 @@ class Conversation(NamedTuple):
 CONVERSATIONS = (
     Conversation(("What is the capital of France?",), "Paris"),
     Conversation(("Name three fruits.",)),
-    Conversation(("What do bees make?",)),
-    Conversation(("Hello! My name is Ada, and I like gardens.", "Which flowers could I plant?", "Thank you. Goodbye!")),
-    Conversation((f"Summarize this story in one sentence: {_TEXT}",)),
+    Conversation(("What do bees make?",), "honey"),
+    Conversation(("My cat is called Bella.", "What is my cat called?", "Write one short sentence about her."), "Bella"),
+    Conversation((f"Summarize this story in one sentence: {_TEXT}",), "violin"),
 )
 
 
@@ -61,6 +62,7 @@ def _answers(api: Api, model: str, questions: tuple[str, ...]) -> list[str]:
     for question in questions:
         messages.append({"role": "user", "content": question})
         body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+        body["repetition_penalty"] = REPETITION_PENALTY
         response = api.post(CHAT_PATH, body)
         if response.status != 200:
             raise MeltcoreError(f"status {response.status}: {response.body[:200]!r}")
