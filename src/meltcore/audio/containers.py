@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from meltcore.audio.checks import each_element, refusal
 from meltcore.audio.matroska import split_matroska
 from meltcore.audio.mp4 import split_mp4
+from meltcore.audio.mpeg import frame_bytes
 from meltcore.audio.sample_files import split_aiff, split_au, split_caf, split_w64, split_wav, with_sizes
 
 
@@ -56,10 +57,16 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], Container], ...] = tuple(
         (rb"\xff[\xf0\xf1\xf8\xf9]", AAC),
     )
 )
-_FLAC_START = re.compile(rb"fLaC[\x00\x80]\x00\x00\x22")  # the first block has 34 bytes and may be the only one
-# Such as a byte order mark, the head of an HTTP response, or the end of an Ogg page that a recording begins in
-_LATER_START, _MAX_LEAD_BYTES = re.compile(rb"OggS\x00\x02|fLaC[\x00\x80]\x00\x00\x22|RIFF....WAVE", re.DOTALL), 1024
-_MAX_JOINED = 500  # files in one
+# Where a file begins among other bytes: marks that are too long to be met by chance
+_START = re.compile(
+    rb"OggS\x00\x02|fLaC[\x00\x80]\x00\x00\x22|(?:RIFF|RF64)....WAVE|FORM....AIF[FC]|\x00\x00\x00.ftyp"
+    rb"|\x1a\x45\xdf\xa3(?:[\x80-\xff]|\x01\x00{6}.)\x42\x86",
+    re.DOTALL,
+)
+_START_AFTER_FLAC = re.compile(_START.pattern + rb"|ID3[\x02-\x04]\x00", re.DOTALL)
+_MAX_LEAD_BYTES = 1024  # such as a byte order mark, the head of an HTTP response, or the end of a page of Ogg
+_MIN_MP3_BYTES = 4096  # behind another file; less is a tag
+_MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follow one of another container
 
 
 def container_of(data: bytes) -> Container | None:
@@ -68,7 +75,7 @@ def container_of(data: bytes) -> Container | None:
 
 
 def without_lead(data: bytes) -> bytes:
-    """Return a file without what is before it: zero bytes, ID3v2 tags, and a little else before Ogg, FLAC and WAV.
+    """Return a file without what is before it: zero bytes, ID3v2 tags, and a little else before most containers.
 
     FFmpeg itself skips other bytes before MP3 and AAC. Raises RequestError for a tag alone.
     """
@@ -91,7 +98,7 @@ def without_lead(data: bytes) -> bytes:
         else:
             break
     if container_of(data[start : start + 16]) is None:
-        later = _LATER_START.search(data, start, start + _MAX_LEAD_BYTES)
+        later = _START.search(data, start, start + _MAX_LEAD_BYTES)
         start = later.start() if later else start
         if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
             return data
@@ -103,18 +110,43 @@ def parts(data: bytes) -> list[bytes]:
 
     MP3, AAC and AMR are sequences of frames, which decoders read to their end however many files they come from.
     """
-    data = without_lead(data)
-    split = _SPLITTERS.get(container_of(data) or MP3)
-    starts = [0, *islice(split(data), _MAX_JOINED)] if split else [0]
-    if len(starts) > _MAX_JOINED:
-        raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
-    pieces = [data] if len(starts) == 1 else [data[start:end] for start, end in pairwise([*starts, len(data)])]
-    return [with_sizes(piece) for piece in pieces]
+    pieces: list[bytes] = []
+    for _ in range(_MAX_OTHERS):
+        data = without_lead(data)
+        container = container_of(data[:16]) or MP3
+        starts, other = [0], 0
+        for end in _SPLITTERS.get(container, _split_frames)(data):
+            follows = _container_at(data, end)  # splitters yield each place where a file may begin
+            if follows is container:
+                starts.append(end)
+            elif follows:
+                other = end
+                break
+            if len(pieces) + len(starts) > _MAX_JOINED:
+                raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
+        stop = other or len(data)
+        pieces += [data] if (starts, stop) == ([0], len(data)) else [data[a:b] for a, b in pairwise([*starts, stop])]
+        if not other:
+            return [with_sizes(piece) for piece in pieces]
+        data = data[other:]
+    raise refusal(f"is joined from files of different formats more than {_MAX_OTHERS} times, the limit")
+
+
+def _container_at(data: bytes, position: int) -> Container | None:
+    """Return the container of a file that begins here, None for a tag or other bytes."""
+    head = data[position : position + 16]
+    is_mp3 = head[:3] == b"ID3" or frame_bytes(head) > 1
+    return container_of(head) or (MP3 if is_mp3 and len(data) - position > _MIN_MP3_BYTES else None)
+
+
+def _split_frames(data: bytes) -> Iterator[int]:
+    """Yield where a file with a mark begins among frames, whose own length is not known here."""
+    return (match.start() for match in _START.finditer(data, 1))
 
 
 def _split_flac(data: bytes) -> Iterator[int]:
-    """Yield where the next FLAC file begins."""
-    return (match.start() for match in _FLAC_START.finditer(data, 1))
+    """Yield where a file may begin among frames of FLAC. In MP3 and AAC, tags between frames are left to FFmpeg."""
+    return (match.start() for match in _START_AFTER_FLAC.finditer(data, 1))
 
 
 def _split_ogg(data: bytes) -> Iterator[int]:
@@ -133,6 +165,8 @@ def _split_ogg(data: bytes) -> Iterator[int]:
             yield position
         had_data = not is_first
         position = end
+        if data[end : end + 4] != b"OggS":
+            yield end
 
 
 _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {

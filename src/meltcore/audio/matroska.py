@@ -22,9 +22,12 @@ def split_matroska(data: bytes) -> Iterator[int]:
     for _ in each_element():
         if position >= len(data):
             break
+        if position == segment_end and position:
+            yield position
         element, size, body = _ebml(data, position)
         if element == _EBML and position:
-            yield position
+            if position != segment_end:
+                yield position
             segment_end = 0
         if element == 0 and body <= len(data):
             return  # bytes that are none of the file's

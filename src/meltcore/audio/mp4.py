@@ -23,6 +23,8 @@ def split_mp4(data: bytes) -> Iterator[int]:
         has_index |= name == b"moov"
         if position + size > len(data) and name in (b"mdat", b"moof", b"moov"):
             raise cut(size, len(data) - position)
+        if position and position + size > len(data):
+            yield position  # no box, perhaps another file
         num_samples += _indexed_samples(data, position, size, name, steps)
         if num_samples > len(data):  # FFmpeg allocates memory for each before it reads one
             raise refusal(f"announces {num_samples:,} packets in {len(data):,} bytes")

@@ -27,6 +27,8 @@ def split_wav(data: bytes) -> Iterator[int]:
             yield position
             position, long_size, end = position + 12, 0, 0
             continue
+        if end:
+            yield position
         if rest < 0 or (end and not _is_chunk(name, size, rest)):
             break
         if name == b"ds64":
@@ -72,10 +74,10 @@ def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: 
     """Yield where the next file with this mark begins. size_of: its size by its first 24 bytes, small where unknown."""
     position = 0
     for _ in each_element():
-        if data[position : position + 4] != magic:
-            return
         if position:
             yield position
+        if data[position : position + 4] != magic:
+            return
         size = size_of(data[position : position + 24])
         if not 12 < size < unknown:
             return
@@ -98,16 +100,19 @@ def split_caf(data: bytes) -> Iterator[int]:
         if position + 12 + size > len(data):
             if name == b"data" and size < _UNKNOWN_LONG_SIZE:
                 raise cut(size, len(data) - position - 12)
+            yield position
             return
         position += 12 + size
 
 
 def with_sizes(data: bytes) -> bytes:
-    """Return a file of AIFF or RF64 with the sizes that its program left out, without which FFmpeg does not read it."""
+    """Return a file of AIFF, RF64 or W64 with the sizes that its program left out, which FFmpeg needs."""
     if data[:4] in (b"RF64", b"BW64") and data[12:16] == b"ds64":
         size = int.from_bytes(data[28:36], "little")
         # With the name of a file of 32 bits, all that follows is read.
         return data if 0 < size < _UNKNOWN_LONG_SIZE else b"RIFF" + data[4:]
+    if data[:4] == b"riff":
+        return _w64_with_sizes(data)
     if data[:4] != b"FORM":
         return data
     position, common = 12, 0
@@ -123,6 +128,20 @@ def with_sizes(data: bytes) -> bytes:
     samples = ((rest - 8) // frame_bytes).to_bytes(4, "big")
     head = b"FORM" + (len(data) - 8).to_bytes(4, "big") + data[8 : common + 10] + samples
     return head + data[common + 14 : position + 4] + rest.to_bytes(4, "big") + data[position + 8 :]
+
+
+def _w64_with_sizes(data: bytes) -> bytes:
+    """Return a W64 file with the size of its samples, which go to its end where its program did not know it."""
+    position = 40  # behind the names and the size of the file
+    for _ in each_element():
+        size = int.from_bytes(data[position + 16 : position + 24], "little")
+        if data[position : position + 4] == b"data" and not 24 < size < _UNKNOWN_LONG_SIZE:
+            whole, rest = (count.to_bytes(8, "little") for count in (len(data), len(data) - position))
+            return data[:16] + whole + data[24 : position + 16] + rest + data[position + 24 :]
+        position += size + -size % 8
+        if size < 24 or position + 24 > len(data):
+            break
+    return data
 
 
 def _number(data: bytes, position: int, num_bytes: int = 4) -> int:
