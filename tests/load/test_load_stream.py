@@ -297,6 +297,8 @@ TOOL = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "ar
         {"function_call": {"name": "f", "arguments": ""}},
         {"audio": {"id": "x", "data": "AAAA"}},
         {"audio": {"id": "x", "transcript": "a"}},
+        {"images": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]},
+        {"thinking_blocks": [{"type": "thinking", "thinking": "a"}]},
     ],
 )
 def test_first_token_comes_with_the_first_output_of_any_kind(delta: dict[str, object]) -> None:
@@ -311,7 +313,10 @@ def test_first_token_comes_with_the_first_output_of_any_kind(delta: dict[str, ob
     assert without_usage.output_tokens == 1
 
 
-@pytest.mark.parametrize("error", ["null", "{}", '""', "false", "[]"])
+EMPTY_FIELDS = '{"message": "", "type": "", "param": null, "code": 0}'  # as Go writes a struct
+
+
+@pytest.mark.parametrize("error", ["null", "{}", '""', "false", "[]", EMPTY_FIELDS, '{"message": null}'])
 def test_empty_error_is_no_error(error: str) -> None:
     """As gateways add it to the chunk of the usage, or to all of them."""
     text = b'data: {"choices": [{"delta": {"content": "a"}}], "error": ' + error.encode() + b"}\n\n"
@@ -350,12 +355,39 @@ def test_error_within_a_stream_is_a_failure_wherever_it_stands(told: bytes, mess
         b'event: ping\ndata: {"type": "ping"}\n\n',
         b"event: error\n\n",
         b"\n\n",
+        b"event: ping\ndata: keep-alive\n\n",
+        b"event:heartbeat\r\ndata: 12:00:01\r\n\r\n",
+        b'data: {"choices": [{"index": 0, "delta": [], "finish_reason": null}], "usage": []}\n\n',
     ],
 )
 def test_what_keeps_a_connection_open_is_no_answer(keep_alive: bytes) -> None:
     parts = [keep_alive, event("a"), keep_alive, event(" b"), keep_alive, event(finish="stop"), USAGE, keep_alive, DONE]
     record = play(*((2.0 + at, part) for at, part in enumerate(parts))).record
     assert (record.failure, record.times_s.tolist(), record.output_tokens) == (None, [3.0, 5.0], 2)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        b"data: [DONE]",
+        b"data:[DONE]\n",
+        b"data: [DONE] \r\n\r\n",
+        DONE + b"event: cost\ndata: 0.1 USD\n\n",
+        DONE + b"data: x\n\n",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_end_mark_of_any_form_ends_the_answer(end: bytes, size: int) -> None:
+    stream = event("a") + event(finish="stop") + USAGE + end
+    record = play(*((2.0, stream[at : at + size]) for at in range(0, len(stream), size))).record
+    assert (record.failure, record.saw_done, record.output_tokens) == (None, True, 2)
+
+
+@pytest.mark.parametrize(
+    "end", [b"data: [DO", b'data: {"choices"', b"event: ping", b"x: [DONE]", b"data: x\ndata: [DONE]"]
+)
+def test_other_unfinished_events_are_a_truncated_stream(end: bytes) -> None:
+    assert play((2.0, event("a") + event(finish="stop") + USAGE + end)).record.failure == "truncated stream"
 
 
 def usage(**counts: object) -> bytes:
@@ -372,6 +404,7 @@ def usage(**counts: object) -> bytes:
         (event("a") + event(finish="stop") + usage(prompt_tokens=None, completion_tokens=3) + DONE, (0, 3)),
         (event("a") + event(finish="stop") + usage(prompt_tokens=5) + DONE, (5, 1)),
         (event("a") + event(finish="stop") + usage() + DONE, (0, 1)),
+        (event("a", finish="stop") + usage(prompt_tokens=5, completion_tokens=2, prompt_tokens_details=[{}]), (5, 2)),
         (event("a") + USAGE.replace(b"[]", b"null") + event(finish="stop") + b'data: {"usage": null}\n\n', (5, 2)),
         (
             event("a") + event(finish="stop")

@@ -261,18 +261,27 @@ class ErrorEvent(bytes):
     __slots__ = ()
 
 
+class NamedEvent(bytes):
+    """The data of an event with a name other than `message` and `error`, such as `ping`."""
+
+    __slots__ = ()
+
+
+_EVENT_KINDS: dict[bytes, type[bytes]] = {b"": bytes, b"message": bytes, b"error": ErrorEvent}
+
+
 class EventParser:
     """Decodes the data of server-sent events from body bytes, however they are split.
 
-    Ids, comments and names of events but `error` are ignored.
+    Ids and comments are ignored. The name of an event decides the type of its data.
     """
 
-    __slots__ = ("_at_event_boundary", "_bom_checked", "_data_lines", "_is_error", "_skip_next_lf", "_unfinished_line")
+    __slots__ = ("_at_event_boundary", "_bom_checked", "_data_lines", "_kind", "_skip_next_lf", "_unfinished_line")
 
     def __init__(self) -> None:
         self._unfinished_line = b""  # an unfinished line
         self._data_lines: list[bytes] = []  # data lines of an unfinished event
-        self._is_error = False  # the name of the unfinished event
+        self._kind: type[bytes] = bytes  # of the data of the unfinished event, by its name
         self._skip_next_lf = False  # the last byte was a CR: an LF directly after it ends the same line
         self._bom_checked = False
         self._at_event_boundary = True  # events: nothing is buffered, and nothing is to be skipped
@@ -281,6 +290,11 @@ class EventParser:
     def inside_event(self) -> bool:
         """Return whether an unfinished event is buffered, which means that no blank line has ended it yet."""
         return bool(self._unfinished_line or self._data_lines)
+
+    @property
+    def unfinished(self) -> bytes:
+        """Return the data of an unfinished event, or its unfinished line where it has only one."""
+        return b"\n".join([*self._data_lines, *filter(None, [self._unfinished_line])])
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of the events that end in `data`. Raises HttpError for an event above MAX_EVENT_BYTES."""
@@ -315,14 +329,13 @@ class EventParser:
             elif line == b"data":
                 self._data_lines.append(b"")
             elif line.startswith(b"event:"):
-                self._is_error = line[6:].strip() == b"error"
+                self._kind = _EVENT_KINDS.get(line[6:].strip(), NamedEvent)
             elif not line:
                 if self._data_lines:
-                    data = b"\n".join(self._data_lines)
-                    events.append(ErrorEvent(data) if self._is_error else data)
+                    events.append(self._kind(b"\n".join(self._data_lines)))
                     self._data_lines.clear()
-                self._is_error = False
+                self._kind = bytes
         self._at_event_boundary = not (
-            self._unfinished_line or self._data_lines or self._is_error or self._skip_next_lf
+            self._unfinished_line or self._data_lines or self._kind is not bytes or self._skip_next_lf
         )
         return events

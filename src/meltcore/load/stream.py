@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from meltcore.load.config import AnswerRules
-from meltcore.load.http import ErrorEvent, EventParser, HttpError
+from meltcore.load.http import ErrorEvent, EventParser, HttpError, NamedEvent
 from meltcore.load.record import RequestRecord
 from meltcore.load.response import BaseResponse, error_message
 
@@ -25,6 +25,8 @@ class _Delta(msgspec.Struct):
     thinking: str | None = None
     # Of any form: what they hold is not read.
     reasoning_details: Any = None
+    thinking_blocks: Any = None
+    images: Any = None
     refusal: Any = None
     tool_calls: Any = None
     function_call: Any = None
@@ -35,12 +37,13 @@ class _Delta(msgspec.Struct):
         audio = self.audio
         if isinstance(audio, dict):  # the first one may have an id alone
             audio = audio.get("data") or audio.get("transcript")
-        others = (self.content, self.refusal, self.tool_calls, self.function_call, self.reasoning_details, audio)
+        reasoning = self.reasoning_details or self.thinking_blocks
+        others = (self.content, self.refusal, self.tool_calls, self.function_call, reasoning, self.images, audio)
         return any(map(bool, others))
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta | None = None  # chat, streamed
+    delta: _Delta | list[Any] | None = None  # chat, streamed; gateways in PHP write an empty object as []
     message: _Delta | None = None  # chat, unstreamed
     text: str | None = None  # completions
     finish_reason: str | None = None
@@ -59,17 +62,22 @@ class _Usage(msgspec.Struct):
 
     prompt_tokens: int | float | None = None
     completion_tokens: int | float | None = None
-    prompt_tokens_details: _PromptDetails | None = None
+    prompt_tokens_details: _PromptDetails | list[Any] | None = None  # a list: counts by the kind of input
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: _Usage | list[Any] | None = None
     error: Any = None
     object: Any = None  # "error" where the fields of an error stand beside it
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def _is_error(error: Any) -> bool:
+    """Return whether this tells an error: gateways add an empty one, or one of empty fields, to events without."""
+    return any(error.values()) if isinstance(error, dict) else bool(error)
 
 
 def _whole(count: float | None) -> int | None:
@@ -178,20 +186,22 @@ class StreamedResponse(BaseResponse):
     # --- inside the stream
 
     def _on_event(self, data: bytes) -> None:
-        if data == b"[DONE]":
+        if data.strip() == b"[DONE]":
             self._saw_done = True
             return
         try:
             event = _decode_event(data)
         except msgspec.DecodeError as error:
+            if self._saw_done or isinstance(data, NamedEvent):  # of a gateway, not of the answer
+                return
             self._finish("bad json", f"{error}: {data[:80]!r}")
             return
         choice = event.choices[0] if event.choices else _NO_CHOICE
-        # Gateways add an empty `error` to events that report none.
-        if event.error or choice.error or event.object == "error" or isinstance(data, ErrorEvent):
+        is_error = _is_error(event.error) or _is_error(choice.error) or event.object == "error"
+        if is_error or isinstance(data, ErrorEvent):
             self._finish("error event", error_message(data.decode("utf-8", "replace")))
             return
-        usage = event.usage
+        usage = event.usage if isinstance(event.usage, _Usage) else None
         count = None if usage is None else _whole(usage.completion_tokens)
         if usage is not None and count is not None and not 0 <= count <= self._max_output_tokens:
             self._finish(IMPLAUSIBLE_USAGE, self._wrong_completion_tokens(usage.completion_tokens))
@@ -203,7 +213,7 @@ class StreamedResponse(BaseResponse):
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:
         """Note what came of an answer. count: of its tokens up to here; None: the event does not say."""
-        delta = choice.delta or choice.message
+        delta = choice.delta if isinstance(choice.delta, _Delta) else choice.message
         content = choice.text if delta is None else _text_of(delta.content)
         reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking
         has_output = bool(content or reasoning)
@@ -228,7 +238,7 @@ class StreamedResponse(BaseResponse):
             self.record.output_tokens = output_tokens
         if prompt_tokens is not None:
             self.record.prompt_tokens = prompt_tokens
-        if usage.prompt_tokens_details is not None:
+        if isinstance(usage.prompt_tokens_details, _PromptDetails):
             self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def _wrong_completion_tokens(self, count: float | None) -> str:
@@ -249,7 +259,9 @@ class StreamedResponse(BaseResponse):
     def _find_failure(self) -> tuple[str | None, str | None]:
         """Return the (reason, detail) of a response that ended in order; (None, None) where it is complete."""
         record = self.record
-        if self._event_parser.inside_event:
+        if self._event_parser.unfinished.strip() in (b"[DONE]", b"data: [DONE]", b"data:[DONE]"):
+            self._saw_done = True  # some servers send no blank line after it
+        elif self._event_parser.inside_event:
             return "truncated stream", "the last event is unfinished"
         if not record.finish_reason and not (record.finish_reason == "" and self._saw_done):  # "" on every event
             return "truncated stream", "no finish_reason"
