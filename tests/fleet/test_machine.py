@@ -207,9 +207,23 @@ def test_gpu_that_is_lost_is_named(nvml: list[Card]) -> None:
     assert read_machine().problem.startswith("GPU 1 cannot be used: ")
 
 
-def test_gpu_without_memory_information_has_the_memory_that_the_file_names(nvml: list[Card], tmp_path: Path) -> None:
-    nvml += [Card("NVIDIA GB10", None)]
-    problem = r"the memory of GPU 0 \(NVIDIA GB10\) cannot be read: Not Supported; name what .* gpus: \[{id: 0, memory"
+def test_gpu_that_is_lost_while_it_is_read_is_not_planned_with(
+    nvml: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nvml += [Card()]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda card: fail(pynvml.NVML_ERROR_GPU_IS_LOST))
+    path = fleet(tmp_path, f"gpus: [{{id: 0, memory: 100GiB}}]\nmodels: {{a: {{{DUMMY}, memory: 20GiB}}}}")
+    with pytest.raises(ConfigError, match=r"GPU 0 \(NVIDIA H200\) cannot be used"):
+        FleetPlanner(path).config()
+
+
+@pytest.mark.parametrize("gib", [None, 0])
+def test_gpu_without_memory_information_has_the_memory_that_the_file_names(
+    nvml: list[Card], tmp_path: Path, gib: float | None
+) -> None:
+    nvml += [Card("NVIDIA GB10", gib)]
+    reason = "Not Supported" if gib is None else "NVML gives 0 bytes"
+    problem = rf"the memory of GPU 0 \(NVIDIA GB10\) cannot be read: {reason}; name what .* gpus: \[{{id: 0, memory"
     for text in (f"models: {{a: {{{DUMMY}}}}}", f"gpus: [{{id: 0}}]\nmodels: {{a: {{{DUMMY}, memory: 9GiB}}}}"):
         with pytest.raises(ConfigError, match=problem):
             FleetPlanner(fleet(tmp_path, text)).config()

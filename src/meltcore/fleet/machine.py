@@ -198,7 +198,11 @@ def _read(number: int, handle: Any) -> VisibleGpu:
     try:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     except pynvml.NVMLError as error:
+        if getattr(error, "value", None) == pynvml.NVML_ERROR_GPU_IS_LOST:
+            raise ConfigError(f"GPU {number} ({name}) cannot be used: {error}") from error
         return VisibleGpu(number, name, 0, 0, f"the memory of GPU {number} ({name}) cannot be read: {error}")
+    if not memory.total:  # of unified memory, some drivers tell 0
+        return VisibleGpu(number, name, 0, 0, f"the memory of GPU {number} ({name}) cannot be read: NVML gives 0 bytes")
     return VisibleGpu(number, name, int(memory.total), int(memory.used))
 
 
