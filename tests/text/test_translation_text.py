@@ -124,6 +124,7 @@ def test_text_in_another_script_is_an_error(text: str, spoken: Any, is_wrong: bo
          ["Fig. 3 and Vol. 12 show it.", "He cut a Fig.", "Then"]),
         ("उसने मदद की. वह गया.", HINDI, ["उसने मदद की.", "वह गया."]),
         ("वह भी. राम भी आया.", HINDI, ["वह भी.", "राम भी आया."]),
+        ("Md. Khan climbed Mt. Abu. Fr. Roy did not.", ENGLISH, ["Md. Khan climbed Mt. Abu.", "Fr. Roy did not."]),
         ("Smt. Devi met Shri. Rao, as fig. 3 in vol. 2 shows. It is a fig. Then", ENGLISH,
          ["Smt. Devi met Shri. Rao, as fig. 3 in vol. 2 shows.", "It is a fig.", "Then"]),
         ("Lt. Col. J. R. Rao, Ph. D., met Messrs. Roy.", ENGLISH, ["Lt. Col. J. R. Rao, Ph. D., met Messrs. Roy."]),
@@ -194,6 +195,7 @@ def test_long_text_that_the_library_joins_is_split_at_its_periods(code: str) -> 
 
 INVISIBLE = [
     "", " \t\n", "\u200b", "\ufeff", "\u200d\u200c", "\ufe0f", "\x00\x07", "\u0301\u0902", "\u3164", "\u00ad", "\u2060",
+    "\ufffc", "\uffff\ufdd0",
     "\u2800", "\u180e", "\u115f\u1160", "\U000e0041", "\u202e\u202c", "\u0b3e", "\u00a0\u3000", "\u061c", "\uffa0",
 ]  # fmt: skip
 

@@ -22,8 +22,8 @@ _TITLES = (
     "स्व दि कु कुम चि सौ कै मो मोः मौ मु रु रू कि मी"
 )
 _BEFORE_NUMBERS = "क्र नं सं पृ अनु धा खं"  # number, page, article, section, volume
-# Beside Moses' own: titles of India, and words that Moses does not expect before a number
-_ENGLISH_TITLES = "Smt Shri Sri Kum Pt"
+# Beside Moses' own: titles, what names of places begin with, and words that Moses does not expect before a number
+_ENGLISH_TITLES = "Smt Shri Sri Kum Pt Md Mohd Er Fr Mt Ft"
 _ENGLISH_BEFORE_NUMBERS = "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art"
 _MOSES_LANGUAGES = ("hi", "mr", "gu", "pa", "kn", "ml", "ta", "te")
 # Short e and o, letters outside the range that all scripts share, and signs to leave out
