@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, Checkpoint, open_checkpoint
@@ -110,6 +111,22 @@ def test_each_control_token_in_a_message_is_text(vocabulary: str) -> None:
             assert found.text == template.render(chat(*contents)), (style, text)
             if tokenizer.is_byte_level:
                 assert tokenizer.decode(ids, skip_special_tokens=False) == found.text
+
+
+@pytest.mark.parametrize("vocabulary", [BUNDLED_MODEL, BUNDLED_GEMMA])
+@pytest.mark.parametrize("sides", [["lstrip"], ["rstrip"], ["lstrip", "rstrip"]])
+def test_control_tokens_that_take_the_whitespace_beside_them_are_text_too(vocabulary: str, sides: list[str]) -> None:
+    """As Phi-3 and Phi-4 have them: `<|end|>` and the newline after it are one token."""
+    content = json.loads((open_checkpoint(vocabulary, files="text").folder / "tokenizer.json").read_text())
+    for added in content["added_tokens"]:
+        added |= dict.fromkeys(sides, True)
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+    for style, template in templates(tokenizer).items():
+        for text in sorted(tokenizer.control_tokens.texts):
+            for around in ("{}", "a{}b", " {}\n", "\n{} \n"):
+                asked = [render_chat(tokenizer, template, chat(around.format(each))) for each in (text, "x")]
+                found, expected = (special_ids(tokenizer, prompt.encode(tokenizer)) for prompt in asked)
+                assert found == expected, (style, text, around)
 
 
 @pytest.mark.parametrize("vocabulary", vocabularies(), ids=lambda name: Path(name).name)

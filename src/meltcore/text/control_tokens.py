@@ -45,10 +45,12 @@ class ControlTokens:
         if not self._ids:
             return []
         found = self._scanner.encode(text, add_special_tokens=False)
+        # By id: where a token takes the whitespace beside it, its text in an encoding has the whitespace too.
+        tokens = map(self._scanner.id_to_token, found.ids)
         return [
             Match(token, *offsets)
-            for token, offsets in zip(found.tokens, found.offsets, strict=True)
-            if token in self._ids
+            for token, offsets in zip(tokens, found.offsets, strict=True)
+            if token is not None and token in self._ids
         ]
 
     def overlaps(self, string: str) -> bool:
