@@ -53,9 +53,9 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     if len(types) != len(tokens):
         raise ConfigError(f"{model.path}: {key} has {len(types)} values for {len(tokens)} tokens")
     candidates = {token_id for token_id, token in enumerate(tokens) if token in _TURN_TOKENS}
-    stated = (_stated_id(model, name, len(tokens)) for name in _STATED_KEYS)
-    candidates |= {token_id for token_id in stated if token_id is not None and _is_in_brackets(tokens[token_id])}
-    wrong = [i for i in sorted(candidates) if types[i] not in (TokenType.CONTROL, TokenType.UNKNOWN)]
+    stated = [token_id for name in _STATED_KEYS if (token_id := _stated_id(model, name, len(tokens))) is not None]
+    candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
+    wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
     types[wrong] = TokenType.CONTROL
     return types, [tokens[i] for i in wrong]
 
