@@ -26,6 +26,8 @@ _MAGIC, _BIG_ENDIAN_MAGIC = b"GGUF", b"FUGG"
 _VERSIONS = (2, 3)  # version 1 has shorter counts; no published file of these architectures is of it
 # A header of 262,144 tokens with scores and merges takes 20 MB. The limit bounds what a hostile file costs: a second.
 _MAX_HEADER_BYTES = 2**26
+# Published models have up to some 2,500 tensors and 60 metadata values. Reading 65,536 of each takes half a second.
+_MAX_COUNT = 2**16
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 _ALIGNMENT_KEY = "general.alignment"
@@ -227,7 +229,13 @@ class _HeaderParser:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
                 raise self._error("the file is big-endian GGUF; little-endian is supported")
             raise self._error(f"GGUF version {version}; supported: {', '.join(map(str, _VERSIONS))}")
-        return self._unpack(_UINT64, "the number of tensors"), self._unpack(_UINT64, "the number of metadata values")
+        return self._count("tensors"), self._count("metadata values")
+
+    def _count(self, what: str) -> int:
+        count = self._unpack(_UINT64, f"the number of {what}")
+        if count > _MAX_COUNT:
+            raise self._error(f"the file has {count} {what}; at most {_MAX_COUNT} are read")
+        return count
 
     def text(self, what: str) -> str:
         """Read a text. what: names it in errors."""
