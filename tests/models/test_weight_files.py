@@ -125,6 +125,16 @@ def test_missing_shard_without_an_index_is_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/tmp/model.safetensors", "parts/../../x.safetensors"])
+def test_index_that_names_a_file_outside_of_its_folder_is_refused(folder: Path, name: str) -> None:
+    write_indexed_shards(folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["x"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"weight_map names files outside of its folder: {name}"):
+        load(folder)
+
+
 # --- the hub
 
 

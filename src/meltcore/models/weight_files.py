@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from meltcore.errors import ConfigError
@@ -25,8 +26,15 @@ def reads_index(names: Collection[str]) -> bool:
 
 
 def indexed_files(index: dict[str, Any]) -> list[str]:
-    """Return the files that an index names, in order. Raises ConfigError for an index without files."""
-    return sorted(set(Fields(index, INDEX).required("weight_map")["weight_map"].values()))
+    """Return the files that an index names, in order. Raises ConfigError for an index without files.
+
+    So does one that names a file outside of its folder, which would be read or downloaded.
+    """
+    files = sorted(set(Fields(index, INDEX).required("weight_map")["weight_map"].values()))
+    outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+    if outside:
+        raise ConfigError(f"{INDEX}: weight_map names files outside of its folder: {_shown(outside)}")
+    return files
 
 
 def files_without_index(names: Collection[str], place: str = "") -> list[str]:
