@@ -187,6 +187,7 @@ def test_offer_that_ends_the_connection_ends_it() -> None:
         (b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
         (b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 200-ok\r\nContent-Length: 3\r\n\r\n", 417),
         (b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com:443\r\n\r\n", 405),
+        (b"CONNECT example.com:443 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", 405),
         (b"GET / HTTP/1.1\r\nHost: a\r\nx: " + b"v" * MAX_HEAD_BYTES * 2, 431),
         (b"GET /" + b"v" * MAX_HEAD_BYTES * 2, 431),
     ],
@@ -204,6 +205,27 @@ def test_bytes_that_are_no_request_are_refused_after_the_answers_before_them(
     last_head = transport.written.rpartition(b"HTTP/1.1")[2]
     assert re.search(rb"x-request-id: \w+", last_head)
     assert transport.is_closed
+
+
+@pytest.mark.parametrize("offer", [b"", OFFERS[0]])
+@pytest.mark.parametrize("step", [1_000, 30_000, 10 * MAX_HEAD_BYTES])
+@pytest.mark.parametrize(("extra", "status"), [(-200, 200), (200, 431)])
+def test_length_of_a_head_is_judged_alike_however_it_arrives(offer: bytes, step: int, extra: int, status: int) -> None:
+    long = b"x: " + b"v" * (MAX_HEAD_BYTES + extra - len(request(b"", offer))) + b"\r\n"
+    sent = request(b"body", offer + long)
+    transport = talk([sent[at : at + step] for at in range(0, len(sent), step)])
+    assert statuses(transport) == [status]
+    assert transport.is_closed == (status != 200)
+
+
+@pytest.mark.parametrize("field", [b"Host: b", b"Expect: 200-ok", b"Content-Encoding: gzip", b"Upgrade: h2c"])
+@pytest.mark.parametrize("step", [1, 10_000])
+def test_trailers_of_a_body_change_nothing(field: bytes, step: int) -> None:
+    body = request(b"chunks", chunked=True).removesuffix(b"\r\n") + field + b"\r\nConnection: Upgrade\r\n\r\n"
+    sent = body + request(b"next")
+    transport = talk([sent[at : at + step] for at in range(0, len(sent), step)], pauses=lambda index: False)
+    assert bodies(transport) == [b"POST chunks", b"POST next"]
+    assert not transport.is_closed
 
 
 # --- HTTP/1.0

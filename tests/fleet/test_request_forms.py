@@ -111,6 +111,14 @@ def test_every_error_has_a_request_id(server: RunningServer, method: str, path: 
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", CHAT + "/", 307), ("GET", "/tokenize/", 307), ("GET", "/", 200)]
+)
+def test_redirects_and_pages_have_a_request_id(server: RunningServer, method: str, path: str, status: int) -> None:
+    answer = server.request(method, path, b"{}" if method == "POST" else None, {"x-request-id": "id-7"})
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "id-7")
+
+
+@pytest.mark.parametrize(
     ("path", "status"),
     [
         ("/v1/models?limit=1&x", 200),

@@ -23,7 +23,7 @@ from meltcore.errors import RequestError
 SILENT_LIMIT_S = 60.0
 HEAD_LIMIT_S = 60.0
 REQUEST_LIMIT_S = 300.0
-MAX_HEAD_BYTES = 64 * 1024  # of request line and headers; the last data that is read may exceed it
+MAX_HEAD_BYTES = 64 * 1024  # of request line and headers
 MAX_PIPELINED = 16  # requests that a client may send ahead of its responses; more are left unread until then
 
 
@@ -170,8 +170,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head and self.scope is scope_of_head:  # all of it belongs to one head, which is not complete yet
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                message = f"the request's headers have more than {MAX_HEAD_BYTES} bytes"
-                self._reject(RequestError(message, status=431, code="headers_too_large"))
+                self._reject_long_head()
+
+    def _reject_long_head(self) -> None:
+        message = f"the request's headers have more than {MAX_HEAD_BYTES} bytes"
+        self._reject(RequestError(message, status=431, code="headers_too_large"))
 
     def _feed(self, data: bytes) -> None:
         """Parse what has arrived."""
@@ -205,13 +208,19 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["meltcore.connection"] = self  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. uvicorn takes an expectation with a space after it for another one."""
-        super().on_header(name, value.strip())
+        """Keep a header. uvicorn takes an expectation with a space after it for another one.
+
+        Fields after a body of chunks are dropped (RFC 9110, 6.5.1): the request may be running by the headers before.
+        """
+        if self._in_head:
+            super().on_header(name, value.strip())
 
     def on_headers_complete(self) -> None:
         """Start the request, unless its head offers another protocol: then it is parsed again."""
         if self.parser.get_method() == b"CONNECT":
             self._reject(RequestError("CONNECT: this server is no proxy", status=405))
+        elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._reject_long_head()  # its end came with the data that made it too long
         if self._is_rejected or self.parser.should_upgrade():
             return
         self._in_head = False
@@ -221,6 +230,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body for the application."""
+        if self._is_rejected:
+            return
         self.cycle.waiting_for_100_continue = False  # the client has not waited
         super().on_body(body)
 

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.api.backend import SERVING, Backend, ModelTable, reasons_text
@@ -103,7 +103,10 @@ def build_app(
 
 
 class _Shortcut:
-    """Routes completion requests directly to their endpoint, and all others through `app`."""
+    """Routes completion requests directly to their endpoint, and all others through `app`.
+
+    Responses of Starlette's own, such as a redirect, get a request id too.
+    """
 
     def __init__(self, app: ASGIApp, completions: dict[str, ForwardingEndpoint]) -> None:
         self._app = app
@@ -111,7 +114,17 @@ class _Shortcut:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         endpoint = self._completions.get(scope["path"]) if scope["method"] == "POST" else None
-        return self._app(scope, receive, send) if endpoint is None else endpoint(scope, receive, send)
+        if endpoint is not None:
+            return endpoint(scope, receive, send)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(name != b"x-request-id" for name, _ in headers):
+                    message = {**message, "headers": [*headers, (b"x-request-id", request_id(scope).encode())]}
+            await send(message)
+
+        return self._app(scope, receive, send_with_id)
 
 
 def _build_starlette(
