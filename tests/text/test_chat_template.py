@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from meltcore.backends.text_model import check_servable
 from meltcore.config import EngineConfig, ModelConfig
-from meltcore.errors import ConfigError, RequestError
+from meltcore.errors import ConfigError, RequestError, UnservableModelError
 from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
@@ -142,6 +143,29 @@ def test_named_file_that_is_missing_or_broken_is_an_error_at_start(tmp_path: Pat
     engine = EngineConfig(model=BUNDLED_MODEL, chat_template=str(tmp_path / "bad.jinja"))
     with pytest.raises(ConfigError, match=r"--chat-template .*bad\.jinja: .*line 1"):
         check_servable(ModelConfig(engine=engine))  # before a server starts anything
+
+
+@pytest.mark.parametrize("template", ["none.jinja", "bad.jinja"])
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_template_file_is_one_of_all_reasons_of_a_refusal(tmp_path: Path, template: str, is_gguf: bool) -> None:
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"], "eos_token_id": 1}')
+    if is_gguf:
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv6")
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    model = tmp_path / "m.gguf" if is_gguf else tmp_path
+    engine = EngineConfig(model=str(model), chat_template=str(tmp_path / template))
+    with pytest.raises(UnservableModelError, match=r"(rwkv6|Rwkv).*--chat-template .*" + template):
+        check_servable(ModelConfig(engine=engine))
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_null_leaves_a_variable_at_its_default(value: bool | None) -> None:
+    template = ChatTemplate("{{ enable_thinking is false }} {{ other is none }}", defaults={"enable_thinking": False})
+    assert template.render(HELLO, {"enable_thinking": value, "other": None}) == f"{value is not True} True"
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,29 @@ def check_servable(config: ModelConfig) -> None:
 
     A server calls it before it begins anything. A hub's model is not looked at, since its download takes long.
     """
+    template_problem = _template_problem(config.engine.chat_template)
+    try:
+        _check_files(config)
+    except UnservableModelError as error:
+        if template_problem is None:
+            raise
+        raise UnservableModelError(error.source, (*error.reasons, str(template_problem))) from error
+    if template_problem is not None:
+        raise template_problem
+
+
+def _template_problem(path: str | None) -> ConfigError | None:
+    """Return why the template of --chat-template cannot be used."""
+    try:
+        if path is not None:
+            ChatTemplate.from_file(Path(path))
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _check_files(config: ModelConfig) -> None:
     engine = config.engine
-    if engine.chat_template is not None:
-        ChatTemplate.from_file(Path(engine.chat_template))
     if any(name is not None and is_on_hub(name) for name in (engine.model, engine.tokenizer)):
         return
     if find_task(config) != "generation":

@@ -88,13 +88,14 @@ class ChatTemplate:
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:
         """Return the prompt for `messages`, which ends where the assistant's answer begins.
 
-        Raises RequestError (400) with the template's own message where the template rejects the messages or fails on
-        them.
+        None in kwargs leaves a variable at its default. Raises RequestError (400) with the template's own message where
+        the template rejects the messages or fails on them.
         """
         kwargs = kwargs or {}
         for name in sorted(_RESERVED_VARIABLES & kwargs.keys()):
             raise RequestError(f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
-        variables = {**self._variables, **kwargs, "messages": messages, "add_generation_prompt": True}
+        stated = {name: value for name, value in kwargs.items() if value is not None or name not in self._variables}
+        variables = {**self._variables, **stated, "messages": messages, "add_generation_prompt": True}
         parts: list[str] = []
         length = 0
         try:
