@@ -22,6 +22,10 @@ _TITLES = (
     "स्व दि कु कुम चि सौ कै मो मोः मौ मु रु रू कि मी"
 )
 _BEFORE_NUMBERS = "क्र नं सं पृ अनु धा खं"  # number, page, article, section, volume
+# English letters in Arabic script, and those that are words too: such a one is an initial only beside another one
+_URDU = "اے ڈی ای ایف ایچ جے ایل ایم این او کیو آر ایس ٹی یو وی ڈبلیو ایکس وائی زیڈ"
+_URDU_WORDS = "بی پی سی جی آئی کے"  # also lady, drank, like, yes, came and of
+URDU_INITIALS, URDU_INITIALS_AND_WORDS = frozenset(_URDU.split()), frozenset(_URDU_WORDS.split())
 # Beside Moses' own: titles, what names of places begin with, and words that Moses does not expect before a number
 _ENGLISH_TITLES = "Smt Shri Sri Kum Pt Md Mohd Er Fr Mt Ft"
 _ENGLISH_BEFORE_NUMBERS = "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art"
@@ -51,6 +55,8 @@ def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> boo
     """Return whether a sentence goes on after this word and a period. Initials of all scripts are abbreviations."""
     if len(word) == 1:
         return word.isalpha()
+    if word in URDU_INITIALS:
+        return True
     if text_code == "en" or word.isascii():
         always, before_numbers = english_abbreviations()
         return word in always or (is_before_number and word in before_numbers)

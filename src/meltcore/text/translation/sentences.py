@@ -5,7 +5,11 @@ from __future__ import annotations
 import regex
 
 from meltcore.text.languages import Language
-from meltcore.text.translation.abbreviations import is_abbreviation
+from meltcore.text.translation.abbreviations import (
+    URDU_INITIALS,
+    URDU_INITIALS_AND_WORDS,
+    is_abbreviation,
+)
 from meltcore.text.translation.indic_sentences import indic_ends
 from meltcore.text.visible import is_visible
 
@@ -13,19 +17,21 @@ _CLOSING = r"[\"'”’»)\]}]*"
 # The full stop and question mark of Arabic letters always end a sentence, as dandas do; a mark that other uses have too
 # does where a space follows.
 _SENTENCE_END = regex.compile(rf"[।॥۔؟]+[।॥۔؟.!?]*{_CLOSING}|[.!?…]+{_CLOSING}(?=\s|$)")
+_PERIODS = (".", "۔")
 _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
 _LAST_WORD = regex.compile(r"[\w\p{M}.-]*$")
 _LOWERCASE_NEXT = regex.compile(r"\s*[\"'“‘(\[]*\p{Ll}")
 _NUMBER_NEXT = regex.compile(r"\s+\p{N}")
+_NEXT_ALONE = regex.compile(r"\s*(\p{L}+)[.۔]")
 _MAX_WORD_CHARS = 40  # of an abbreviation
 
 
 def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]]:
     """Return the sentences of a text, and what is before, between and after them: one string more than sentences.
 
-    Joined in turn they are the text. A line break ends a sentence. A period does not after an abbreviation, an initial
-    or a list number, nor in English and Arabic letters any mark before a small letter. Text without a visible character
-    has no sentence.
+    Joined in turn they are the text. A line break ends a sentence. A period, also Urdu's, does not after an
+    abbreviation, an initial or a list number, nor in English and Arabic letters any mark before a small letter. Text
+    without a visible character has no sentence.
     """
     sentences: list[str] = []
     separators: list[str] = []
@@ -68,20 +74,28 @@ def _ends(line: str, language: Language) -> list[int]:
     """Return where sentences of a line end."""
     if language.script not in ("Latin", "Arabic"):
         return indic_ends(line, language.text_code)
-    ends, start = [], 0
+    ends, start, initial_end = [], 0, -1  # initial_end: of the initial or abbreviation just before
     for match in _SENTENCE_END.finditer(line):
-        if match.group() == ".":
-            found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
-            word = found.group() if found else ""
-            is_first = not line[start : match.start()].removesuffix(word).strip()
-            if is_first and word.isdecimal():
-                continue  # of a list
-            if regex.fullmatch(r"(?:\p{L}\.)+\p{L}", word) or is_abbreviation(
-                word, language.text_code, is_before_number=_NUMBER_NEXT.match(line, match.end()) is not None
-            ):
-                continue
+        if match.group() in _PERIODS and _goes_on(line, match, start, initial_end, language):
+            initial_end = match.end()
+            continue
         if match.group()[0] in ".!?…" and _LOWERCASE_NEXT.match(line, match.end()):
             continue
         ends.append(match.end())
         start = match.end()
     return ends
+
+
+def _goes_on(line: str, match: regex.Match[str], start: int, initial_end: int, language: Language) -> bool:
+    """Return whether the sentence from `start` goes on after this period: it ends an abbreviation or a list number."""
+    found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
+    word = found.group() if found else ""
+    if word.isdecimal() and not line[start : match.start()].removesuffix(word).strip():
+        return True  # a number of a list
+    if word in URDU_INITIALS_AND_WORDS:
+        is_behind = initial_end > start and line[initial_end : match.start()].strip() == word
+        following = _NEXT_ALONE.match(line, match.end())
+        return is_behind or (following is not None and following.group(1) in URDU_INITIALS | URDU_INITIALS_AND_WORDS)
+    is_before_number = _NUMBER_NEXT.match(line, match.end()) is not None
+    is_known = is_abbreviation(word, language.text_code, is_before_number=is_before_number)
+    return is_known or regex.fullmatch(r"(?:\p{L}\.)+\p{L}", word) is not None
