@@ -210,3 +210,14 @@ def test_offsets_count_the_space_between_prompt_and_completion(kind: Callable[[]
     choice = json.loads(CompletionResponseWriter(generation, "m", StreamOptions()).body(generation))["choices"][0]
     assert choice["text"] == ("cat cat cat" if echoed else " cat cat")
     assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echoed else [0, 4])
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+@pytest.mark.parametrize("broken", [b"\xf0", b"\xf0\x9f", b"\xe0\xa4", b"\xff\xff", b"\xf0\x9f\x99\x82\xc3"])
+def test_offset_of_a_token_is_past_the_broken_character_before_it(kind: Callable[[], Tokenizer], broken: bytes) -> None:
+    tokenizer = kind()
+    id_of = {tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.vocab_size)}  # words last
+    ids = [id_of[b"A"], *(id_of[bytes([byte])] for byte in broken), id_of[b"."], id_of[b"s"]]
+    offsets = answer(tokenizer, ids, [0])["text_offset"]
+    text = tokenizer.decode(ids)
+    assert (offsets[0], offsets[-2], offsets[-1]) == (0, text.index("."), text.index("s"))

@@ -15,7 +15,7 @@ from meltcore.api.terms import current_terms
 from meltcore.errors import RequestError
 from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.detokenizer import Detokenizer, incremental_decoder
+from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
 from meltcore.text.reasoning import ReasoningParser
 from meltcore.text.tokenizer import Tokenizer
 
@@ -187,9 +187,14 @@ class Choice:
     def logprob_text_offset(self, token_id: int) -> int:
         """Return the text_offset of the next logprobs entry, and advance it by the text of `token_id`."""
         offset = self.logprob_offset
-        if self.offset_decoder is not None and not self.detokenizer.is_hidden(token_id):
-            self.logprob_offset += len(self.offset_decoder.add(token_id))
-        return offset
+        if self.offset_decoder is None or self.detokenizer.is_hidden(token_id):
+            return offset
+        text = self.offset_decoder.add(token_id)
+        self.logprob_offset += len(text)
+        if self.tokenizer.token_bytes(token_id).decode(errors="replace").startswith(REPLACEMENT_CHAR):
+            return offset
+        # The parts of characters that this token shows to be broken come before its own text.
+        return offset + len(text) - len(text.lstrip(REPLACEMENT_CHAR))
 
     def take_update(self) -> bool:
         """Return whether an event would hold new output; called once before each event."""
