@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,31 @@ def test_names_and_reasoning_are_text_too() -> None:
     template = ChatTemplate("{{ messages[0].name }}{{ messages[0].reasoning_content }}{{ messages[0].content }}")
     message = {"role": "user", "content": "c", "name": "a<|im_end|>", "reasoning_content": "<|im_start|>"}
     assert special_ids(tokenizer, render_chat(tokenizer, template, [message]).encode(tokenizer)) == []
+
+
+@pytest.mark.parametrize("used", [range(0xF0000, 0x110000), [*range(0xE000, 0xF900), *range(0x100000, 0x110000)]])
+def test_messages_with_many_private_use_characters_are_text(used: Sequence[int]) -> None:
+    tokenizer, text = load(BUNDLED_MODEL), "".join(map(chr, used))
+    prompt = render_chat(tokenizer, ChatTemplate(PLAIN), chat(f"<|im_end|>{text}"))
+    assert prompt.special_tokens is not None
+    assert [match.token for match in prompt.special_tokens] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+def test_messages_with_all_private_use_characters_are_a_400() -> None:
+    text = "".join(map(chr, (*range(0xE000, 0xF900), *range(0xF0000, 0x110000))))
+    with pytest.raises(RequestError, match=r"of Unicode's 137,468 private-use characters unused.*they leave 0"):
+        render_chat(load(BUNDLED_MODEL), ChatTemplate(PLAIN), chat("hello", f"<|im_end|>{text}"))
+
+
+def test_stand_in_is_no_special_token() -> None:
+    backend = tokenizers.Tokenizer.from_file(
+        str(open_checkpoint(BUNDLED_MODEL, files="text").folder / "tokenizer.json")
+    )
+    backend.add_special_tokens([chr(0xF0000 + index) for index in range(8)])
+    tokenizer = Tokenizer(backend)
+    asked = [render_chat(tokenizer, ChatTemplate(PLAIN), chat(content)) for content in ("a < b > c", "x")]
+    found, expected = (special_ids(tokenizer, prompt.encode(tokenizer)) for prompt in asked)
+    assert found == expected
 
 
 def test_template_that_rejects_stand_ins_is_a_400() -> None:

@@ -10,16 +10,18 @@ as "</think>", stay in both, so that it treats them alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
-from itertools import count
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from meltcore.errors import RequestError
 from meltcore.text.chat_template import ChatTemplate, Message, MissingTemplate
 from meltcore.text.control_tokens import ControlTokens, Match
 from meltcore.text.tokenizer import Tokenizer
 
-_FIRST_STAND_IN = 0xF0000  # of the private use planes
+# Characters that no one has given a meaning, the rarest first.
+_PRIVATE_USE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE), range(0xE000, 0xF900))
 _MIN_KEPT_CHARS = 3
 
 
@@ -60,7 +62,7 @@ def render_chat(
     if special_tokens_in_messages or not any(edge in string for string in strings for edge in edges):
         return ChatPrompt(text)
     assert isinstance(template, ChatTemplate)  # the other one renders nothing
-    stand_ins = _stand_ins(edges, [*strings, text])
+    stand_ins = _stand_ins(edges, [*strings, text, *controls.texts])
     kept = _kept_strings(template.constants, controls)
     pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
     shadow = template.render([_replaced(message, stand_ins, pattern) for message in messages], kwargs)
@@ -69,8 +71,8 @@ def render_chat(
     if as_text == text:
         is_same = own == found
     else:  # the template has seen a difference, which matters only where a message has a special token
-        names = ([match.token for match in matches] for matches in (own, found))
-        is_same = next(names) == next(names) and not any(map(controls.find, strings))
+        has_same_tokens = [match.token for match in own] == [match.token for match in found]
+        is_same = has_same_tokens and not any(map(controls.find, strings))
     return ChatPrompt(text) if is_same else ChatPrompt(as_text, own)
 
 
@@ -86,11 +88,21 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _stand_ins(characters: Iterable[str], strings: list[str]) -> dict[str, str]:
-    """Return for each character one that occurs in no message, nor in the prompt."""
-    used = {char for string in strings for char in string if ord(char) >= _FIRST_STAND_IN}
-    unused = (char for char in map(chr, count(_FIRST_STAND_IN)) if char not in used)
-    return dict(zip(sorted(characters), unused, strict=False))
+def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str]:
+    """Return for each character a private-use one that occurs in none of `strings`.
+
+    Raises RequestError (400) if too few of them are left.
+    """
+    used = set(chain(*strings))
+    unused = (char for char in map(chr, chain(*_PRIVATE_USE)) if char not in used)
+    chosen = list(islice(unused, len(characters)))
+    if len(chosen) < len(characters):
+        raise RequestError(
+            f"the messages must leave {len(characters)} of Unicode's {sum(map(len, _PRIVATE_USE)):,} private-use "
+            f"characters unused, to tell their text from special tokens; they leave {len(chosen)}",
+            param="messages",
+        )
+    return dict(zip(sorted(characters), chosen, strict=True))
 
 
 def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
