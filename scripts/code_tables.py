@@ -175,7 +175,7 @@ def gguf_formats() -> list[str]:
         held, loss = stored.held
         sizes = f"{stored.row_bytes(256)}, {sum(held.array_bytes(256))}"
         kernel = "CUDA C++" if is_decoded(held) else "Triton"
-        lines.append(f"| {stored.name} | {held.name} | {sizes} | {loss or 'none'} | {kernel} | float16 in two parts |")
+        lines.append(f"| {stored.name} | {held.name} | {sizes} | {loss or 'none'} | {kernel} |")
     return lines
 
 

@@ -28,6 +28,8 @@ RESULT = re.compile(r"benchmarks/results/[^\s`\"'|)\],;:]*")
 RECORDED = re.compile(r"\bpython (benchmarks/\w+\.py)([^`\n#]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+_CELL_EDGE = re.compile(r"(?<!\\)\|")  # also in backticks: Markdown ends a cell there, unless a backslash is before it
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -65,6 +67,27 @@ def test_every_folder_of_results_has_a_script_or_a_line() -> None:
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     assert folders - scripts - described == set()
     assert described <= folders, "described, not there"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_rows_of_a_table_have_as_many_cells_as_its_header(document: Path) -> None:
+    assert uneven_rows(document.read_text()) == []
+
+
+def uneven_rows(text: str) -> list[str]:
+    tables = _TABLE.findall(_FENCED.sub("", text))
+    return [
+        row
+        for table in tables
+        for row in table.splitlines()
+        if len(_CELL_EDGE.findall(row)) != len(_CELL_EDGE.findall(table.partition("\n")[0]))
+    ]
+
+
+def test_row_with_a_cell_too_many_or_too_few_is_found() -> None:
+    table = "\n| a | `b` |\n|---|---|\n| 1 | x \\| y |\n| 2 |\n| 3 | 4 | 5 |\n"
+    assert uneven_rows(f"text{table}text") == ["| 2 |", "| 3 | 4 | 5 |"]
+    assert uneven_rows(f"```\n{table}```\n") == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
