@@ -115,3 +115,20 @@ def test_invalid_tokenizer_file_is_named(tmp_path: Path, file: str, content: dic
     write(tmp_path, **({"tokenizer_config": {"eos_token": IM_END}} | {file: content}))
     with pytest.raises(ConfigError, match=rf"^{file}\.json: {field} must be .*; got "):
         end_ids(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "others", "expected"),
+    [
+        ({}, {"special_tokens_map": {"eos_token": IM_END}, "added_tokens": {IM_END: 5}}, (7, 5)),
+        ({"eos_token": "</s>"}, {"special_tokens_map": {"eos_token": {"content": IM_END}}}, (7, 9)),
+        ({"eos_token": IM_END, "added_tokens_decoder": {}}, {"special_tokens_map": {"eos_token": "</s>"}}, (7, 9)),
+        ({"eos_token": IM_END}, {"added_tokens": {IM_END: "5"}}, (7, 9)),
+    ],
+)
+def test_end_token_of_the_other_files_is_an_end_id(
+    tmp_path: Path, settings: dict, others: dict, expected: tuple[int, ...]
+) -> None:
+    listed = {} if "special_tokens_map" in others and "added_tokens" in others else {"added_tokens": LISTED}
+    write(tmp_path, config={"eos_token_id": 7}, tokenizer_config=settings, tokenizer=listed, **others)
+    assert end_ids(tmp_path) == expected

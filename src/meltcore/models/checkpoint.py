@@ -162,22 +162,28 @@ class Checkpoint:
         return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos_id is None else [tokenizer_eos_id])]))
 
     def _tokenizer_eos_id(self) -> int | None:
-        """Return the id of tokenizer_config.json's eos_token, None if no added token has its text."""
+        """Return the id of the tokenizer's eos_token, None if its files give no id for this text.
+
+        special_tokens_map.json names it, too, and counts where tokenizer_config.json has no `added_tokens_decoder`.
+        """
         folder = self.text_folder
-        if folder is None or not (folder / "tokenizer_config.json").exists():
+        if folder is None:
             return None
-        path = folder / "tokenizer_config.json"
-        tokenizer_config = Fields(read_json(path), path.name)
-        token = tokenizer_config.optional("eos_token")
+        config = _fields_of(folder / "tokenizer_config.json")
+        token, listed = config.optional("eos_token"), config.optional("added_tokens_decoder")
+        if listed is None:
+            token = _fields_of(folder / "special_tokens_map.json").optional("eos_token", token)
         if token is None:
             return None
         token_text = token if isinstance(token, str) else token["content"]
-        for token_id, added_token in tokenizer_config.optional("added_tokens_decoder", {}).items():
+        for token_id, added_token in (listed or {}).items():
             if added_token["content"] == token_text:
                 return int(token_id)
-        path = folder / "tokenizer.json"
-        added_tokens = Fields(read_json(path), path.name).optional("added_tokens", []) if path.exists() else []
-        return next((added_token["id"] for added_token in added_tokens if added_token["content"] == token_text), None)
+        added_tokens = _fields_of(folder / "tokenizer.json").optional("added_tokens", [])
+        ids = read_json(path) if (path := folder / "added_tokens.json").exists() else {}  # of a tokenizer of Python
+        ids |= {added_token["content"]: added_token["id"] for added_token in added_tokens}
+        token_id = ids.get(token_text)
+        return token_id if isinstance(token_id, int) else None
 
     @property
     def weight_files(self) -> list[Path]:
@@ -235,6 +241,11 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     Fields(checkpoint.config).optional("architectures")
     _ = checkpoint.eos_token_ids
     return checkpoint
+
+
+def _fields_of(path: Path) -> Fields:
+    """Return the fields of a JSON file, none without the file. Raises ConfigError if it cannot be read."""
+    return Fields(read_json(path) if path.exists() else {}, path.name)
 
 
 def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:

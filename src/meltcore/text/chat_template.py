@@ -78,7 +78,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Read chat_template.jinja, else `chat_template` of tokenizer_config.json; None where there is neither.
+        """Return the template that `find_source` finds, None where there is none.
 
         Raises ConfigError, which names the file that cannot be read.
         """
@@ -167,12 +167,15 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
 def find_source(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the source of a folder's chat template, None if it has none. config: its tokenizer_config.json.
 
+    It is chat_template.jinja, else `chat_template` of tokenizer_config.json, else that of chat_template.json.
     Raises ConfigError for a template that cannot be read.
     """
     path = folder / "chat_template.jinja"
     if path.exists():
         return _read_text(path)
     template = config.get("chat_template")
+    if template is None and (folder / "chat_template.json").exists():  # of the processor of a model with vision
+        template = read_json(folder / "chat_template.json").get("chat_template")
     if template is None or isinstance(template, str):
         return template
     try:
@@ -196,16 +199,41 @@ def _read_text(path: Path) -> str:
 def special_token_texts(folder: Path) -> dict[str, str]:
     """Return the texts of bos_token, eos_token and the other named special tokens of a folder, as transformers does.
 
-    special_tokens_map.json replaces what tokenizer_config.json says, unless the latter has `added_tokens_decoder`. A
-    file has a plain text or an added-token object for each. Raises ConfigError for a file that cannot be read.
+    A file has a plain text or an added-token object for each. Raises ConfigError for a file that cannot be read.
     """
-    config = tokenizer_config(folder)
-    path = folder / "special_tokens_map.json"
-    if "added_tokens_decoder" not in config and path.exists():
-        config |= read_json(path)
+    config = _special_settings(folder)
     found = {name: config.get(name) for name in SPECIAL_NAMES}
     for key in ("model_specific_special_tokens", "extra_special_tokens"):  # names of the model's own, or a list
         named = config.get(key)
         found |= named if isinstance(named, dict) else {}
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in tokens.items() if isinstance(value, str)}
+
+
+def named_special_tokens(folder: Path) -> list[str | dict[str, Any]]:
+    """Return all special tokens that a folder names, each a text or an added-token object.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    config = _special_settings(folder)
+    found = [config.get(name) for name in SPECIAL_NAMES]
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        listed = config.get(key)
+        found += listed if isinstance(listed, list) else []
+    return [
+        value
+        for value in found
+        if isinstance(value.get("content") if isinstance(value, dict) else value, str) and value
+    ]
+
+
+def _special_settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, whose fields special_tokens_map.json replaces.
+
+    The latter is not read where the former has `added_tokens_decoder`.
+    """
+    config = tokenizer_config(folder)
+    path = folder / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and path.exists():
+        config |= read_json(path)
+    return config

@@ -12,12 +12,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import Checkpoint
+from meltcore.text.added_tokens import add_listed_tokens
 from meltcore.text.control_tokens import ControlTokens
 
 NUM_BYTES = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of vocabularies made by SentencePiece
 _LETTER = "x"
 MIN_BATCH_DECODE_TOKENS = 1024
+OTHER_LAYOUTS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "spiece.model", "vocab.txt")
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -77,14 +79,19 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read `folder/tokenizer.json`. Raises ConfigError where it is missing or broken."""
+        """Read `folder/tokenizer.json`, and the tokens that other files of the folder add to it.
+
+        Raises ConfigError where it is missing or broken.
+        """
         path = folder / "tokenizer.json"
         if not path.exists():
-            raise ConfigError(f"{folder} has no tokenizer.json")
+            raise ConfigError(_missing_reason(folder))
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every parse error
             raise ConfigError(f"{path} cannot be read: {error}") from error
+        add_listed_tokens(backend, folder)
+        return cls(backend)
 
     @classmethod
     def synthetic_bytes(cls, vocab_size: int) -> Tokenizer:
@@ -159,6 +166,18 @@ class Tokenizer:
             return token.encode()
         text: str = decoder.decode([_LETTER, token])
         return text.removeprefix(_LETTER).encode()
+
+
+def _missing_reason(folder: Path) -> str:
+    """Return why a folder without tokenizer.json has no tokenizer, and the way to one."""
+    fault = f"{folder} has no tokenizer.json"
+    others = [name for name in OTHER_LAYOUTS if (folder / name).exists()]
+    if not others:
+        return fault
+    return (
+        f"{fault}, and {' and '.join(others)} cannot be used instead: name a folder or hub id that has one by "
+        "--tokenizer, or write it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
+    )
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
