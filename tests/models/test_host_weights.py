@@ -20,6 +20,7 @@ from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.quantization import DenseWeight
 from meltcore.models import host_weights
+from meltcore.models.gguf_file import GGUFModel
 from meltcore.protocol.fleet_spec import ModelSection, Size
 
 needs_half = pytest.mark.skipif(not supports_half_weights(), reason="this processor has no FBGEMM")
@@ -59,8 +60,9 @@ def test_held_weights_have_the_logits_and_the_bytes_of_the_plan(
     held: type,
     store: str,
     family: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The plan of a fleet file knows them without torch, to the byte."""
+    """The plan of a fleet file knows them without torch, to the byte. Plan and log say what the file takes and how."""
     processor(monkeypatch)
     reference = reference_of(family, **BLOCKS_OF_32)
     file = write_model(tmp_path / "model.gguf", reference, store)
@@ -72,6 +74,12 @@ def test_held_weights_have_the_logits_and_the_bytes_of_the_plan(
     planned, seen = needs.rows[0], next(row for row in engine.engine.memory if row.name == "weights")
     assert seen.size_bytes == planned.size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
     assert ("held in" in seen.note) == (store != "F32" and not (held is DenseWeight and store in ("BF16", "F16")))
+    if "held in" in seen.note:
+        parts = " in two parts" if held is HalfWeight and store in ("Q8_0", "Q4_1") else ""
+        stored_mb = sum(tensor.num_bytes for tensor in GGUFModel(file).tensors.values()) / 1e6
+        form = "float16" if held is HalfWeight else "float32"
+        assert seen.note == planned.note == f"{stored_mb:,.1f} MB of the file, held in {form}{parts} for the CPU"
+        assert f"weights: {seen.note}, take {seen.size_bytes / 1e6:,.1f} MB" in capfd.readouterr().err
     # What is planned is enough for it: nothing stays as it is loaded.
     exact = tools.open_engine(file, max_model_len=512, max_num_seqs=16, memory_bytes=needs.budget_bytes)
     assert kinds_of_weights(exact) == kinds_of_weights(engine)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gguf.constants import GGMLQuantizationType
 
-from meltcore.kernels.gemm.half_sizes import packed_half_bytes
+from meltcore.kernels.gemm.half_sizes import describe_host_weights, packed_half_bytes
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 
@@ -68,7 +68,7 @@ def held_types(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
     """Return as what a device holds each tensor of a file once it is loaded; None: values in the model's type.
 
     Routers are values. The experts of a layer, which one kernel computes, all are if one is. A CPU may convert linear
-    layers once more (`host_bytes`).
+    layers once more (`host_weights`).
     """
 
     def held(name: str) -> GgmlType | None:
@@ -97,28 +97,39 @@ def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> 
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
 
 
-def host_bytes(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> int:
-    """Return the bytes that a CPU, which computes in float32, takes for a file's weights (models/host_weights.py).
+def host_weights(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> tuple[int, str]:
+    """Return the bytes of a file's weights on a CPU that computes in float32 (models/host_weights.py), and their form.
 
-    packs_half: whether the processor multiplies by float16, else weights are float32.
+    The form describes the weights that the CPU converts. It is empty if it converts none.
+
+    Args:
+        tensors: the tensors of the file that are weights.
+        packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
     """
     matrices = [tensor.type for tensor in tensors.values() if len(tensor.shape) > 1]
     dense_in_half = packs_half and all(
         each in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, *QUANTIZED_TYPES) for each in matrices
     )
-    total = 0
+    total, converted = 0, []  # of each converted weight, whether it has blocks
     for name, held in held_types(tensors).items():
         tensor, is_table, in_blocks = tensors[name], name == EMBEDDING, held is not None
         loaded = held_bytes(tensor, held, 4)
         is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_table or HEAD not in tensors)
         if not is_linear or not (in_blocks or dense_in_half):
             total += loaded
-        elif not packs_half:
+            continue
+        converted.append(in_blocks)
+        if not packs_half:
             total += 4 * prod(tensor.shape)
         else:
             total += packed_half_bytes(tensor.shape[0], tensor.shape[1], in_two_parts=in_blocks)
             total += 0 if not is_table else loaded if in_blocks else 2 * prod(tensor.shape)
-    return total
+    return total, describe_host_weights(in_half=packs_half, in_two_parts=any(converted)) if converted else ""
+
+
+def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
+    """Describe the weights of a file and the form in which a CPU holds them."""
+    return f"{sum(tensor.num_bytes for tensor in tensors.values()) / 1e6:,.1f} MB of the file, {form}"
 
 
 class FormatUse(NamedTuple):

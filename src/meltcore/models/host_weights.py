@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meltcore.kernels.gemm.half_sizes import packed_half_bytes
+from meltcore.kernels.gemm.half_sizes import describe_host_weights, packed_half_bytes
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.kernels.launch import use_triton
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -44,11 +44,8 @@ class HostWeights(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What the weights are held as, for the user."""
-        if not self.in_half:
-            return "held in float32 for the CPU"
-        parts = " in two parts" if any(map(_in_two_parts, self.layers)) else ""
-        return f"held in float16{parts} for the CPU"
+        """What the user reads about how these weights are held."""
+        return describe_host_weights(in_half=self.in_half, in_two_parts=any(map(_in_two_parts, self.layers)))
 
     def convert(self) -> None:
         """Convert the loaded weights, layer by layer, so that two forms of one layer exist at a time."""

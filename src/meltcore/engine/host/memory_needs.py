@@ -333,12 +333,13 @@ def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, 
     on_host: whether a CPU converts them when they are loaded.
     """
     from meltcore.models.gguf_config import ROPE_TENSORS
-    from meltcore.models.gguf_formats import held_bytes, held_types, host_bytes, restored_formats
+    from meltcore.models.gguf_formats import describe_on_host, held_bytes, held_types, host_weights, restored_formats
 
     total, tensors = 0, gguf.tensors
     if on_host:
         weights = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS}
-        return host_bytes(weights, packs_half=processor_packs_half()), "converted for the CPU"
+        host_bytes, form = host_weights(weights, packs_half=processor_packs_half())
+        return host_bytes, describe_on_host(tensors, form) if form else ""
     for name, held in held_types(tensors).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
         if name not in ROPE_TENSORS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,6 +36,9 @@ from meltcore.models.quantization import require_fp8, scratch_bytes
 from meltcore.models.rope import apply_overrides, scaling_for
 from meltcore.models.step_sizes import decoder_step
 from meltcore.protocol.shell import MemoryRow
+
+if TYPE_CHECKING:
+    from meltcore.models.gguf_file import GGUFModel
 
 # Without --memory a CPU keeps pages for one full context, and for sequences of this many tokens: 16 of them, or as many
 # as this much memory holds. Sixteen full contexts would take gigabytes.
@@ -70,8 +73,12 @@ def load(
     cache_dtype = _cache_dtype(model, config, device)
     # Loading and the rotary table only take memory: what does not fit now never will.
     held, note = _choose_host_weights(config, checkpoint, model, device, max_model_len, cache_dtype)
-    if config.quantization == "none" and (group is None or group.rank == 0):
-        _report_restored_formats(checkpoint, dtype, is_kept=held is None)
+    if config.quantization == "none" and checkpoint.gguf is not None:
+        from meltcore.models.gguf_formats import describe_on_host  # imports gguf, which other checkpoints do not need
+
+        note = describe_on_host(checkpoint.gguf.tensors, note) if held is not None else note
+        if group is None or group.rank == 0:
+            _report_formats(checkpoint.gguf, dtype, note, held, ranks=config.tensor_parallel_size)
     fill_weights(model, config, checkpoint, progress)
     if held is not None:
         held.convert()
@@ -116,18 +123,18 @@ def _choose_host_weights(
     return None, note
 
 
-def _report_restored_formats(checkpoint: Checkpoint, dtype: torch.dtype, *, is_kept: bool) -> None:
+def _report_formats(gguf: GGUFModel, dtype: torch.dtype, note: str, held: HostWeights | None, *, ranks: int) -> None:
     """Print a line for each format of a GGUF file that the device holds as another one.
 
-    is_kept: False where a CPU converts the weights once more; then only what loses something is named.
+    A CPU that converts the weights once more gets a line for all of them, and lines for formats that lose something.
     """
-    if checkpoint.gguf is None:
-        return
-    from meltcore.models.gguf_formats import restored_formats  # imports gguf, which other checkpoints do not need
+    from meltcore.models.gguf_formats import restored_formats
 
-    for use in restored_formats(checkpoint.gguf.tensors, dtype.itemsize):
-        if is_kept or use.loss:
-            print(f"meltcore: {checkpoint.gguf.path.name}: {use.describe()}", file=sys.stderr)
+    lines = [use.describe() for use in restored_formats(gguf.tensors, dtype.itemsize) if held is None or use.loss]
+    if held is not None:
+        lines.append(f"weights: {note}, take {held.total_bytes * ranks / 1e6:,.1f} MB")
+    for line in lines:
+        print(f"meltcore: {gguf.path.name}: {line}", file=sys.stderr)
 
 
 def fill_weights(model: Model, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:

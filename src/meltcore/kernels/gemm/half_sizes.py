@@ -12,6 +12,12 @@ def processor_packs_half() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
+def describe_host_weights(*, in_half: bool, in_two_parts: bool) -> str:
+    """Describe for the user the form in which a CPU holds converted weights."""
+    form = "float32" if not in_half else "float16 in two parts" if in_two_parts else "float16"
+    return f"held in {form} for the CPU"
+
+
 def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
     """Return the bytes of a packed weight [rows, columns]."""
     return (1 + in_two_parts) * 2 * columns * -(-rows // _PACKED_ROWS) * _PACKED_ROWS
