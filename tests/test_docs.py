@@ -15,6 +15,7 @@ from meltcore.api.protocol import ChatRequest, decode_request
 from meltcore.cli.main import COMMANDS, Command, command_parser
 from meltcore.errors import RequestError
 from meltcore.results.definitions import DEFINITIONS
+from meltcore.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -154,6 +155,18 @@ def test_serve_page_lists_what_an_unsupported_field_accepts(field: str, accepted
     assert accepted in values if accepted else values == []
     with pytest.raises(RequestError, match=field):
         decode('"something else"')
+
+
+def test_gemma_template_of_the_serve_page_writes_its_turns() -> None:
+    """As the published one: the system message begins the first turn, and texts are trimmed."""
+    [source] = re.findall(r"^```jinja\n(.*?)^```", (ROOT / "docs/serve.md").read_text(), re.MULTILINE | re.DOTALL)
+    template = ChatTemplate(source, {"bos_token": "<bos>"})
+    texts = [("system", "Be brief."), ("user", " Hi\n"), ("assistant", "Hello."), ("user", "Bye")]
+    messages = [{"role": role, "content": content} for role, content in texts]
+    turns = ["user\nBe brief.\n\nHi", "model\nHello.", "user\nBye"]
+    whole = "<bos>" + "".join(f"<start_of_turn>{turn}<end_of_turn>\n" for turn in turns) + "<start_of_turn>model\n"
+    assert template.render(messages) == whole
+    assert template.render(messages[1:]) == whole.replace("Be brief.\n\n", "")
 
 
 def test_table_of_rows_that_do_not_exist_is_an_error() -> None:
