@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from meltcore.load.wav import WavReader
+from meltcore.audio.sample_files import UNKNOWN_SIZE
+from meltcore.load.wav import UNKNOWN_BYTES, WavReader
 
 SAMPLES = b"\1\0" * 24_000  # a second
 
@@ -37,6 +38,11 @@ def test_true_sizes_show_what_is_missing_and_what_is_no_sample() -> None:
     short = read(wav(48_002))
     assert (short.seconds, short.missing_bytes) == (1.0, 2)
     assert read(wav(900_000_000)).missing_bytes == 899_952_000
+    assert read(wav(1_500_000_000)).missing_bytes == 1_499_952_000
+
+
+def test_server_and_load_generator_believe_the_same_sizes() -> None:
+    assert UNKNOWN_BYTES == UNKNOWN_SIZE
 
 
 @pytest.mark.parametrize("magic", [b"RF64", b"BW64"])

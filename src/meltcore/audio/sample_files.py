@@ -10,8 +10,9 @@ from typing import Literal
 
 from meltcore.audio.checks import cut, each_element, refusal
 
-# The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31
-_UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 2_000_000_000, 2**62
+# The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31.
+# The load generator, which may not import this file, judges answers by the same number (load/wav.py).
+UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 2_000_000_000, 2**62
 # Bytes after a WAV file that are no part of it. More of them would be samples that the header does not know.
 _MAX_TRAILER_BYTES = 4096
 
@@ -36,7 +37,7 @@ def split_wav(data: bytes) -> Iterator[int]:
         elif name == b"data":
             if size == 0xFFFFFFFF and 0 < long_size < 2**62:
                 size = long_size
-            elif size >= _UNKNOWN_SIZE or (size == 0 and not _is_chunk(data[position + 8 : position + 12], 0, rest)):
+            elif size >= UNKNOWN_SIZE or (size == 0 and not _is_chunk(data[position + 8 : position + 12], 0, rest)):
                 return
             if size == 0:
                 raise refusal("holds no samples")
@@ -57,12 +58,12 @@ def _is_chunk(name: bytes, size: int, rest: int) -> bool:
 
 def split_aiff(data: bytes) -> Iterator[int]:
     """Yield where the next AIFF file begins. Raises RequestError for one whose samples are not all there."""
-    return _split(data, b"FORM", lambda head: 8 + (size := _number(head, 4)) + size % 2, unknown=8 + _UNKNOWN_SIZE)
+    return _split(data, b"FORM", lambda head: 8 + (size := _number(head, 4)) + size % 2, unknown=8 + UNKNOWN_SIZE)
 
 
 def split_au(data: bytes) -> Iterator[int]:
     """Yield where the next AU file begins. Raises RequestError for one whose samples are not all there."""
-    return _split(data, b".snd", lambda head: _number(head, 8) and _number(head, 4) + _number(head, 8), _UNKNOWN_SIZE)
+    return _split(data, b".snd", lambda head: _number(head, 8) and _number(head, 4) + _number(head, 8), UNKNOWN_SIZE)
 
 
 def split_w64(data: bytes) -> Iterator[int]:
@@ -123,7 +124,7 @@ def with_sizes(data: bytes) -> bytes:
         position += 8 + size + size % 2
     size, num_frames, rest = _number(data, position + 4), _number(data, common + 10), len(data) - position - 8
     frame_bytes = _number(data, common + 8, 2) * ((_number(data, common + 14, 2) + 7) // 8)
-    if not common or rest < 8 or not frame_bytes or (8 < size < _UNKNOWN_SIZE and 0 < num_frames < _UNKNOWN_SIZE):
+    if not common or rest < 8 or not frame_bytes or (8 < size < UNKNOWN_SIZE and 0 < num_frames < UNKNOWN_SIZE):
         return data
     samples = ((rest - 8) // frame_bytes).to_bytes(4, "big")
     head = b"FORM" + (len(data) - 8).to_bytes(4, "big") + data[8 : common + 10] + samples

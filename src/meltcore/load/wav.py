@@ -6,8 +6,8 @@ import struct
 
 MAX_HEADER_BYTES = 64 * 1024
 # Programs that begin to send before they know the length write 0, or a size near the largest of 31 or 32 bits: of
-# these 0x7ffff000 (sox), 0x77359400 and 0xffffffdb are met. No answer has a gigabyte, three hours of 16-bit audio.
-_UNKNOWN_BYTES = 10**9
+# these 0x7ffff000 (sox), 0x77359400 and 0xffffffdb are met. No answer has as much, six hours of 16 bits at 48 kHz.
+UNKNOWN_BYTES = 2_000_000_000  # as in audio/sample_files.py
 _MAGIC = (b"RIFF", b"RF64", b"BW64")  # the latter two keep the size in a chunk of its own
 _HEAD = struct.Struct("<4sI")
 _FORMAT = struct.Struct("<HHIIHH")
@@ -71,5 +71,5 @@ class WavReader:
             self.problem = "the header names no sample rate"
             return
         self._header = None
-        self._stated_bytes = size if 0 < size < _UNKNOWN_BYTES else None
+        self._stated_bytes = size if 0 < size < UNKNOWN_BYTES else None
         self._count(num_bytes)
