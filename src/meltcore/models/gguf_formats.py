@@ -65,10 +65,10 @@ def count_formats(labels: Iterable[str]) -> str:
 
 
 def held_types(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
-    """Return as what a device holds each tensor of a file once it is loaded; None: values in the model's type.
+    """Return the format in which a device holds each tensor of a file. None means values in the model's type.
 
-    Routers are values. The experts of a layer, which one kernel computes, all are if one is. A CPU may convert linear
-    layers once more (`host_weights`).
+    Routers are held as values. One kernel computes all experts of a layer, so if one of them is held as values, all
+    are. A CPU may convert linear layers once more after they are loaded (`host_weights`).
     """
 
     def held(name: str) -> GgmlType | None:

@@ -33,9 +33,12 @@ _HALF_TYPES = {"F16", "BF16", "float16", "bfloat16"}  # of safetensors and GGUF,
 
 
 class HostWeights(NamedTuple):
-    """The layers of a model whose weights a CPU holds in another form than they are loaded in.
+    """The layers of a model whose weights a CPU converts after it has loaded them.
 
-    in_half: whether they become float16, else float32; total_bytes: of all weights of the model then.
+    Args:
+        layers: the layers that are converted.
+        in_half: whether their weights become float16. False makes them float32.
+        total_bytes: the size of all weights of the model after the conversion.
     """
 
     layers: list[LinearBase | ParallelLMHead]
@@ -44,7 +47,7 @@ class HostWeights(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What the user reads about how these weights are held."""
+        """A description, for the user, of the form in which these weights are held."""
         return describe_host_weights(in_half=self.in_half, in_two_parts=any(map(_in_two_parts, self.layers)))
 
     def convert(self) -> None:
@@ -71,7 +74,7 @@ def weight_bytes(model: Model) -> int:
 
 
 def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | None:
-    """Return how a CPU should hold the weights of `model`, None for as they are loaded.
+    """Return the weights of `model` that a CPU should convert. None means that all stay as they are loaded.
 
     dtype_names: the types in which the checkpoint stores matrices. Weights may be on the meta device.
     """

@@ -367,7 +367,7 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
 
 
 def _held_format(entry: TensorEntry, target: WeightLoader) -> GgmlType | None:
-    """Return the format of the blocks that `target` takes of a GGUF tensor; None: it takes values."""
+    """Return the format of the blocks that `target` reads from a GGUF tensor. None means that it reads values."""
     stored = GgmlType.__members__.get(entry.dtype_name)
     if stored is None or stored.columns(entry.shape[-1]) == target.shape[-1]:
         return None

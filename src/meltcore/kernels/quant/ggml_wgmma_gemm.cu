@@ -21,13 +21,15 @@ constexpr int SUMS = TOKENS / 2;  // of a thread
 constexpr int GATED = 1, RESIDUAL = 2;  // flags of a launch
 constexpr int WARPS = 4 * WARP_GROUPS;  // that multiply
 constexpr int THREADS = 128 + 32 * WARPS, SCALE_THREADS = 64;
-// Together at most what a block begins with: 168 or 128 registers per thread.
+// Registers per thread after the warp groups have divided them anew. Their sum may not exceed the registers that the
+// block starts with, which are 168 per thread with two computing warp groups and 128 with three.
 constexpr int COMPUTE_REGISTERS = WARP_GROUPS == 2 ? 232 : 160, LOADER_REGISTERS = WARP_GROUPS == 2 ? 40 : 32;
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
-// Values have the swizzle of rows of 128 bytes, high bits of Q6_K that of rows of 64. Scales of a row and chunk are a
-// record: words of scales, then of sub-scales or zero points.
+// Values are stored with the swizzle for rows of 128 bytes, and the high bits of Q6_K with the swizzle for rows of 64
+// bytes. The scales of one row in one chunk form a record: it begins with words of scales, and words of sub-scales or
+// zero points follow.
 constexpr int GROUPS = 256 / GROUP, ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // of INT4, per chunk
 constexpr int RECORD = FORMAT == Q8_0 || (FORMAT == INT4 && GROUP == 128)  ? 8
                        : FORMAT == Q6_K || (FORMAT == INT4 && GROUP == 32) ? 32
