@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from gguf.constants import GGMLQuantizationType
 
-from meltcore.kernels.gemm.half_sizes import describe_host_weights, packed_half_bytes
+from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 
@@ -112,18 +112,16 @@ def host_weights(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> tupl
     )
     total, converted = 0, []  # of each converted weight, whether it has blocks
     for name, held in held_types(tensors).items():
-        tensor, is_table, in_blocks = tensors[name], name == EMBEDDING, held is not None
+        tensor, is_embedding, in_blocks = tensors[name], name == EMBEDDING, held is not None
         loaded = held_bytes(tensor, held, 4)
-        is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_table or HEAD not in tensors)
+        is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_embedding or HEAD not in tensors)
         if not is_linear or not (in_blocks or dense_in_half):
             total += loaded
             continue
         converted.append(in_blocks)
-        if not packs_half:
-            total += 4 * prod(tensor.shape)
-        else:
-            total += packed_half_bytes(tensor.shape[0], tensor.shape[1], in_two_parts=in_blocks)
-            total += 0 if not is_table else loaded if in_blocks else 2 * prod(tensor.shape)
+        rows, columns = tensor.shape
+        form = {"in_half": packs_half, "in_blocks": in_blocks, "is_embedding": is_embedding}
+        total += converted_bytes(rows, columns, **form, loaded_bytes=loaded)
     return total, describe_host_weights(in_half=packs_half, in_two_parts=any(converted)) if converted else ""
 
 

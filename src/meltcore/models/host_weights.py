@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meltcore.kernels.gemm.half_sizes import describe_host_weights, packed_half_bytes
+from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.kernels.launch import use_triton
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -123,12 +123,14 @@ def _loaded_bytes(layer: LinearBase | ParallelLMHead) -> int:
 
 def _held_bytes(layer: LinearBase | ParallelLMHead, in_half: bool) -> int:
     rows, columns = _shape(layer)
-    if not in_half:
-        return 4 * rows * columns
-    table = 0
-    if isinstance(layer, VocabParallelEmbedding):
-        table = _loaded_bytes(layer) if isinstance(layer.weight, GgmlWeight) else 2 * rows * columns
-    return packed_half_bytes(rows, columns, in_two_parts=_in_two_parts(layer)) + table
+    return converted_bytes(
+        rows,
+        columns,
+        in_half=in_half,
+        in_blocks=_in_two_parts(layer),
+        is_embedding=isinstance(layer, VocabParallelEmbedding),
+        loaded_bytes=_loaded_bytes(layer),
+    )
 
 
 def _in_two_parts(layer: LinearBase | ParallelLMHead) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from meltcore.errors import ConfigError
-from meltcore.kernels.gemm.half_sizes import packed_half_bytes
+from meltcore.kernels.gemm.half_sizes import converted_bytes
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec, SlidingWindowSpec
 from meltcore.models.task_configs import (
@@ -134,15 +134,10 @@ def decoder_host_bytes(
     total, in_blocks = 0.0, weight_format in _BLOCK_BYTES
     for matrix in decoder_matrices(config, ranks):
         loaded = matrix.values * (_BLOCK_BYTES[weight_format] if in_blocks else 4)
-        packed: float = packed_half_bytes(matrix.rows, matrix.columns, in_two_parts=in_blocks)
-        if not packs_half:
-            packed = matrix.values * 4
-        if matrix.kind in ("linear", "gate", "head"):
-            total += packed
-        elif matrix.kind == "embedding" and config.tie_word_embeddings and packs_half:
-            total += packed + (loaded if in_blocks else matrix.values * 2)
-        elif matrix.kind == "embedding" and config.tie_word_embeddings:
-            total += packed
+        is_embedding = matrix.kind == "embedding"
+        if matrix.kind in ("linear", "gate", "head") or (is_embedding and config.tie_word_embeddings):
+            form = {"in_half": packs_half, "in_blocks": in_blocks, "is_embedding": is_embedding}
+            total += converted_bytes(matrix.rows, matrix.columns, **form, loaded_bytes=round(loaded))
         elif matrix.kind in ("embedding", "expert"):
             total += loaded
         else:

@@ -21,3 +21,22 @@ def describe_host_weights(*, in_half: bool, in_two_parts: bool) -> str:
 def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
     """Return the bytes of a packed weight [rows, columns]."""
     return (1 + in_two_parts) * 2 * columns * -(-rows // _PACKED_ROWS) * _PACKED_ROWS
+
+
+def converted_bytes(
+    rows: int, columns: int, *, in_half: bool, in_blocks: bool, is_embedding: bool = False, loaded_bytes: int = 0
+) -> int:
+    """Return the bytes of a weight [rows, columns] that a CPU has converted.
+
+    Args:
+        rows: the rows of the weight.
+        columns: the columns of the weight.
+        in_half: whether the weight is converted to float16. False converts it to float32.
+        in_blocks: whether it is loaded as quantized blocks, whose values need a second part of float16.
+        is_embedding: whether its rows are looked up too. Blocks are kept for that, and 16-bit values unpacked.
+        loaded_bytes: the bytes of an embedding's blocks.
+    """
+    if not in_half:
+        return 4 * rows * columns
+    table_bytes = loaded_bytes if in_blocks else 2 * rows * columns
+    return packed_half_bytes(rows, columns, in_two_parts=in_blocks) + (table_bytes if is_embedding else 0)
