@@ -17,7 +17,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +54,7 @@ _LLAMA_CPP_LIMIT_S = 600
 
 
 class Perplexity(NamedTuple):
-    """Of one text: ours, the reference's, and the largest difference of a token's log-probability."""
+    """Holds the two perplexities of a text, and the largest difference of a token's log-probability."""
 
     ours: float
     reference: float
@@ -66,16 +66,29 @@ class Perplexity(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first position where a greedy text leaves the reference, and the gap of the reference's two best tokens."""
+    """The first position where a greedy text leaves the reference.
+
+    Args:
+        prompt: index of the prompt, with the long prompts last.
+        position: index of the output token.
+        gap: difference of the reference's two best log-probabilities there.
+        tie: an earlier position, or this one, where that difference is below TIE. None if there is none.
+    """
 
     prompt: int
     position: int
     gap: float
+    tie: int | None
+
+    def __str__(self) -> str:
+        after = "" if self.tie is None else f", a tie at token {self.tie}"
+        where = f"text {self.prompt} leaves the reference at token {self.position}"
+        return f"{where}, where its two best tokens are {self.gap:.4f} apart{after}"
 
 
 @dataclass
 class Parity:
-    """What one file gave. perplexities: by text. differences: texts that leave the reference, each at its first one."""
+    """Holds what one file gave: a perplexity per text, and the greedy texts that leave the reference."""
 
     perplexities: dict[str, Perplexity]
     num_texts: int
@@ -84,8 +97,8 @@ class Parity:
 
     @property
     def faults(self) -> list[Difference]:
-        """The differences that are no ties."""
-        return [each for each in self.differences if each.gap >= TIE]
+        """Return the differences before which the reference has no tie."""
+        return [each for each in self.differences if each.tie is None]
 
 
 class _Reference:
@@ -97,23 +110,12 @@ class _Reference:
         self.model: PreTrainedModel = found.to(device).eval()
 
     @torch.inference_mode()
-    def logprobs(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
-        """Return log-probabilities, float32 [tokens, vocabulary], of the tokens from position `first` on."""
+    def logprobs(self, token_ids: Sequence[int], first: int = 1) -> Iterator[torch.Tensor]:
+        """Yield log-probabilities of the tokens from position `first` on, float32 [some rows, vocabulary]."""
         ids = torch.tensor([token_ids], device=self.model.device)
         hidden = self.model.model(ids).last_hidden_state[0, first - 1 : -1]
-        parts = [self.model.lm_head(rows).float().log_softmax(-1) for rows in hidden.split(_LOGITS_ROWS)]
-        return torch.cat(parts)
-
-    @torch.inference_mode()
-    def token_logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return the log-probability of each token but the first, float64 [tokens - 1]."""
-        ids = torch.tensor([token_ids], device=self.model.device)
-        hidden = self.model.model(ids).last_hidden_state[0, :-1]
-        pairs = zip(hidden.split(_LOGITS_ROWS), ids[0, 1:].split(_LOGITS_ROWS), strict=True)
-        parts = [
-            self.model.lm_head(rows).float().log_softmax(-1).gather(1, next_ids[:, None]) for rows, next_ids in pairs
-        ]
-        return torch.cat(parts)[:, 0].double().cpu()
+        for rows in hidden.split(_LOGITS_ROWS):
+            yield self.model.lm_head(rows).float().log_softmax(-1)
 
 
 def measure(path: Path, device: str, *, long_prompts: Sequence[int] = LONG_PROMPTS, llama_cpp: bool = False) -> Parity:
@@ -142,25 +144,26 @@ def measure(path: Path, device: str, *, long_prompts: Sequence[int] = LONG_PROMP
 
 def _perplexity(reference: _Reference, completion: Completion) -> Perplexity:
     ours = torch.tensor([each.logprob for each in completion.prompt_logprobs], dtype=torch.float64)
-    theirs = reference.token_logprobs(completion.prompt_token_ids)
+    token_ids = completion.prompt_token_ids
+    next_ids = torch.tensor(token_ids[1:]).split(_LOGITS_ROWS)
+    parts = zip(reference.logprobs(token_ids), next_ids, strict=True)
+    theirs = torch.cat([rows.gather(1, ids[:, None].to(rows.device))[:, 0] for rows, ids in parts]).double().cpu()
     return Perplexity(math.exp(-ours.mean()), math.exp(-theirs.mean()), float((ours - theirs).abs().max()))
 
 
 def _first_difference(reference: _Reference, prompt: int, completion: Completion) -> Difference | None:
     """Return where the greedy text leaves what the reference would choose after the same tokens."""
     tokens = completion.prompt_token_ids + completion.token_ids
-    logprobs = reference.logprobs(tokens, len(completion.prompt_token_ids))
+    logprobs = torch.cat(list(reference.logprobs(tokens, len(completion.prompt_token_ids))))
     best = logprobs.topk(2)
     chosen = torch.tensor(completion.token_ids, device=logprobs.device)
     wrong = (best.indices[:, 0] != chosen).nonzero()
     if not len(wrong):
         return None
     position = int(wrong[0])
-    gap = float(best.values[position, 0] - best.values[position, 1])
-    earlier = (best.values[:position, 0] - best.values[:position, 1]) < TIE
-    if earlier.any():  # equal by chance past a tie counts as equal up to it
-        return Difference(prompt, int(earlier.nonzero()[0]), 0.0)
-    return Difference(prompt, position, gap)
+    gaps = (best.values[: position + 1, 0] - best.values[: position + 1, 1]).tolist()
+    tie = next((index for index, gap in enumerate(gaps) if gap < TIE), None)
+    return Difference(prompt, position, gaps[-1], tie)
 
 
 def _equal_to_llama_cpp(path: Path, completions: Sequence[Completion]) -> int:
@@ -222,8 +225,6 @@ def main() -> None:
         import xllamacpp
 
         versions["xllamacpp"] = xllamacpp.__version__
-    found: list[Row] = []
-    notes: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         for format_name in args.formats.split(","):
             path = args.model
@@ -238,13 +239,9 @@ def main() -> None:
                 long_prompts=LONG_PROMPTS if format_name in (AS_IS, SAFETENSORS) else (),
                 llama_cpp=llama_cpp and format_name != SAFETENSORS,
             )
-            found += rows(format_name, parity, args.device)
-            notes += [
-                f"{format_name}: text {each.prompt} leaves the reference at token {each.position}, where its two best "
-                f"tokens are {each.gap:.4f} apart"
-                for each in parity.differences
-            ]
-    write_result(found, versions, notes, subject=args.model.name, gpus=args.device == "cuda")
+            notes = [f"{format_name}: {each}" for each in parity.differences]
+            found = rows(format_name, parity, args.device)
+            write_result(found, versions, notes, subject=args.model.name, gpus=args.device == "cuda")
 
 
 if __name__ == "__main__":

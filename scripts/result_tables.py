@@ -207,8 +207,10 @@ def sharing_verdict(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def real_models() -> list[str]:
     """Lines of a table: real weights in each format on each device, beside transformers in float32."""
-    lines = ["| model | weights | on | English | Hindi | largest difference | equal texts | equal to llama.cpp |"]
-    lines.append(f"|---|---|---|{'--:|' * 5}")
+    lines = [
+        "| model | weights | on | English | Hindi | largest difference | equal texts | no tie | equal to llama.cpp |"
+    ]
+    lines.append(f"|---|---|---|{'--:|' * 6}")
     sources = []
     for path in sorted((RESULTS / "real_model_parity").glob("*.json")):
         for run in json.loads(path.read_text())["runs"]:
@@ -232,7 +234,11 @@ def _parity_cells(rows: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
             f"{found[text]['value']:.4f} ({found[text]['peer_value']:.4f})" for text in ("English", "Hindi")
         ]
         largest = f"{found['largest difference of a perplexity']['value']:.4f} %"
-        counts = [_of(found.get("equal of N greedy texts")), _of(found.get("equal to llama.cpp of N greedy texts"))]
+        counts = [
+            _of(found.get("equal of N greedy texts")),
+            f"{found['texts that differ by no tie']['value']:.0f}",
+            _of(found.get("equal to llama.cpp of N greedy texts")),
+        ]
         cells[weights] = [*perplexities, largest, *counts]
     return cells
 

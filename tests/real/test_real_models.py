@@ -86,30 +86,30 @@ def strings(special: tuple[str, ...]) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def published(smollm2_folder: Path) -> PreTrainedTokenizerBase:
-    """Return the published tokenizer in transformers."""
+def reference(smollm2_folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the folder in transformers."""
     return AutoTokenizer.from_pretrained(smollm2_folder)
 
 
 @pytest.mark.parametrize("source", ["GGUF", "folder"])
-def test_3000_strings_have_the_published_tokens(
-    smollm2: Path, smollm2_folder: Path, published: PreTrainedTokenizerBase, source: str
+def test_3000_strings_have_the_tokens_of_transformers(
+    smollm2: Path, smollm2_folder: Path, reference: PreTrainedTokenizerBase, source: str
 ) -> None:
-    checkpoint = open_checkpoint(str(smollm2 if source == "GGUF" else smollm2_folder))
+    checkpoint = open_checkpoint(str(smollm2 if source == "GGUF" else smollm2_folder), files="all")
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     wrong = [
         text
         for text in strings(SPECIAL)
-        if tokenizer.encode(text, add_special_tokens=True) != published(text)["input_ids"]
+        if tokenizer.encode(text, add_special_tokens=True) != reference(text)["input_ids"]
     ]
     assert not wrong, f"{len(wrong)} strings differ, the first is {wrong[0]!r}"
 
 
-def test_chats_are_rendered_as_transformers_does(smollm2: Path, published: PreTrainedTokenizerBase) -> None:
-    checkpoint = open_checkpoint(str(smollm2))
+def test_chats_are_rendered_as_transformers_does(smollm2: Path, reference: PreTrainedTokenizerBase) -> None:
+    checkpoint = open_checkpoint(str(smollm2), files="all")
     template = ChatTemplate.from_checkpoint(checkpoint, {})
     for messages in CHATS:
-        expected = published.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert template.render(messages) == expected
 
 
