@@ -35,7 +35,7 @@ from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD, ROPE_FACTORS
+from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD
 from meltcore.models.gguf_weights import gguf_name
 from meltcore.models.gguf_writer import add_metadata, config_metadata, rope_factors
 from meltcore.models.loader import build_meta_model
@@ -95,10 +95,8 @@ def layout(config: dict[str, Any], file_type: str, head: str | None) -> tuple[De
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, loader in model.checkpoint_tensors().items():
         shapes.setdefault(gguf_name(name, config["model_type"]), []).append(tuple(loader.shape))
-    sizes, tensors = model.config, []
-    divisors = rope_factors(sizes)
-    if divisors is not None:
-        tensors.append(StoredTensor(ROPE_FACTORS, divisors.shape, Type.F32, divisors))
+    sizes = model.config
+    tensors = [StoredTensor(name, values.shape, Type.F32, values) for name, values in rope_factors(sizes).items()]
     for name, parts in shapes.items():
         shape = (len(parts), *parts[0]) if len(parts) > 1 else parts[0]
         if len(shape) == 1:

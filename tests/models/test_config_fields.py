@@ -173,11 +173,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 @pytest.mark.parametrize(
     ("said", "field"),
     [
-        (DYNAMIC, 'rope_type must be one of default, linear, llama3, yarn; got "dynamic"'),
-        ({"type": "longrope", "factor": 2.0}, 'type must be one of default, linear, llama3, yarn; got "longrope"'),
+        (DYNAMIC, 'rope_type must be one of default, linear, llama3, longrope, yarn; got "dynamic"'),
+        ({"type": "ntk", "factor": 2.0}, 'type must be one of default, linear, llama3, longrope, yarn; got "ntk"'),
         (
             {"rope_type": "default", "type": "dynamic"},
-            'type must be one of default, linear, llama3, yarn; got "dynamic"',
+            'type must be one of default, linear, llama3, longrope, yarn; got "dynamic"',
         ),
         (
             {"rope_type": "yarn", "type": "linear", "factor": 2},

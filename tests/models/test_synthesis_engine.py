@@ -294,7 +294,7 @@ def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: S
         good = request("good", TEXTS[0], seed=7)
         client.send(good, request("bad", "", voice="b"), AbortRequests(["unknown"]))
         found: Any = client.outputs(2)
-        assert found["bad"][-1].error == "the text is empty"
+        assert found["bad"][-1].error == "the text is empty: it has no visible character"
         alone = samples_of(speak(task, good), "good")
         np.testing.assert_allclose(samples_of(found["good"], "good"), alone, atol=1e-5)
         client.send(Shutdown())
