@@ -384,7 +384,7 @@ def test_hub_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) -> None:
-    write_config(tmp_path)
+    write_config(tmp_path, dtype="float32")
     settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu", "memory_bytes": 2**26}
     first, again, other = (GenerationEngine(EngineConfig(**settings, seed=seed)) for seed in (1, 1, 2))
     weights = [engine.runner.model.lm_head.weight.values for engine in (first, again, other)]
@@ -394,7 +394,7 @@ def test_dummy_weights_from_a_config_alone_repeat_with_the_seed(tmp_path: Path) 
 
 
 def test_dummy_biases_are_zero(tmp_path: Path) -> None:
-    write_config(tmp_path, architectures=["Qwen2ForCausalLM"])
+    write_config(tmp_path, architectures=["Qwen2ForCausalLM"], dtype="float32")
     engine = GenerationEngine(EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", memory_bytes=2**26))
     tensors = engine.runner.model.checkpoint_tensors()
     biases = [tensor for name, tensor in tensors.items() if name.endswith("bias")]
@@ -417,7 +417,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(
 
 
 def test_too_little_memory_is_refused_with_the_largest_context_that_fits(tmp_path: Path) -> None:
-    write_config(tmp_path)
+    write_config(tmp_path, dtype="float32")
     page_bytes = 2 * 2 * 64 * 16 * 4
     settings = {"model": str(tmp_path), "load_format": "dummy", "device": "cpu"}
     with pytest.raises(ConfigError, match=r"Set --max-model-len (64|128|192) or less"):
