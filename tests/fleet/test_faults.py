@@ -453,15 +453,15 @@ def test_failed_start_prints_one_line(option: tuple[str, ...], said: str) -> Non
 
 
 @pytest.mark.slow
-def test_bad_chat_template_during_loading_prints_one_line(tmp_path: Path) -> None:
+def test_bad_tokenizer_during_loading_prints_one_line(tmp_path: Path) -> None:
     """The API servers find it while the engine loads, whose start is cancelled."""
     model = make_model(tmp_path / "model")
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bad"}))
+    (model / "tokenizer.json").write_text('{"model": ')
     with scripted_server("--load-s", "60", wait=False, engine={"model": str(model)}) as server:
         assert server.wait_exit() == 2
         (line,) = error_lines(server)
         assert line.startswith("meltcore serve: ")
-        assert "chat" in line
+        assert "tokenizer.json" in line
 
 
 def test_missing_folder_fails_immediately() -> None:
