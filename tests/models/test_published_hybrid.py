@@ -134,6 +134,8 @@ def test_published_text_part_has_every_tensor() -> None:
     shapes = published_shapes(published_config()["text_config"])
     table = dict(model.checkpoint_tensors())
     for name, (tensor, checkpoint_names) in model.fused_tensors().items():
+        if ".experts." not in name:  # merged queries, keys and values are another family's layout
+            continue
         table[name] = tensor
         for part in checkpoint_names:
             del table[part]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from meltcore.config import EngineConfig
 from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.worker import loading
 from meltcore.models.checkpoint import open_checkpoint
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -27,6 +28,12 @@ SMALL = {
     "max_position_embeddings": 256,
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def _keep_loaded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave weights as they are loaded; tests/models/test_host_weights.py has what a CPU converts them to."""
+    monkeypatch.setattr(loading, "host_weights", lambda *_: None)
 
 
 def published_config() -> dict[str, Any]:
