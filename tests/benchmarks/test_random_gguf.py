@@ -103,7 +103,7 @@ def test_file_loads_and_generates(tmp_path: Path, family: str, file_type: str, f
     write_header(new_writer(path, config, sizes, file_type), tensors)
     write_data(path, tensors, buffer_bytes=2**20)
     llm = LLM(str(path), max_model_len=256, dtype="float32", device="cpu")
-    assert set(weight_dtypes(llm.engine.runner.model)) <= formats | {"float32", "float16"}
+    assert formats <= set(weight_dtypes(llm.engine.runner.model)) <= formats | {"float32", "float16"}
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=5)
     for answer in llm.generate(["th 123", [300 + token for token in range(150)]], sampling):
         assert len(answer.token_ids) == 4
