@@ -9,10 +9,11 @@ from typing import Any
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from meltcore.api.http import error_json, header, request_id, send_error
+from meltcore.api.http import error_json, request_id
+from meltcore.api.http_responses import JoinedWrites, Refusal, ResponseBeforeBody, ResponseOfHttp10, head_problem
 from meltcore.api.log import shorten
 from meltcore.api.stats import ServerStats
 from meltcore.errors import RequestError
@@ -25,41 +26,6 @@ HEAD_LIMIT_S = 60.0
 REQUEST_LIMIT_S = 300.0
 MAX_HEAD_BYTES = 64 * 1024  # of request line and headers
 MAX_PIPELINED = 16  # requests that a client may send ahead of its responses; more are left unread until then
-
-
-class _JoinedWrites:
-    """A transport that writes the head of a response together with the body that follows.
-
-    uvicorn writes them one after the other: two system calls, and two segments for the client to wake up for.
-    """
-
-    __slots__ = ("_head", "_transport")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        """Write bytes, after the head that was kept. A head other than 100 Continue is kept."""
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
-            self._head = data
-            return
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        """Write the head that is kept: no body follows an answer to HEAD."""
-        if self._head:
-            self.write(b"")
-
-    def close(self) -> None:
-        """Write what is kept, and close."""
-        self.flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -90,7 +56,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Begin to serve a connection."""
-        super().connection_made(_JoinedWrites(transport))  # type: ignore[arg-type]
+        super().connection_made(JoinedWrites(transport))  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application that the connection is lost."""
@@ -249,14 +215,14 @@ class HttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the response to a request, whose turn it is."""
         scope: Any = cycle.scope
-        problem = None if isinstance(app, _Refusal) else _head_problem(scope)
+        problem = None if isinstance(app, Refusal) else head_problem(scope)
         if problem is not None:
-            app = _Refusal(problem)
+            app = Refusal(problem)
         self._has_chunk_sizes = scope["http_version"] == "1.1"
         if not self._has_chunk_sizes:
-            app = _ResponseOfHttp10(app, cycle)
+            app = ResponseOfHttp10(app, cycle)
         elif cycle.waiting_for_100_continue:
-            app = _ResponseBeforeBody(app, cycle)
+            app = ResponseBeforeBody(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -280,13 +246,13 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._receiving and not self._in_head:
             self._drop_body(error)
         else:
-            refusal: Any = _Refusal(error)
+            refusal: Any = Refusal(error)
             self.pipeline.appendleft((self._refused_cycle(), refusal))
 
     def _drop_body(self, error: RequestError) -> None:
         """Refuse the request whose body is arriving, if its turn has not come; else its response has begun."""
         if self.pipeline and self.pipeline[0][0] is self.cycle:
-            refusal: Any = _Refusal(error)
+            refusal: Any = Refusal(error)
             self.pipeline[0] = (self.cycle, refusal)
         else:
             self.transport.close()
@@ -315,83 +281,3 @@ class HttpProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\nx-request-id: {identity}\r\n"
         self.transport.write(b"%sconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (head.encode(), len(body), body))
         self.transport.close()
-
-
-def _head_problem(scope: Scope) -> RequestError | None:
-    """Return why a request cannot be understood by its headers alone."""
-    hosts = 0
-    for name, value in scope["headers"]:
-        if name == b"host":
-            hosts += 1
-        elif name == b"transfer-encoding" and value.lower() != b"chunked":
-            coding = shorten(value.decode("latin-1"))
-            return RequestError(f"Transfer-Encoding {coding!r} is not known here; send chunked", status=501)
-        elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] == "1.1":
-            expectation = shorten(value.decode("latin-1"))
-            return RequestError(f"Expect: {expectation!r} cannot be met; only 100-continue is known", status=417)
-    if hosts > 1:
-        return RequestError(f"a request has one header Host; this one has {hosts}")
-    return None
-
-
-class _Refusal:
-    """An application that answers with one error, and closes the connection."""
-
-    def __init__(self, error: RequestError) -> None:
-        self._error = error
-
-    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        identity = request_id(scope).encode()
-        await send_error(send, self._error, headers=[(b"x-request-id", identity), (b"connection", b"close")])
-
-
-class _ResponseBeforeBody:
-    """Runs an application for a client that waits to be asked for its body (`Expect: 100-continue`).
-
-    uvicorn asks when the application reads. A final response before that ends the connection: the client may leave out
-    the body that it has announced, and nothing distinguishes a body from the next request.
-    """
-
-    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        self._app = app
-        self._cycle = cycle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_close(message: Message) -> None:
-            if self._cycle.waiting_for_100_continue:
-                self._cycle.keep_alive = False
-            await send(message)
-
-        await self._app(scope, receive, send_and_close)
-
-
-class _ResponseOfHttp10:
-    """Runs an application for a client of HTTP/1.0, which knows neither chunk sizes nor 100 Continue (RFC 9112, 6.1).
-
-    A response without a length ends with the connection. One with a length leaves it open for a client that says
-    `Connection: keep-alive`.
-    """
-
-    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
-        self._app = app
-        self._cycle = cycle
-        cycle.chunked_encoding = False
-        cycle.waiting_for_100_continue = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cycle = self._cycle
-        options = (header(scope, b"connection") or b"").lower().split(b",")
-        cycle.keep_alive = b"keep-alive" in (option.strip() for option in options)
-
-        async def send_without_chunks(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = list(message.get("headers", ()))
-                names = {name for name, _ in headers}
-                cycle.keep_alive &= b"content-length" in names and b"connection" not in names
-                if cycle.keep_alive:
-                    message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
-            else:  # uvicorn compares what is sent with the length that it has read in the head
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await self._app(scope, receive, send_without_chunks)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights
+from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights, stores_half
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.kernels.launch import use_triton
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -28,8 +28,6 @@ from meltcore.layers.quantization import DenseWeight
 from meltcore.models.decoder import Decoder
 from meltcore.models.model import Model
 from meltcore.models.quantization import tensors_of_layers
-
-_HALF_TYPES = {"F16", "BF16", "float16", "bfloat16"}  # of safetensors and GGUF, and of config.json
 
 
 class HostWeights(NamedTuple):
@@ -81,7 +79,7 @@ def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | No
     if not isinstance(model, Decoder) or model.dtype != torch.float32 or use_triton(torch.empty(0, device="cpu")):
         return None
     in_half = supports_half_weights()
-    dense_in_half = in_half and bool(dtype_names) and _HALF_TYPES.issuperset(dtype_names)
+    dense_in_half = in_half and stores_half(dtype_names)
     layers = [layer for layer in _layers(model) if _is_convertible(_module(layer), dense=dense_in_half)]
     if not layers:
         return None

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 
+_HALF_TYPES = {"F16", "BF16", "float16", "bfloat16"}  # of safetensors and GGUF, and of config.json
 _PACKED_ROWS = 16  # of a weight, which FBGEMM packs together
 
 
 def processor_packs_half() -> bool:
     """Return whether torch has FBGEMM for this processor. The engine asks torch itself, which also wants AVX2."""
     return platform.machine() in ("x86_64", "AMD64")
+
+
+def stores_half(dtype_names: Collection[str]) -> bool:
+    """Return whether a checkpoint stores unquantized matrices, and all of them in 16 bits.
+
+    dtype_names: the types in which it stores unquantized matrices.
+    """
+    return bool(dtype_names) and _HALF_TYPES.issuperset(dtype_names)
 
 
 def describe_host_weights(*, in_half: bool, in_two_parts: bool) -> str:
