@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from gguf.constants import GGMLQuantizationType
 
-from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 
@@ -95,34 +94,6 @@ def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> 
     """Return the bytes that a device takes for a tensor held as `held`. element_size: of the model's type."""
     *rows, columns = tensor.shape
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
-
-
-def host_weights(tensors: Mapping[str, GGUFTensor], *, packs_half: bool) -> tuple[int, str]:
-    """Return the bytes of a file's weights on a CPU that computes in float32 (models/host_weights.py), and their form.
-
-    The form describes the weights that the CPU converts. It is empty if it converts none.
-
-    Args:
-        tensors: the tensors of the file that are weights.
-        packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
-    """
-    matrices = [tensor.type for tensor in tensors.values() if len(tensor.shape) > 1]
-    dense_in_half = packs_half and all(
-        each in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, *QUANTIZED_TYPES) for each in matrices
-    )
-    total, converted = 0, []  # of each converted weight, whether it has blocks
-    for name, held in held_types(tensors).items():
-        tensor, is_embedding, in_blocks = tensors[name], name == EMBEDDING, held is not None
-        loaded = held_bytes(tensor, held, 4)
-        is_linear = len(tensor.shape) == 2 and ROUTER not in name and (not is_embedding or HEAD not in tensors)
-        if not is_linear or not (in_blocks or dense_in_half):
-            total += loaded
-            continue
-        converted.append(in_blocks)
-        rows, columns = tensor.shape
-        form = {"in_half": packs_half, "in_blocks": in_blocks, "is_embedding": is_embedding}
-        total += converted_bytes(rows, columns, **form, loaded_bytes=loaded)
-    return total, describe_host_weights(in_half=packs_half, in_two_parts=any(converted)) if converted else ""
 
 
 def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:

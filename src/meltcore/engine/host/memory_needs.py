@@ -37,7 +37,7 @@ from meltcore.engine.core.memory_plan import (
 from meltcore.engine.core.workspace import PENALTY_BYTES, sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.kernels.comm.buffer_sizes import buffer_bytes
-from meltcore.kernels.gemm.half_sizes import processor_packs_half
+from meltcore.kernels.gemm.half_sizes import processor_packs_half, stores_half
 from meltcore.models.checkpoint import (
     SYNTHESIS_ARCHITECTURE,
     TRANSLATION_ARCHITECTURE,
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from meltcore.models.gguf_file import GGUFModel  # imports gguf and numpy, which the supervisor does not need
 
 _LARGEST_BYTES = 2**44
-_HALF_TYPES = {"bfloat16", "float16"}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Tokens per step where the file names no number. Steps of models that share a GPU are short, so that others get their
 # turn; a sliding window keeps as many tokens more of each step.
@@ -180,11 +179,11 @@ def _generation(
     # A CPU converts what it loads, unless the engine must be able to load it again when it wakes.
     on_host = on_cpu and element_size == _DTYPE_BYTES["float32"] and model.residency != "sleepable"
     if checkpoint.gguf is not None and model.quantization == "none":
-        total_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, on_host=on_host)
-        weight_bytes, source = total_bytes // ranks, "header of the GGUF file"
+        weight_bytes, weight_note = _gguf_weights(checkpoint.gguf, config, element_size, ranks, on_host=on_host)
+        source = "header of the GGUF file"
     else:
         published = read_quantization_config(checkpoint.config) if model.format == "auto" else None
-        if published is None and on_host and model.quantization == "none" and str(stored) in _HALF_TYPES:
+        if published is None and on_host and model.quantization == "none" and stores_half([str(stored)]):
             weight_bytes = decoder_host_bytes(
                 config, weight_format=_weight_format(model), packs_half=processor_packs_half(), ranks=ranks
             )
@@ -327,22 +326,19 @@ def _weight_format(model: ModelSection) -> WeightFormat:
     return "dense" if model.format == "auto" else model.format
 
 
-def _gguf_weights(gguf: GGUFModel, config: DecoderConfig, element_size: int, *, on_host: bool) -> tuple[int, str]:
-    """Return the bytes of a GGUF file's weights as a device holds them, and a note on formats held as others.
+def _gguf_weights(
+    gguf: GGUFModel, config: DecoderConfig, element_size: int, ranks: int, *, on_host: bool
+) -> tuple[int, str]:
+    """Return the bytes of a GGUF file's weights on one rank, and a note on formats held as others.
 
     on_host: whether a CPU converts them when they are loaded.
     """
-    from meltcore.models.gguf_config import ROPE_TENSORS
-    from meltcore.models.gguf_formats import describe_on_host, held_bytes, held_types, host_weights, restored_formats
+    from meltcore.models.gguf_formats import describe_on_host, restored_formats
+    from meltcore.models.gguf_sizes import device_weight_bytes, host_weight_bytes
 
-    total, tensors = 0, gguf.tensors
+    tensors = gguf.tensors
     if on_host:
-        weights = {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS}
-        host_bytes, form = host_weights(weights, packs_half=processor_packs_half())
+        host_bytes, form = host_weight_bytes(tensors, config, packs_half=processor_packs_half(), ranks=ranks)
         return host_bytes, describe_on_host(tensors, form) if form else ""
-    for name, held in held_types(tensors).items():
-        is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
-        if name not in ROPE_TENSORS:
-            total += held_bytes(tensors[name], held, 4 if is_float32 else element_size)
     uses = restored_formats(tensors, element_size)
-    return total, "; ".join(use.describe() for use in uses)
+    return device_weight_bytes(tensors, config, element_size, ranks), "; ".join(use.describe() for use in uses)
