@@ -26,6 +26,7 @@ from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import Fields
 from meltcore.models.fairseq_weights import FairseqWeights
+from meltcore.models.finite_check import FiniteCheck
 from meltcore.models.model import LoadableModel, Model
 from meltcore.models.published_fp8 import keep_published_fp8
 from meltcore.models.published_int4 import quantize_to_int4
@@ -248,7 +249,8 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
     since reading may take minutes.
 
     Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
-    expected, a head that is not the embedding it is tied to, or the unreadable file.
+    expected, a head that is not the embedding it is tied to, a tensor with values that are not finite in the model's
+    type, or the unreadable file.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]
@@ -258,9 +260,12 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
         buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(_NUM_READERS + 1)]
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_READERS))
         for file_index, (file, file_parts) in enumerate(zip(files, parts, strict=True)):
+            check = FiniteCheck(file.path)
             for part, values in _read_ahead(file, file_parts, pool, buffers):
                 if not part.is_read_in_place(values):
                     part.store(values, file)
+                check.add(file.stored_name(part.name), part.target if isinstance(part.target, torch.Tensor) else values)
+            check.finish()
             progress("loading weights", (file_index + 1) / len(files))
 
 
