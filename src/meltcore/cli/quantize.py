@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from meltcore.models.checkpoint import Checkpoint
     from meltcore.models.loader import Progress
+    from meltcore.models.rounding_loss import RoundingLoss
 
 HELP = (
     "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0), or a folder in the "
@@ -20,6 +21,7 @@ EXAMPLES = """\
   meltcore quantize Qwen/Qwen3.5-35B-A3B --to fp8        writes the folder Qwen3.5-35B-A3B-FP8
   meltcore quantize model-F16.gguf --to q8_0             writes model-F16-Q8_0.gguf
   meltcore quantize model-IQ2_XXS.gguf --to q8_0 --allow-requantize
+  meltcore quantize Qwen/Qwen3-8B-AWQ --to q4_0 --allow-requantize
   meltcore serve Qwen3-0.6B-Q8_0.gguf
 
 exit status: 0 written, 2 refused or wrong usage; an interrupted run leaves nothing
@@ -37,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-requantize",
         action="store_true",
-        help="take a GGUF file that is quantized already: its rounded values are rounded again",
+        help="take a GGUF file, or a folder in AWQ, GPTQ or FP8, that is quantized already: its rounded values are "
+        "rounded again",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace PATH if it exists")
 
@@ -70,16 +73,20 @@ def run(args: argparse.Namespace) -> int:
 
     with signals_as_ctrl_c(), stop_progress(progress):
         if isinstance(source, Path):
-            _requantize(source, path, args.to, show, overwrite=args.overwrite, allow=args.allow_requantize)
+            loss = _requantize(source, path, args.to, show, overwrite=args.overwrite, allow=args.allow_requantize)
         else:
-            _write(source, path, args.to, show, overwrite=args.overwrite)
-    files = [path] if path.is_file() else list(path.iterdir())
-    size = sum(file.stat().st_size for file in files)
-    console.print(f"{path}: {size / 1e6:,.1f} MB", markup=False, soft_wrap=True)
+            loss = _write(source, path, args.to, show, overwrite=args.overwrite, allow=args.allow_requantize)
+    read = [source] if isinstance(source, Path) else source.weight_files
+    written = [path] if path.is_file() else list(path.iterdir())
+    before_mb, after_mb = (sum(file.stat().st_size for file in files) / 1e6 for files in (read, written))
+    sizes = f"{after_mb:,.1f} MB, from weights of {before_mb:,.1f} MB"
+    console.print(f"{path}: {sizes}, whose values moved by {loss.relative:.2%} (RMS)", markup=False, soft_wrap=True)
     return 0
 
 
-def _requantize(source: "Path", path: "Path", to: str, progress: "Progress", *, overwrite: bool, allow: bool) -> None:
+def _requantize(
+    source: "Path", path: "Path", to: str, progress: "Progress", *, overwrite: bool, allow: bool
+) -> "RoundingLoss":
     from meltcore.errors import ConfigError
     from meltcore.models.gguf_file import GGUFModel
     from meltcore.models.gguf_requantize import check_requantizable, requantize
@@ -92,10 +99,12 @@ def _requantize(source: "Path", path: "Path", to: str, progress: "Progress", *, 
         )
     model = GGUFModel(source)
     check_requantizable(model, allow_requantize=allow)
-    requantize(model, path, GGUF_FORMATS[to], progress, overwrite=overwrite)
+    return requantize(model, path, GGUF_FORMATS[to], progress, overwrite=overwrite)
 
 
-def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress", *, overwrite: bool) -> None:
+def _write(
+    checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress", *, overwrite: bool, allow: bool
+) -> "RoundingLoss":
     from functools import partial
 
     from meltcore.models.fp8_writer import write_fp8
@@ -103,9 +112,8 @@ def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress"
     from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
 
     if to == "fp8":
-        write_fp8(checkpoint, path, progress, overwrite=overwrite)
-        return
-    write_gguf(
+        return write_fp8(checkpoint, path, progress, overwrite=overwrite, allow_requantize=allow)
+    return write_gguf(
         checkpoint,
         path,
         GGUF_FORMATS[to],
@@ -113,4 +121,5 @@ def _write(checkpoint: "Checkpoint", path: "Path", to: str, progress: "Progress"
         partial(check_tokenizer, checkpoint),
         progress,
         overwrite=overwrite,
+        allow_requantize=allow,
     )

@@ -9,7 +9,9 @@ from meltcore.kernels.activation import swiglu
 from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.gemm.half_weight import PackedHalf, half_linear
 from meltcore.kernels.norm import Norm, rms_norm
+from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor
 from meltcore.kernels.quant.ggml_decode import dequantize
+from meltcore.layers.fp8_weights import BlockFp8Weight, Fp8Weight
 from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.int4_weights import Int4Weight
 from meltcore.layers.merged_weight import MergedWeight
@@ -81,6 +83,9 @@ def stored_values(weight: nn.Module) -> torch.Tensor:
         return torch.cat([stored_values(part) for part in weight.parts])
     if isinstance(weight, DenseWeight):
         return weight.values.detach().float()
+    if isinstance(weight, Fp8Weight | BlockFp8Weight):
+        scales = weight.scales if isinstance(weight, BlockFp8Weight) else weight.scales[:, None]
+        return BlockFp8Tensor(weight.values, scales).dequantize()
     assert isinstance(weight, GgmlWeight)
     tensor = weight.blocks.tensor
     values = dequantize(tensor, torch.empty(len(tensor.values), tensor.columns))

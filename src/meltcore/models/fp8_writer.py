@@ -23,6 +23,7 @@ from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, quantize
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.loader import Progress, build_meta_model
+from meltcore.models.rounding_loss import RoundingLoss
 from meltcore.models.source_tensors import SourceTensor, SourceTensors, open_tensors
 from meltcore.models.tensor_file import TensorFile
 from meltcore.results.files import atomic_output, check_disk_space, write_atomic
@@ -59,13 +60,15 @@ class _Planned(NamedTuple):
     num_bytes: int
     is_quantized: bool
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, loss: RoundingLoss) -> dict[str, torch.Tensor]:
         """Read the tensor and return what is stored for it, by name."""
         if isinstance(self.source, TensorFile):
             with safe_open(self.source.path, "pt") as file:
                 return {self.name: file.get_tensor(self.name)}
         if not self.is_quantized:
-            return {self.name: self.source.read()}
+            kept = self.source.read()
+            self.source.check_largest(float(kept.abs().max()), _LARGEST, "float32")
+            return {self.name: kept}
         values, scales = torch.empty(self.shape, dtype=FP8), torch.empty(self.shape[0], 1)
         row = 0
         for part in self.source.parts():
@@ -74,25 +77,33 @@ class _Planned(NamedTuple):
             values[row : row + len(part)] = quantized.values
             scales[row : row + len(part), 0] = quantized.scales
             row += len(part)
+            loss.add(part.float().numpy(), (quantized.values.float() * quantized.scales[:, None]).numpy())
         return {self.name: values, f"{self.name}_scale": scales}
 
 
-def write_fp8(checkpoint: Checkpoint, path: Path, progress: Progress, *, overwrite: bool = False) -> None:
+def write_fp8(
+    checkpoint: Checkpoint, path: Path, progress: Progress, *, overwrite: bool = False, allow_requantize: bool = False
+) -> RoundingLoss:
     """Write the checkpoint as the folder `path`, with its tokenizer and chat template.
 
-    Raises ConfigError for a quantized checkpoint, for an existing folder unless `overwrite`, for one that holds
-    anything but a checkpoint or is the source, and for a full disk.
+    Returns how far that rounds the values of the matrices. Raises ConfigError for a quantized checkpoint unless
+    `allow_requantize`, for an existing folder unless `overwrite`, for one that holds anything but a checkpoint or is
+    the source, and for a full disk.
     """
     if path.exists() and (not (path / "config.json").exists() or path.samefile(checkpoint.folder)):
         reason = "the source" if (path / "config.json").exists() else "no checkpoint folder"
         raise ConfigError(f"{path} is {reason}, so it is not replaced")
-    with atomic_output(path, overwrite=overwrite) as folder, open_tensors(checkpoint) as source:
+    loss = RoundingLoss()
+    with (
+        atomic_output(path, overwrite=overwrite) as folder,
+        open_tensors(checkpoint, allow_requantize=allow_requantize) as source,
+    ):
         planned = list(_plan(source))
         shards = _shards(planned)
         check_disk_space(path, sum(tensor.num_bytes for tensor in planned))
-        config = checkpoint.config | {"quantization_config": _quantization_config(planned)}
+        config = source.checkpoint.config | {"quantization_config": _quantization_config(planned)}
         # Sizes that the format's kernels do not compute are refused now, and not when the folder is served.
-        build_meta_model(checkpoint, torch.bfloat16, torch.device("meta"), "fp8")
+        build_meta_model(source.checkpoint, torch.bfloat16, torch.device("meta"), "fp8")
         folder.mkdir()
         weight_map: dict[str, str] = {}
         total_bytes = 0
@@ -100,7 +111,7 @@ def write_fp8(checkpoint: Checkpoint, path: Path, progress: Progress, *, overwri
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             tensors: dict[str, torch.Tensor] = {}
             for tensor in shard:
-                tensors |= tensor.tensors()
+                tensors |= tensor.tensors(loss)
                 progress("quantizing", (len(weight_map) + len(tensors)) / _num_tensors(planned))
             save_file(tensors, folder / file, metadata={"format": "pt"})
             (folder / file).chmod(0o644)  # it is private otherwise
@@ -113,6 +124,7 @@ def write_fp8(checkpoint: Checkpoint, path: Path, progress: Progress, *, overwri
         for name in _TEXT_FILES:
             if (checkpoint.folder / name).exists():
                 shutil.copyfile(checkpoint.folder / name, folder / name)
+    return loss
 
 
 def _plan(source: SourceTensors) -> Iterator[_Planned]:

@@ -20,6 +20,7 @@ from meltcore.errors import ConfigError
 from meltcore.models.gguf_file import GGUFModel, GGUFTensor
 from meltcore.models.gguf_formats import DENSE_TYPES, EMBEDDING, HEAD, ROUTER, count_formats, experts_together
 from meltcore.models.loader import Progress
+from meltcore.models.rounding_loss import RoundingLoss
 from meltcore.results.files import atomic_output, check_disk_space
 
 # Of the formats that are written, the types of their files, and magnitudes beyond which a scale would be infinite.
@@ -69,8 +70,10 @@ def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
 
 def requantize(
     model: GGUFModel, path: Path, to: GGMLQuantizationType, progress: Progress, *, overwrite: bool = False
-) -> None:
+) -> RoundingLoss:
     """Write the GGUF file `path` with the matrices of `model` as type `to`, and its output head as Q8_0.
+
+    Returns how far that rounds the values which the source stores.
 
     Tensors that have their type already are copied. Raises ConfigError for values that the type cannot hold, for an
     existing file unless `overwrite`, for one of the source's files, and for a full disk.
@@ -80,17 +83,19 @@ def requantize(
     if path.exists() and any(path.samefile(file.path) for file in model.files):
         raise ConfigError(f"{path} is the source, so it is not replaced")
     tensors = [_NewTensor(name, tensor, _new_type(model, name, to)) for name, tensor in model.tensors.items()]
+    loss = RoundingLoss()
     with atomic_output(path, overwrite=overwrite) as temporary_path:
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
         with temporary_path.open("wb") as file:
             file.write(_header(model, tensors, to))
             for index, tensor in enumerate(tensors):
                 _pad(file)
-                for part in _blocks(model, tensor):
+                for part in _blocks(model, tensor, loss):
                     file.write(part.data)
                 progress("quantizing", (index + 1) / len(tensors))
             _pad(file)
         GGUFModel(temporary_path)
+    return loss
 
 
 def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuantizationType:
@@ -133,21 +138,22 @@ def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
-def _blocks(model: GGUFModel, tensor: _NewTensor) -> Iterator[np.ndarray[Any, Any]]:
+def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the rows of a tensor as its new type stores them. Raises ConfigError for values that it cannot hold."""
     file, source = model.file_of[tensor.name], tensor.source
     stored = file.blocks(tensor.name)
-    if source.type == tensor.type:
-        yield stored
-        return
     step = max(1, _PART_VALUES // source.shape[-1])
     for start in range(0, prod(source.shape[:-1]), step):
+        rows = stored[start : start + step]
         with np.errstate(all="ignore"):
-            values = gguf.quants.dequantize(stored[start : start + step], source.type)
+            values = gguf.quants.dequantize(rows, source.type)
         largest, limit = float(np.abs(values).max()), LARGEST.get(tensor.type, np.inf)
         if not np.isfinite(largest):
             raise ConfigError(f"{file.path}: {tensor.name} has values that are not finite numbers")
         if largest > limit:
             size = f"a value of magnitude {largest:g}; {tensor.type.name} holds up to {limit:g}"
             raise ConfigError(f"{file.path}: {tensor.name} has {size}")
-        yield gguf.quants.quantize(values, tensor.type)
+        if source.type != tensor.type:
+            rows = gguf.quants.quantize(values, tensor.type)
+            loss.add(values, gguf.quants.dequantize(rows, tensor.type))
+        yield rows

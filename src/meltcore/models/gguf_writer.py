@@ -41,6 +41,7 @@ from meltcore.models.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VE
 from meltcore.models.gguf_weights import gguf_name, has_permuted_rows, includes_one, stored_rows
 from meltcore.models.loader import Progress
 from meltcore.models.registry import ARCHITECTURES
+from meltcore.models.rounding_loss import RoundingLoss
 from meltcore.models.source_tensors import SourceTensor, SourceTensors, open_tensors
 from meltcore.results.files import atomic_output, check_disk_space
 
@@ -81,7 +82,7 @@ class _StoredTensor(NamedTuple):
         """Bytes of the tensor."""
         return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) * self.row_bytes
 
-    def blocks(self) -> np.ndarray[Any, Any]:
+    def blocks(self, loss: RoundingLoss) -> np.ndarray[Any, Any]:
         """Read and convert the tensor: uint8 [rows, row_bytes], where the values of one dim are a row each."""
         blocks = np.empty((self.num_bytes // self.row_bytes, self.row_bytes), dtype=np.uint8)
         row = 0
@@ -91,7 +92,10 @@ class _StoredTensor(NamedTuple):
                 if self.added:
                     values = values + self.added
                 source.check_largest(float(values.abs().max()), LARGEST.get(self.type, _LARGEST_FLOAT), self.type.name)
-                stored = gguf.quants.quantize(values.numpy(), self.type).view(np.uint8)
+                stored = gguf.quants.quantize(values.numpy(), self.type)
+                if self.type in FILE_TYPES:
+                    loss.add(values.numpy(), gguf.quants.dequantize(stored, self.type))
+                stored = stored.view(np.uint8)
                 blocks[row : row + len(values)] = stored.reshape(len(values), -1)
                 row += len(values)
         return blocks if self.row_order is None else blocks[self.row_order.numpy()]
@@ -106,17 +110,23 @@ def write_gguf(
     progress: Progress,
     *,
     overwrite: bool = False,
-) -> None:
+    allow_requantize: bool = False,
+) -> RoundingLoss:
     """Write the checkpoint as the GGUF file `path` with matrices of type `to`.
 
-    tokenizer: returns the metadata of tokenizer and chat template for the rows of the embedding. Raises ConfigError for
-    an architecture or a configuration that GGUF cannot express, for a quantized checkpoint, for an existing file unless
-    `overwrite`, and for a full disk.
+    tokenizer: returns the metadata of tokenizer and chat template for the rows of the embedding. Returns how far the
+    values of the matrices are rounded. Raises ConfigError for an architecture or a configuration that GGUF cannot
+    express, for a quantized checkpoint unless `allow_requantize`, for an existing file unless `overwrite`, and for a
+    full disk.
     """
     name = _architecture_name(checkpoint)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; a GGUF file is written")
-    with atomic_output(path, overwrite=overwrite) as temporary_path, open_tensors(checkpoint) as source:
+    loss = RoundingLoss()
+    with (
+        atomic_output(path, overwrite=overwrite) as temporary_path,
+        open_tensors(checkpoint, allow_requantize=allow_requantize) as source,
+    ):
         tensors = _plan(source, name, to)
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
         writer = gguf.GGUFWriter(temporary_path, name)
@@ -145,10 +155,11 @@ def write_gguf(
                 writer.flush()
             _check_header(checkpoint.name, temporary_path, path, config, check_header)
             for index, tensor in enumerate(tensors):
-                writer.write_tensor_data(tensor.blocks())
+                writer.write_tensor_data(tensor.blocks(loss))
                 progress("quantizing", (index + 1) / len(tensors))
         finally:
             writer.close()
+    return loss
 
 
 def _architecture_name(checkpoint: Checkpoint) -> str:

@@ -40,14 +40,14 @@ def keep_published_fp8(model: Model, config: Fp8Config, device: torch.device) ->
             continue
         modules = [name.removesuffix(".weight") for name in names]
         row_multiple = _row_multiple(model) if modules[0].endswith(".q_proj") else BLOCK
-        methods = [_fp8_method(config, module, row_multiple) for module in modules]
+        methods = [fp8_method(config, module, row_multiple) for module in modules]
         if isinstance(layer, SparseMoeBlock):
             _check_experts(config, modules, layer)
         if any(method is not UNQUANTIZED for method in methods):
             quantize_fp8_layer(layer, names, methods, option)
 
 
-def _fp8_method(config: Fp8Config, module: str, row_multiple: int) -> QuantizationMethod:
+def fp8_method(config: Fp8Config, module: str, row_multiple: int) -> QuantizationMethod:
     """Return the quantization method of a module."""
     strategy = config.strategy(module)
     if strategy is None:

@@ -39,7 +39,7 @@ def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFil
     layers = [(layer, [name.removesuffix(".weight") for name in names]) for layer, names in tensors_of_layers(model)]
     if files:
         with torch.device("cpu"):
-            formats = _stored_formats(config, files, model.canonical_name)
+            formats = stored_formats(config, files, model.canonical_name)
     else:
         formats = _stated_formats(config, layers)
     for layer, modules in layers:
@@ -98,7 +98,7 @@ def _layout(config: Int4Config) -> Layout:
     return "gptq_v2" if config.checkpoint_format == "gptq_v2" else "gptq"
 
 
-def _stored_formats(
+def stored_formats(
     config: Int4Config, files: Sequence[TensorFile], canonical_name: Callable[[str], str]
 ) -> dict[str, Int4Format]:
     """Return the format of each module whose matrix is stored as `qweight`."""

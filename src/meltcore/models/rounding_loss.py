@@ -1,0 +1,27 @@
+"""Sums up how far the values of matrices move when they are quantized."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Values = np.ndarray[Any, Any]
+
+
+class RoundingLoss:
+    """Counts the error of rounded values against those that were read."""
+
+    def __init__(self) -> None:
+        self._squared_error = self._squared_values = 0.0
+
+    def add(self, values: Values, rounded: Values) -> None:
+        """Count the values of a part of a matrix, in float32."""
+        self._squared_error += float(np.square(rounded - values).sum(dtype=np.float64))
+        self._squared_values += float(np.square(values).sum(dtype=np.float64))
+
+    @property
+    def relative(self) -> float:
+        """The root of the mean squared error, relative to the root of the mean squared value."""
+        return math.sqrt(self._squared_error / self._squared_values) if self._squared_values else 0.0
