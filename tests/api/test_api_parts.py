@@ -310,7 +310,7 @@ def test_wrong_flags_are_errors(arguments: list[str]) -> None:
 def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("meltcore.fleet.supervisor.serve", lambda config: seen.append(config) or 0)
-    monkeypatch.setattr("meltcore.backends.text_model.check_servable", lambda model: None)  # there is no model m
+    monkeypatch.setattr("meltcore.backends.servable.check_servable", lambda model: None)  # there is no model m
     parser = argparse.ArgumentParser()
     serve_cli.add_arguments(parser)
     flags = "m --served-model-name a b --port 0 --memory 2GiB --debug no-prefill-graphs --debug no-peer-memory"

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 
 from meltcore.cli.main import main
 from meltcore.fleet import daemon, supervisor
+from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.text.tokenizer import Tokenizer
 
 FIELDS = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256}
+
+GOOD_TOKENIZER = Tokenizer.synthetic_bytes(300)._backend.to_str()
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +30,14 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "start", fail)
 
 
-def write(path: Path, architecture: str, types: list[str], pre: str | None) -> Path:
+def write(
+    path: Path,
+    architecture: str,
+    types: list[str],
+    pre: str | None,
+    tokens: list[str] | None = None,
+    merges: list[str] | None = None,
+) -> Path:
     """Write the header of a GGUF file with a matrix of each type. pre: the pre-tokenizer; None: no tokens."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in FIELDS.items():
@@ -35,7 +47,8 @@ def write(path: Path, architecture: str, types: list[str], pre: str | None) -> P
     if pre is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        writer.add_token_list([f"t{index}" for index in range(32)])
+        writer.add_token_list(tokens or [f"t{index}" for index in range(32)])
+        writer.add_token_merges(merges or ["t 1"])
     for index, name in enumerate(types):
         kind = gguf.GGMLQuantizationType[name]
         size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -104,6 +117,98 @@ def test_all_reasons_of_a_folder_are_in_one_line(tmp_path: Path, capsys: pytest.
         assert reason in line
     line = refusal([str(tmp_path), "--load-format", "dummy"], capsys)
     assert "2 reasons: (1) config.json names MambaForCausalLM" in line
+
+
+BROKEN: dict[str, tuple[dict[str, str], str]] = {
+    "missing": ({}, "no such folder"),
+    "empty": ({"README.md": ""}, "has no tokenizer.json"),
+    "another layout": ({"tokenizer.model": "", "vocab.json": "{}"}, "tokenizer.model and vocab.json cannot be used"),
+    "cut short": ({"tokenizer.json": '{"version": "1.0", "model": {'}, "tokenizer.json cannot be read"),
+    "settings": ({"tokenizer.json": GOOD_TOKENIZER, "tokenizer_config.json": "["}, "tokenizer_config.json"),
+}
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("is_gguf", [True, False])
+def test_broken_tokenizer_is_one_of_all_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, is_gguf: bool
+) -> None:
+    """Of a model that is refused for others too, and of one that is not."""
+    files, reason = BROKEN[kind]
+    tokenizer, template = write_files(tmp_path / "tok", files), tmp_path / "none.jinja"
+    options = ["--tokenizer", str(tokenizer), "--chat-template", str(template)]
+    if is_gguf:
+        model, good = write(tmp_path / "m.gguf", "rwkv7", ["IQ2_XXS"], None), BUNDLED_MODEL
+        expected = ["general.architecture is 'rwkv7'", "stores 1 tensor as IQ2_XXS"]
+    else:
+        config = {"architectures": ["MambaForCausalLM"], "quantization_config": {"quant_method": "hqq"}}
+        model, good = write_files(tmp_path / "m", {"config.json": json.dumps(config)}), "meltcore/sums-gemma"
+        expected = ["names MambaForCausalLM", "quant_method", "holds no *.safetensors files"]
+    line = refusal([str(model), *options], capsys)
+    for each in (*expected, f"--tokenizer {tokenizer}", reason, f"--chat-template {template}"):
+        assert each in line
+    assert f"{len(expected) + 2} reasons" in line
+    line = refusal([good, *options[:2]], capsys)
+    assert line.startswith(f"meltcore serve: --tokenizer {tokenizer}")
+    assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("files", "reasons"),
+    [
+        ({"tokenizer.json": "{"}, ["tokenizer.json cannot be read"]),
+        ({"tokenizer.json": GOOD_TOKENIZER, "tokenizer_config.json": '{"eos_token": 1}'}, ["eos_token"]),
+    ],
+    ids=["tokenizer", "settings"],
+)
+def test_broken_files_of_a_folder_are_among_all_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], reasons: list[str]
+) -> None:
+    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}
+    write_files(tmp_path / "m", {"config.json": json.dumps(config)} | files)
+    line = refusal([str(tmp_path / "m")], capsys)
+    for reason in ("config.json lacks num_hidden_layers", "holds no *.safetensors files", *reasons):
+        assert reason in line
+    assert "3 reasons" in line
+
+
+@pytest.mark.parametrize("tokens", [["a", "b", "a"], ["a", "b", "c"]], ids=["a token twice", "a merge of others"])
+def test_tokenizer_of_a_gguf_file_that_cannot_be_built_is_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[str]
+) -> None:
+    path = write(tmp_path / "m.gguf", "rwkv7", ["F16"], "qwen2", tokens=tokens, merges=["x y"])
+    line = refusal([str(path)], capsys)
+    assert "2 reasons: (1) general.architecture is 'rwkv7'" in line
+    assert ("has 'a' twice" if tokens[2] == "a" else "the tokenizer cannot be built") in line
+
+
+@pytest.mark.parametrize("name", ["owner/usual", "owner/one-GGUF", "owner/several-GGUF:Q8_0"])
+def test_model_of_the_hub_is_refused_before_anything_starts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Its weights are not downloaded for that."""
+    folder = tmp_path / "hub"
+    config = {"architectures": ["MambaForCausalLM"]}
+    files = {"config.json": json.dumps(config), "tokenizer.json": "{", "pytorch_model.bin": ""}
+    write_files(folder, files if name == "owner/usual" else {"README.md": ""})
+    if name != "owner/usual":
+        for quantization in ("Q8_0", "Q4_0")[: 1 if name == "owner/one-GGUF" else 2]:
+            write(folder / f"m-{quantization}.gguf", "rwkv7", ["IQ2_XXS"], "none-such")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda _: [path.name for path in folder.iterdir()])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    line = refusal([name, "--tokenizer", "owner/none"] if "GGUF" in name else [name], capsys)
+    reasons = (
+        ["'rwkv7'", "IQ2_XXS", "--tokenizer"] if "GGUF" in name else ["Mamba", "no *.safetensors", "cannot be read"]
+    )
+    for reason in (*reasons, "3 reasons"):
+        assert reason in line
 
 
 @pytest.mark.parametrize("name", ["none.gguf", "none"])

@@ -7,7 +7,7 @@ import gguf
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from meltcore.backends.text_model import check_servable
+from meltcore.backends.servable import check_servable
 from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError, RequestError, UnservableModelError
 from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint

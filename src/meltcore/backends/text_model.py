@@ -14,8 +14,6 @@ from meltcore.models.checkpoint import (
     TRANSLATION_ARCHITECTURE,
     Checkpoint,
     CheckpointFiles,
-    folder_reasons,
-    is_on_hub,
     is_synthesis_model,
     open_checkpoint,
 )
@@ -60,46 +58,6 @@ def find_checkpoint(config: ModelConfig) -> Checkpoint:
         if reasons:
             raise UnservableModelError(str(checkpoint.gguf.path), reasons)
     return checkpoint
-
-
-def check_servable(config: ModelConfig) -> None:
-    """Raise UnservableModelError with all reasons that the files of a local model show, and ConfigError.
-
-    A server calls it before it begins anything. A hub's model is not looked at, since its download takes long.
-    """
-    template_problem = _template_problem(config.engine.chat_template)
-    try:
-        _check_files(config)
-    except UnservableModelError as error:
-        if template_problem is None:
-            raise
-        raise UnservableModelError(error.source, (*error.reasons, str(template_problem))) from error
-    if template_problem is not None:
-        raise template_problem
-
-
-def _template_problem(path: str | None) -> ConfigError | None:
-    """Return why the template of --chat-template cannot be used."""
-    try:
-        if path is not None:
-            ChatTemplate.from_file(Path(path))
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _check_files(config: ModelConfig) -> None:
-    engine = config.engine
-    if any(name is not None and is_on_hub(name) for name in (engine.model, engine.tokenizer)):
-        return
-    if find_task(config) != "generation":
-        return
-    checkpoint = find_checkpoint(config)
-    if checkpoint.gguf is not None:
-        return
-    reasons = folder_reasons(checkpoint, is_dummy=engine.load_format == "dummy")
-    if reasons:
-        raise UnservableModelError(str(checkpoint.folder), reasons)
 
 
 def _tokenizer_reasons(path: Path) -> list[str]:
@@ -149,11 +107,11 @@ def load_text_model(config: ModelConfig) -> TextModel:
     # Looked up now, the bytes of all tokens (20 MB for 150,000) are allocated together, not scattered while serving.
     for token_id in range(tokenizer.vocab_size):
         tokenizer.token_bytes(token_id)
+    defaults = template_defaults(checkpoint.config)
+    template = ChatTemplate.from_checkpoint(checkpoint, defaults, config.engine.chat_template)
     return TextModel(
         tokenizer=tokenizer,
-        template=ChatTemplate.from_checkpoint(
-            checkpoint, template_defaults(checkpoint.config), config.engine.chat_template
-        ),
-        reasoning_parser=reasoning_parser(tokenizer, checkpoint.config),
+        template=template,
+        reasoning_parser=reasoning_parser(tokenizer, checkpoint.config, template),
         sampling_defaults={} if greedy else checkpoint_defaults(checkpoint.generation_config, str(generation_path)),
     )

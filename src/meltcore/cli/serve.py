@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
     config = from_options(ServerConfig, args, models=(model,))
     with loading_modules():
-        from meltcore.backends.text_model import check_servable
+        from meltcore.backends.servable import check_servable
 
     check_servable(model)  # before a process starts, and before anything is printed
     if (status := start_daemon(args, config)) is not None:

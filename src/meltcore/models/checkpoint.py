@@ -9,6 +9,7 @@ file or in the parts of a split one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from meltcore.models.config_fields import Fields
 from meltcore.models.fairseq_config import TOKENIZER_FOLDER
 from meltcore.models.fairseq_config import find_checkpoint as find_fairseq
 from meltcore.models.fairseq_config import read_config as read_fairseq_config
-from meltcore.models.hub import HubId, download_checkpoint, download_folder, download_gguf
+from meltcore.models.hub import HubId, download_checkpoint, download_folder, download_gguf, no_hub_weights_reason
 from meltcore.models.json_file import read_json
 from meltcore.models.weight_files import (
     INDEX,
@@ -217,11 +218,11 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file
     and an invalid GGUF file; UnservableModelError for a GGUF file that cannot be served.
     """
-    tokenizer_folder = None if tokenizer is None else _find_folder(tokenizer, "text")
+    tokenizer_folder = None if tokenizer is None else find_folder(tokenizer, "text")
     gguf_path = find_gguf(model, files)
     if gguf_path is not None:
         return _open_gguf(model, gguf_path, tokenizer_folder)
-    folder = _find_folder(model, files)
+    folder = find_folder(model, files)
     fairseq = find_fairseq(folder)
     if fairseq is not None:
         config = {"architectures": [TRANSLATION_ARCHITECTURE], **read_fairseq_config(fairseq)}
@@ -248,28 +249,41 @@ def _fields_of(path: Path) -> Fields:
     return Fields(read_json(path) if path.exists() else {}, path.name)
 
 
-def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool) -> list[str]:
+def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: bool = False) -> list[str]:
     """Return all reasons why a folder of a language model cannot be served, as its files show them.
 
-    They are its architecture, quantization, weights and tokenizer. is_dummy: for random weights, config.json is enough.
+    They are its architecture and configuration, quantization and weights. is_dummy: for random weights, config.json is
+    enough. has_overrides: fields of the configuration will be replaced, so they are not looked at.
     """
     from meltcore.models.decoder_families import DECODER_CONFIGS
     from meltcore.models.quantization_config import read_quantization_config
 
     reasons = []
     names = Fields(checkpoint.config).optional("architectures", [])
-    if not any(name in DECODER_CONFIGS for name in names):
+    known = next((name for name in names if name in DECODER_CONFIGS), None)
+    if known is None:
         reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
-    try:
-        read_quantization_config(checkpoint.config)
-    except ConfigError as error:
-        reasons.append(str(error))
-    folder = checkpoint.text_folder
-    if not is_dummy and not checkpoint.weight_files:
-        reasons.append(checkpoint.no_weights_reason)
-    if not is_dummy and folder is not None and not (folder / "tokenizer.json").exists():
-        reasons.append(f"{folder} has no tokenizer.json; name a folder or hub id that has one with --tokenizer")
+
+    def check_weights() -> None:
+        reason = no_hub_weights_reason(checkpoint.name) if is_on_hub(checkpoint.name) else _no_weights(checkpoint)
+        if reason is not None:
+            raise ConfigError(reason)
+
+    checks: list[Callable[[], object]] = [lambda: read_quantization_config(checkpoint.config)]
+    if known is not None and not has_overrides:
+        checks.insert(0, lambda: DECODER_CONFIGS[known](checkpoint.config))
+    if not is_dummy:
+        checks.append(check_weights)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            reasons.append(str(error))
     return reasons
+
+
+def _no_weights(checkpoint: Checkpoint) -> str | None:
+    return None if checkpoint.weight_files else checkpoint.no_weights_reason
 
 
 def open_task_checkpoint(name: str, task: str, architecture: str, *, is_dummy: bool) -> Checkpoint:
@@ -385,7 +399,8 @@ def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoi
     return checkpoint
 
 
-def _find_folder(model: str, files: CheckpointFiles) -> Path:
+def find_folder(model: str, files: CheckpointFiles) -> Path:
+    """Return the folder that `model` names, downloaded if it is a hub id. Raises ConfigError if there is none."""
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
     published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TRANSLATION_FOLDERS | PUBLISHED_SYNTHESIS_FOLDERS

@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from meltcore.errors import ConfigError
 from meltcore.models.json_file import read_json
-from meltcore.models.weight_files import INDEX, files_without_index, has_weights, indexed_files, reads_index
+from meltcore.models.weight_files import (
+    INDEX,
+    files_without_index,
+    has_weights,
+    indexed_files,
+    no_weights_reason,
+    reads_index,
+)
 from meltcore.process import call_with_timeout
 
 _MAX_NAMES_SHOWN = 30
@@ -93,6 +100,12 @@ def download_gguf(model: str) -> Path | None:
     """
     files = _find_gguf(model)
     return None if files is None else download_folder(model, files) / files[0]
+
+
+def no_hub_weights_reason(model: str) -> str | None:
+    """Return why a repository without GGUF files has no weights to download. None if it has, or cannot be listed."""
+    names = _list_files(HubId(model.partition(":")[0], None))
+    return no_weights_reason(names) if names and not has_weights(names) else None
 
 
 def hub_problem(model: str) -> str:

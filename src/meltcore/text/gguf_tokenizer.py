@@ -27,8 +27,8 @@ _KINDS = ("gpt2", "llama")
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
 
 
-def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a GGUF checkpoint.
+def build_tokenizer(gguf: GGUFModel, *, is_quiet: bool = False) -> tokenizers.Tokenizer:
+    """Build the tokenizer of a GGUF checkpoint. is_quiet: without a warning about types of tokens.
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
@@ -37,7 +37,7 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
     kind = gguf.metadata.get(f"{PREFIX}model")
     tokens = gguf.texts(f"{PREFIX}tokens")
     types, retyped = token_types(gguf, tokens)
-    if retyped:
+    if retyped and not is_quiet:
         names = ", ".join(retyped)
         print(f"meltcore: {gguf.path}: control tokens, though of another type: {names}", file=sys.stderr, flush=True)
     used = np.flatnonzero(types != TokenType.UNUSED)
@@ -70,6 +70,21 @@ def tokenizer_reasons(path: Path) -> list[str]:
     An empty list for a file without tokens, of which its reader says so.
     """
     return _kind_reasons(GGUFModel(path))
+
+
+def broken_reasons(path: Path) -> list[str]:
+    """Return the reason why the tokenizer of a GGUF file cannot be built, although its kind is supported.
+
+    An empty list also for a file without tokens, of which its reader says so.
+    """
+    gguf = GGUFModel(path)
+    if f"{PREFIX}tokens" not in gguf.metadata or _kind_reasons(gguf):
+        return []
+    try:
+        build_tokenizer(gguf, is_quiet=True)
+    except ConfigError as error:
+        return [str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ")]
+    return []
 
 
 def _kind_reasons(gguf: GGUFModel) -> list[str]:

@@ -173,7 +173,7 @@ def _missing_reason(folder: Path) -> str:
     fault = f"{folder} has no tokenizer.json"
     others = [name for name in OTHER_LAYOUTS if (folder / name).exists()]
     if not others:
-        return fault
+        return f"{fault}; name a folder or hub id that has one with --tokenizer"
     return (
         f"{fault}, and {' and '.join(others)} cannot be used instead: name a folder or hub id that has one by "
         "--tokenizer, or write it with AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers"
