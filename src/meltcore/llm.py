@@ -67,7 +67,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_checkpoint(checkpoint, allow_missing=config.load_format == "dummy")
         self._template = ChatTemplate.from_checkpoint(checkpoint, template_defaults(hf_config), config.chat_template)
         self._special_tokens_in_messages = config.special_tokens_in_messages
-        self._reasoning_parser = reasoning_parser(self.tokenizer, hf_config)
+        self._reasoning_parser = reasoning_parser(self.tokenizer, hf_config, self._template)
         self._num_requests = 0
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ import tokenizers
 from meltcore.models import checkpoint
 from meltcore.models.gguf_config import FAMILIES
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def parser(tokenizer: Tokenizer) -> ReasoningParser:
-    found = reasoning_parser(tokenizer, HYBRID)
+    found = reasoning_parser(tokenizer, HYBRID, MissingTemplate())
     assert found is not None
     assert (found.start_id, found.end_id) == (300, 301)
     return found
@@ -74,21 +75,63 @@ def test_template_without_the_variable_decides_by_itself(tmp_path: Path) -> None
 @pytest.mark.parametrize("published", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "smollm3-3b"])
 def test_published_models_that_reason_have_a_parser(tokenizer: Tokenizer, published: str) -> None:
     config = json.loads((Path(checkpoint.__file__).parent / "published" / published / "config.json").read_text())
-    assert reasoning_parser(tokenizer, config) is not None
+    assert reasoning_parser(tokenizer, config, MissingTemplate()) is not None
     assert template_defaults(config) == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3moe"])
 def test_gguf_files_of_models_that_reason_have_a_parser(tokenizer: Tokenizer, name: str) -> None:
     config = {"model_type": FAMILIES[name].model_type}
-    assert reasoning_parser(tokenizer, config) is not None
+    assert reasoning_parser(tokenizer, config, MissingTemplate()) is not None
     assert template_defaults(config) == {"enable_thinking": False}
 
 
-def test_only_registered_model_types_have_a_reasoning_parser(tokenizer: Tokenizer) -> None:
-    assert reasoning_parser(tokenizer, {"model_type": "qwen2"}) is None
-    assert reasoning_parser(tokenizer, {}) is None
-    assert reasoning_parser(Tokenizer.synthetic_bytes(300), HYBRID) is None
+# How the templates of models that were trained on a reasoning one's answers begin the next answer: within reasoning, as
+# DeepSeek-R1's distilled models and QwQ, or before it. They drop the reasoning of earlier answers.
+OPENING = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<A>' + m.content.split('</think>')[-1] }}"
+    "{% else %}{{ '<U>' + m.content }}{% endif %}{% endfor %}{{ '<A><think>\\n' }}"
+)
+DROPPING = OPENING.replace("<think>", "")
+PLAIN = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}assistant"
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "gemma3_text", ""])
+def test_template_or_model_type_shows_that_a_model_reasons(tokenizer: Tokenizer, model_type: str) -> None:
+    config = {"model_type": model_type}
+    for source in (OPENING, DROPPING, "assistant: <think>"):
+        found = reasoning_parser(tokenizer, config, ChatTemplate(source))
+        assert found is not None
+        assert (found.start_id, found.end_id) == (300, 301)
+    for template in (ChatTemplate(PLAIN), MissingTemplate()):
+        assert reasoning_parser(tokenizer, config, template) is None
+    without_tokens = Tokenizer.synthetic_bytes(300)
+    assert reasoning_parser(without_tokens, config, ChatTemplate(OPENING)) is None
+    assert reasoning_parser(without_tokens, HYBRID, MissingTemplate()) is None
+    assert template_defaults(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "written", "answer", "reasoning"),
+    [
+        (OPENING, "Two and two.\n</think>\n\n4", "4", "Two and two.\n"),
+        (OPENING, "never ends", "", "never ends"),
+        (OPENING, "<think>\nAgain.</think>4", "4", "\nAgain."),  # the mark twice
+        (DROPPING, "<think>\nTwo.\n</think>\n\n4", "4", "\nTwo.\n"),
+        (DROPPING, "4, at once", "4, at once", ""),
+    ],
+)
+def test_reasoning_of_a_distilled_model_is_separate(
+    tokenizer: Tokenizer, source: str, written: str, answer: str, reasoning: str
+) -> None:
+    template = ChatTemplate(source)
+    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "Hm.</think>4"}]
+    prompt = render_chat(tokenizer, template, [*messages, {"role": "user", "content": "again"}])
+    assert "Hm." not in prompt.text
+    parser = reasoning_parser(tokenizer, {"model_type": "qwen2"}, template)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), parser, prompt.encode(tokenizer))
+    text = "".join(detokenizer.add([each])[0] for each in tokenizer.encode(written, add_special_tokens=False))
+    assert (text + detokenizer.flush(), "".join(detokenizer.reasoning)) == (answer, reasoning)
 
 
 @pytest.mark.parametrize(

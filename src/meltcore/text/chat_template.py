@@ -42,6 +42,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the code that Jinja makes of it
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
+        self.source = source
         self.constants = frozenset(value for value in constants if isinstance(value, str))  # in its expressions
         # transformers gives tools and documents to every template.
         self._variables = {"tools": None, "documents": None, **(special_tokens or {}), **(defaults or {})}
@@ -118,6 +119,7 @@ class MissingTemplate:
     """Stands for the chat template of a model that has none, or one that cannot be used."""
 
     is_usable = False
+    source = ""
 
     def __init__(self, reason: str | None = None) -> None:
         """Hold why the template cannot be used. None: there is no template."""

@@ -1,8 +1,12 @@
 """Defines which models write reasoning before an answer, and which part of a text is reasoning.
 
 Reasoning stands between two tokens that are not special ones, so skipping special tokens does not hide it. A chat
-template may write the first of them: a prompt that ends with the start token starts reasoning. A prompt that ends with
-start and end token starts the answer, whatever whitespace follows.
+template may write the first of them: a prompt that ends with the start token starts reasoning, as DeepSeek-R1's does. A
+prompt that ends with start and end token starts the answer, whatever whitespace follows.
+
+A model reasons if its type is listed here, or if its chat template has one of the tokens in its text: to begin an
+answer with it, or to drop the reasoning of earlier answers. So all models that are trained on the answers of a
+reasoning one are known by their templates, whatever their type.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.tokenizer import Tokenizer
 
 
@@ -50,13 +55,17 @@ class ReasoningParser:
         return False
 
 
-def reasoning_parser(tokenizer: Tokenizer, config: Mapping[str, Any]) -> ReasoningParser | None:
-    """Return the reasoning parser for the model of a config.json.
+def reasoning_parser(
+    tokenizer: Tokenizer, config: Mapping[str, Any], template: ChatTemplate | MissingTemplate
+) -> ReasoningParser | None:
+    """Return the reasoning parser for the model of a config.json with a chat template.
 
     None where the model writes no reasoning, or its tokenizer lacks the tokens around it.
     """
-    reasoning_format = REASONING_FORMATS.get(config.get("model_type", ""))
-    if reasoning_format is None:
+    reasoning_format = REASONING_FORMATS.get(config.get("model_type", ""), _THINK_FORMAT)
+    is_listed = config.get("model_type", "") in REASONING_FORMATS
+    marks = reasoning_format.start_token, reasoning_format.end_token
+    if not is_listed and not any(mark in template.source for mark in marks):
         return None
     start_id, end_id = tokenizer.token_id(reasoning_format.start_token), tokenizer.token_id(reasoning_format.end_token)
     return None if start_id is None or end_id is None else ReasoningParser(start_id, end_id, tokenizer)
