@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.text.detokenizer import Detokenizer
+from meltcore.text.detokenizer import Detokenizer, text_to_continue
 from meltcore.text.tokenizer import Tokenizer
 
 QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
@@ -106,6 +106,73 @@ def test_completion_goes_on_from_its_prompt_as_the_whole_reads(
     found = "".join([*(detokenizer.add([token_id])[0] for token_id in answer), detokenizer.flush()])
     before, whole = (tokenizer.decode(each, skip_special_tokens=skip) for each in (prompt, prompt + answer))
     assert before + found == whole
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, a byte each."""
+    first = 0 if tokenizer.is_byte_level else 1
+    return [first + byte for byte in text.encode()]
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+@given(
+    text=st.text("aé☃日🧊", min_size=1, max_size=5),
+    data=st.data(),
+    start=st.integers(0, 3),
+    sizes=st.lists(st.integers(1, 3)),
+)
+def test_completion_of_a_prompt_that_ends_within_a_character_has_the_character(
+    kind: Callable[[], Tokenizer], text: str, data: st.DataObject, start: int, sizes: list[int]
+) -> None:
+    """Also where the prompt begins within one. What is echoed and the answer are the whole text together."""
+    tokenizer = kind()
+    ids = byte_ids(tokenizer, text)
+    cut = data.draw(st.integers(0, len(ids)))
+    # Byte tokens of SentencePiece are valid together or not at all, so a broken character would take the others along.
+    first = min(start, cut, len(text[0].encode()) - 1) if tokenizer.is_byte_level else 0
+    prompt, answer = ids[first:cut], ids[cut:]
+    finished = text.encode()[first:cut].decode(errors="ignore")
+    echo = text_to_continue(tokenizer, prompt, skip_special_tokens=True)
+    assert echo.replace("\ufffd", "") == finished
+    expected = text.encode()[first:].decode(errors="ignore").removeprefix(finished)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(), prompt=prompt, continues_prompt=True)
+    found = ""
+    while answer:
+        size = sizes.pop() if sizes else 1
+        found += detokenizer.add(answer[:size])[0]
+        answer = answer[size:]
+    found += detokenizer.flush()
+    assert found.lstrip("\ufffd") == expected
+    if first == 0:
+        assert found == expected
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+@pytest.mark.parametrize(("prompt", "answer", "text"), [("☃🧊", "🧊.", "🧊."), ("é日", "日☃", "日☃")])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_first_character_of_an_answer_is_found_as_a_stop_string_too(
+    kind: Callable[[], Tokenizer], prompt: str, answer: str, text: str, hidden: bool
+) -> None:
+    """Also with a hidden special token within the character."""
+    tokenizer = kind()
+    ids, rest = byte_ids(tokenizer, prompt), byte_ids(tokenizer, answer)
+    size = len(answer[0].encode())
+    special = [SPECIAL] if hidden and tokenizer.is_byte_level else []
+    begun = [*ids[:-size], *ids[-size:][:1], *special, *ids[-size:][1:-1]]
+    shown = Detokenizer(tokenizer, SamplingParams(), prompt=begun, continues_prompt=True)
+    assert shown.add(rest[size - 1 :])[0] + shown.flush() == text
+    stopped = Detokenizer(tokenizer, SamplingParams(stop=(text,)), prompt=begun, continues_prompt=True)
+    assert stopped.add(rest[size - 1 :]) == ("", text)
+    never = Detokenizer(tokenizer, SamplingParams(), prompt=begun, continues_prompt=True)  # it goes on otherwise
+    assert (never.add([tokenizer.token_id(".") or 0])[0] + never.flush()).lstrip("\ufffd") == "."
+
+
+@pytest.mark.parametrize("before", [b"", b"\x98\x83", "é☃".encode()])
+def test_bytes_before_an_unfinished_character_do_not_break_it(before: bytes) -> None:
+    """A prompt may be cut from a text at both ends."""
+    prompt = [1 + byte for byte in before + "🧊".encode()[:2]]
+    detokenizer = Detokenizer(sentencepiece(), SamplingParams(), prompt=prompt, continues_prompt=True)
+    assert detokenizer.add([1 + byte for byte in "🧊".encode()[2:] + "☃".encode()])[0] == "🧊☃"
 
 
 def test_space_after_a_prompt_begins_a_stop_string() -> None:

@@ -10,6 +10,7 @@ from meltcore.api.protocol import ChatMessage, CompletionRequest
 from meltcore.errors import RequestError
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
+from meltcore.text.detokenizer import text_to_continue
 from meltcore.text.tokenizer import Tokenizer
 
 # Longer text is tokenized on a thread, without the GIL. This much takes about 10 ms, the longest that one request may
@@ -79,7 +80,10 @@ async def completion_prompts(
 
 
 async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
-    """Return the text of each prompt, for `echo`: as it was sent, or decoded where token ids were."""
+    """Return the text of each prompt, for `echo`: as it was sent, or decoded where token ids were.
+
+    Token ids may end within a character, which is then the first of the answer.
+    """
     prompt_list = [request.prompt] if isinstance(request.prompt, str) else request.prompt
     texts = [text for text in prompt_list if isinstance(text, str)]
     if texts:
@@ -87,7 +91,7 @@ async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts
     skip = request.skip_special_tokens is not False
 
     def work() -> list[str]:
-        return [tokenizer.decode(ids, skip_special_tokens=skip) for ids in prompts]
+        return [text_to_continue(tokenizer, ids, skip_special_tokens=skip) for ids in prompts]
 
     return work() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(work)
 

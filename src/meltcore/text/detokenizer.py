@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.reasoning import ReasoningParser
@@ -12,6 +12,7 @@ from meltcore.text.stop_strings import StopStrings
 from meltcore.text.tokenizer import Tokenizer
 
 REPLACEMENT_CHAR = "\ufffd"
+MAX_UNFINISHED_BYTES = 3  # of a character of four
 MAX_WINDOW_TOKENS = 8  # a character takes at most 4 byte tokens; more unfinished ones than this are no character
 
 
@@ -28,9 +29,10 @@ class IncrementalDecoder(Protocol):
 class _ByteDecoder:
     """Decodes byte-level vocabularies: each token is a sequence of bytes, and UTF-8 decoding is the only state."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: UnfinishedContext) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._decode(context.unfinished)
 
     def add(self, token_id: int) -> str:
         return self._decode(self._token_bytes(token_id))
@@ -46,11 +48,12 @@ class _WindowDecoder:
     held back while it ends in an unfinished character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: UnfinishedContext) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._decoded_ids = self._end_of(context)  # their text has been returned
-        self._pending_ids: list[int] = []  # their text has not
+        # Their text has been returned. Before an unfinished character none is needed, which is no space to be dropped.
+        self._decoded_ids = [] if context.unfinished else self._end_of(context.finished_ids)
+        self._pending_ids = list(context.unfinished_ids)  # their text has not
 
     def add(self, token_id: int) -> str:
         self._pending_ids.append(token_id)
@@ -66,12 +69,22 @@ class _WindowDecoder:
         return text
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
-        """Return the last tokens of a context, from one that has text: a decoder drops no space after it."""
-        for start in range(len(context) - 1, -1, -1):
-            text = self._tokenizer.decode([context[start]], skip_special_tokens=self._skip_special_tokens)
-            if text and REPLACEMENT_CHAR not in text:
-                return list(context[start:])
+        """Return the last tokens of a context that have text together: a decoder drops no space after them.
+
+        Bytes that are no character are left out, since a decoder takes neighboring byte tokens for valid together or
+        not at all.
+        """
+        for length in range(1, min(len(context), MAX_WINDOW_TOKENS) + 1):
+            if self._is_text(context[-length:]):
+                return list(context[-length:])
+        for token_id in reversed(context):
+            if self._is_text([token_id]):
+                return [token_id]
         return list(context)
+
+    def _is_text(self, token_ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special_tokens)
+        return bool(text) and REPLACEMENT_CHAR not in text
 
     def _new_text(self) -> str:
         decoded_text = self._tokenizer.decode(self._decoded_ids, skip_special_tokens=self._skip_special_tokens)
@@ -81,16 +94,62 @@ class _WindowDecoder:
         return full_text[len(decoded_text) :]
 
 
+class UnfinishedContext(NamedTuple):
+    """The tokens that a text continues, divided where a character begins that they leave unfinished.
+
+    Args:
+        finished_ids: the tokens before the first byte of that character.
+        unfinished_ids: the tokens that have bytes of it, at most three and the hidden ones among them.
+        unfinished: its bytes, which the next tokens complete. Empty where the last character is whole.
+    """
+
+    finished_ids: Sequence[int]
+    unfinished_ids: Sequence[int]
+    unfinished: bytes
+
+
+def divide_context(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> UnfinishedContext:
+    """Divide the tokens that a text continues. A prompt of token ids may end anywhere, also within a character."""
+    hidden_ids = tokenizer.special_ids if skip_special_tokens else frozenset()
+    tail, starts = b"", list[tuple[int, int]]()  # of each visible token: its index, and the length of the tail with it
+    for index in range(len(context) - 1, -1, -1):
+        if context[index] not in hidden_ids:
+            tail = tokenizer.token_bytes(context[index]) + tail
+            starts.append((index, len(tail)))
+        if len(tail) >= MAX_UNFINISHED_BYTES:
+            break
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(tail)
+    unfinished = decoder.getstate()[0]
+    if not unfinished:
+        return UnfinishedContext(context, (), b"")
+    start = next(index for index, length in starts if length >= len(unfinished))
+    return UnfinishedContext(context[:start], context[start:], unfinished)
+
+
+def text_to_continue(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of a prompt, without the unfinished character that the text of its answer begins with."""
+    context = divide_context(tokenizer, skip_special_tokens, token_ids)
+    if not context.unfinished:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    if tokenizer.is_byte_level:  # a token may end one character and begin the next
+        text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text.removesuffix(REPLACEMENT_CHAR)
+    return tokenizer.decode(list(context.finished_ids), skip_special_tokens=skip_special_tokens)
+
+
 def incremental_decoder(
     tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()
 ) -> IncrementalDecoder:
     """Return the cheapest decoder that is correct for the tokenizer's vocabulary.
 
-    context: the tokens that the text continues. Some vocabularies drop the space at the beginning of a text alone.
+    context: the tokens that the text continues. The first text completes a character that they leave unfinished. Some
+    vocabularies drop the space at the beginning of a text alone.
     """
+    divided = divide_context(tokenizer, skip_special_tokens, context)
     if tokenizer.is_byte_level:
-        return _ByteDecoder(tokenizer)
-    return _WindowDecoder(tokenizer, skip_special_tokens, context)
+        return _ByteDecoder(tokenizer, divided)
+    return _WindowDecoder(tokenizer, skip_special_tokens, divided)
 
 
 class Detokenizer:
