@@ -118,7 +118,7 @@ def test_template_or_model_type_shows_that_a_model_reasons(tokenizer: Tokenizer,
         (OPENING, "never ends", "", "never ends"),
         (OPENING, "<think>\nAgain.</think>4", "4", "\nAgain."),  # the mark twice
         (DROPPING, "<think>\nTwo.\n</think>\n\n4", "4", "\nTwo.\n"),
-        (DROPPING, "4, at once", "4, at once", ""),
+        (DROPPING, "Four. 4", "Four. 4", ""),
     ],
 )
 def test_reasoning_of_a_distilled_model_is_separate(
