@@ -17,6 +17,7 @@ from meltcore.text.control_tokens import ControlTokens
 
 NUM_BYTES = 256
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # of vocabularies made by SentencePiece
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 _LETTER = "x"
 MIN_BATCH_DECODE_TOKENS = 1024
 OTHER_LAYOUTS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt", "spiece.model", "vocab.txt")
@@ -86,10 +87,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(_missing_reason(folder))
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every parse error
-            raise ConfigError(f"{path} cannot be read: {error}") from error
+        backend = _read_backend(path)
         add_listed_tokens(backend, folder)
         return cls(backend)
 
@@ -123,6 +121,8 @@ class Tokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`. Ids beyond the vocabulary (padding rows of an embedding) have no text."""
         text: str
+        if skip_special_tokens:  # the library does not skip a special token whose text its normalizer changes
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_ids]
         # `decode` holds the GIL, `decode_batch` does not; for few tokens it costs twice as much.
         if len(token_ids) > MIN_BATCH_DECODE_TOKENS:
             [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -166,6 +166,33 @@ class Tokenizer:
             return token.encode()
         text: str = decoder.decode([_LETTER, token])
         return text.removeprefix(_LETTER).encode()
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json. Raises ConfigError where the library cannot read it, or would panic over a text."""
+    try:
+        _check_prefix(path)
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.encode("a")  # a template may name a token that it does not list
+        backend.decode([])  # a decoder may strip more characters than there are
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception for every parse error; a panic of Rust is no Exception
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return backend
+
+
+def _check_prefix(path: Path) -> None:
+    """Raise ValueError for a merge without the prefix of continued words, over which the library ends the process."""
+    content = path.read_bytes()
+    if _PREFIX.search(content) is None:
+        return
+    model = json.loads(content)["model"]
+    prefix = model["continuing_subword_prefix"]
+    for merge in model.get("merges", ()):
+        second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]
+        if not second.startswith(prefix):
+            raise ValueError(f"the merge {merge!r} lacks continuing_subword_prefix, {prefix!r}")
 
 
 def _missing_reason(folder: Path) -> str:
