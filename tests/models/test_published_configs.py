@@ -20,6 +20,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.gemm.half_weight import supports_half_weights
+from meltcore.layers.half_weights import HalfWeight
+from meltcore.models import host_weights
 from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, read_json
 
 Config = dict[str, Any]
@@ -169,8 +172,12 @@ def logits_of(reference: PreTrainedModel) -> torch.Tensor:
     return logits
 
 
+def open_engine(folder: Path) -> tools.SeenEngine:
+    return tools.open_engine(folder, max_model_len=128, max_num_seqs=1)
+
+
 def our_logits(folder: Path) -> torch.Tensor:
-    seen = tools.open_engine(folder, max_model_len=128, max_num_seqs=1)
+    seen = open_engine(folder)
     seen.add("one", prompt(), max_tokens=1)
     seen.run()
     return seen.logits["one"][0]
@@ -181,11 +188,77 @@ def write(folder: Path, config: Config, reference: PreTrainedModel) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+class Base(NamedTuple):
+    """A small configuration with random weights: its folder and transformers' logits."""
+
+    config: Config
+    weights: dict[str, torch.Tensor]
+    folder: Path
+    logits: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
+    @cache
+    def make(name: str) -> Base:
+        config, folder = shrink(PUBLISHED[name]), tmp_path_factory.mktemp("base")
+        reference = reference_of(config)
+        tools.randomise(reference, 3)
+        write(folder, config, reference)
+        return Base(config, reference.state_dict(), folder, logits_of(reference))
+
+    return make
+
+
+def with_weights(config: Config, made: Base) -> PreTrainedModel | None:
+    """Return a model of transformers with the weights of `made`; None where transformers refuses the configuration."""
+    try:
+        model = reference_of(config)
+    except (ValueError, StrictDataclassError):
+        return None
+    model.load_state_dict(made.weights)
+    return model
+
+
+def loaded(made: Base, folder: Path) -> PreTrainedModel:
+    """Load a checkpoint with transformers."""
+    model: PreTrainedModel
+    model, info = type(reference_of(made.config)).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not [*info["missing_keys"], *info["unexpected_keys"]]
+    return model.eval()
+
+
 def test_thirty_configurations_name_their_source() -> None:
     assert len(PUBLISHED) >= 30
     assert not OTHERS.keys() & PUBLISHED_CONFIG_FOLDERS.keys()
     for name, entry in OTHERS.items():
         assert entry["source"] == f"https://huggingface.co/{name}/blob/main/config.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configuration_gives_the_logits_of_transformers(base: Callable[[str], Base], name: str) -> None:
+    made = base(name)
+    assert tools.relative_error(our_logits(made.folder), made.logits) <= TOLERANCE
+
+
+# --- weights of 16 bits, which a CPU converts
+
+FAMILIES = {config["architectures"][0]: name for name, config in PUBLISHED.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES.values())
+def test_weights_of_16_bits_have_the_logits_of_transformers_as_served(
+    tmp_path: Path, base: Callable[[str], Base], name: str
+) -> None:
+    made = base(name)
+    reference = with_weights(made.config, made)
+    assert reference is not None
+    write(tmp_path, made.config, reference.bfloat16())
+    kinds = {type(layer.weight) for layer in host_weights._layers(open_engine(tmp_path).engine.runner.model)}
+    assert (HalfWeight in kinds) == supports_half_weights()
+    assert tools.relative_error(our_logits(tmp_path), logits_of(loaded(made, tmp_path))) <= TOLERANCE
 
 
 # --- every field counts
@@ -266,34 +339,6 @@ def changed_list(name: str, value: list[Any]) -> list[Any]:
     return [1 - value[0], *value[1:]] if name == "no_rope_layers" else [5, *value]
 
 
-class Base(NamedTuple):
-    """A small configuration with random weights: its folder and transformers' logits."""
-
-    config: Config
-    weights: dict[str, torch.Tensor]
-    folder: Path
-    logits: torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
-    @cache
-    def make(name: str) -> Base:
-        config, folder = shrink(PUBLISHED[name]), tmp_path_factory.mktemp("base")
-        reference = reference_of(config)
-        tools.randomise(reference, 3)
-        write(folder, config, reference)
-        return Base(config, reference.state_dict(), folder, logits_of(reference))
-
-    return make
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configuration_gives_the_logits_of_transformers(base: Callable[[str], Base], name: str) -> None:
-    made = base(name)
-    assert tools.relative_error(our_logits(made.folder), made.logits) <= TOLERANCE
-
-
 def mutate(folder: Path, made: Base, paths: list[tuple[str, ...]]) -> Config:
     """Write the files of a configuration with other values in some fields; return its config.json."""
     mutated = copy.deepcopy(made.config)
@@ -338,21 +383,3 @@ def test_another_value_changes_the_logits_as_in_transformers_or_is_refused(
         assert path[-1] == "rope_scaling"
     else:
         assert tools.relative_error(ours, logits_of(theirs)) <= TOLERANCE
-
-
-def with_weights(config: Config, made: Base) -> PreTrainedModel | None:
-    """Return a model of transformers with the weights of `made`; None where transformers refuses the configuration."""
-    try:
-        model = reference_of(config)
-    except (ValueError, StrictDataclassError):
-        return None
-    model.load_state_dict(made.weights)
-    return model
-
-
-def loaded(made: Base, folder: Path) -> PreTrainedModel:
-    """Load a checkpoint with transformers."""
-    model: PreTrainedModel
-    model, info = type(reference_of(made.config)).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not [*info["missing_keys"], *info["unexpected_keys"]]
-    return model.eval()

@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @pytest.fixture(autouse=True)
 def _keep_loaded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave weights as they are loaded; tests/models/test_host_weights.py has what a CPU converts them to."""
+    """Leave weights as they are loaded; tests/models/test_published_configs.py has each family as a CPU serves it."""
     monkeypatch.setattr(loading, "host_weights", lambda *_: None)
 
 

@@ -197,6 +197,7 @@ def outputs(folder: Path, texts: list[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mutations())
 def test_another_value_of_a_field_changes_ids_or_texts_or_is_refused(tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
