@@ -2,6 +2,8 @@
 
 import argparse
 import doctest
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,9 +11,23 @@ from typing import Any, Literal
 import pytest
 
 import meltcore.options
+from meltcore.cli.main import main
 from meltcore.config import EngineConfig
 from meltcore.errors import ConfigError
-from meltcore.options import add_options, from_options, json_object, not_empty, option, size_bytes
+from meltcore.load.config import parse_numbers, parse_range, parse_slo
+from meltcore.load.fleet_config import parse_mix
+from meltcore.options import (
+    add_options,
+    from_options,
+    is_number,
+    json_object,
+    not_empty,
+    number,
+    option,
+    read_number,
+    size_bytes,
+)
+from meltcore.protocol.fleet_file import parse_fleet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +165,61 @@ def test_json_option_reads_an_object() -> None:
 def test_other_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         json_object(text)
+
+
+ODD_NUMBERS = ["１", "٣", "1_0", "+1", "1０", "²", "0x1", "", " ", "--1", "1 0"]
+
+
+@pytest.mark.parametrize("text", ODD_NUMBERS)
+def test_numbers_have_plain_digits(text: str) -> None:
+    """Python reads most of these as numbers, and other programs do not."""
+    assert not is_number(text)
+    for number_type in (int, float):
+        with pytest.raises(ValueError, match="is not a number in digits from 0 to 9"):
+            read_number(text, number_type)
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a"):
+            number(number_type)(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        size_bytes(f"{text}GiB")
+
+
+def test_numbers_are_read() -> None:
+    assert [read_number(text, int) for text in ("0", "-7", " 42\n", "007")] == [0, -7, 42, 7]
+    assert [read_number(text, float) for text in ("1e3", "-.5", "2.", "1E-2", "inf")] == [1e3, -0.5, 2, 0.01, math.inf]
+    assert is_number("0123456789")
+
+
+@pytest.mark.parametrize("text", ["１", "1_0", "+1"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda text: parse_range(f"1-{text}", "--x"),
+        lambda text: parse_numbers(f"1,{text}", "--x", int),
+        lambda text: parse_numbers(text, "--x", float),
+        lambda text: parse_slo(f"ttft:{text}"),
+        lambda text: parse_mix(f"generation={text}"),
+        lambda text: parse_fleet(f"models: {{a: {{checkpoint: meltcore/sums, max_num_seqs: {text}}}}}"),
+        lambda text: parse_fleet(f"models: {{a: {{checkpoint: meltcore/sums, memory: {text}GiB}}}}"),
+    ],
+)
+def test_numbers_of_workloads_and_files_have_plain_digits(read: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(text)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["010", "0x10", "1:30", "1_000.5", "+1.5", "1:30.5"])
+def test_numbers_of_a_fleet_file_are_not_read_in_other_forms_of_yaml(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"line 2: got .*; write a number in plain digits, text in quotes"):
+        parse_fleet(f"models: {{a: {{checkpoint: meltcore/sums}}}}\ntimeouts: {{request_s: {text}}}")
+    parse_fleet(f"models: {{a: {{checkpoint: '{text}', max_num_seqs: 10}}}}\ntimeouts: {{request_s: 1.5}}")
+
+
+@pytest.mark.parametrize("command", [["ps", "--port"], ["down", "--timeout"], ["serve", "m", "-tp"], ["logs", "-n"]])
+@pytest.mark.parametrize("text", ["１", "1_0", "+1"])
+def test_options_of_commands_have_plain_digits(
+    command: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, text])
+    assert f"{text!r} is not a" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from meltcore.errors import ConfigError
-from meltcore.options import check_origins, json_object, not_empty, option, server_url_fault
+from meltcore.options import check_origins, json_object, not_empty, number, option, server_url_fault
 from meltcore.routes_config import RoutesConfig
 
 LoadFormat = Literal["auto", "dummy"]
@@ -87,7 +87,7 @@ class EngineConfig:
         short="-tp",
         choices=(1, 2, 4, 8),
         metavar="N",
-        type=int,
+        type=number(int),
     )
     rank_timeout_s: float = 10.0  # with several ranks a step that takes longer is stuck
     max_model_len: int | None = option(

@@ -41,7 +41,11 @@ ORIGIN_FORM = "a scheme and a host in lower case without a path, such as https:/
 _Config = TypeVar("_Config")
 _METADATA = "option"
 _UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
-_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+_SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE | re.ASCII)
+# Python also reads 1_000, +5, and the digits of all scripts, which no other program reads as it does.
+_WHOLE = re.compile(r"-?[0-9]+")
+_DECIMAL = re.compile(r"-?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
+_Number = TypeVar("_Number", int, float)
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -147,7 +151,7 @@ def number(
 
     def parse(text: str) -> Any:
         try:
-            value = number_type(text)
+            value = read_number(text, number_type)
         except ValueError:
             value = math.nan
         if math.isfinite(value) and exclusive_minimum < value and minimum <= value <= maximum:
@@ -155,6 +159,22 @@ def number(
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
     return parse
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text has digits from 0 to 9 only, and at least one."""
+    return text.isascii() and text.isdigit()
+
+
+def read_number(text: str, number_type: type[_Number]) -> _Number:
+    """Return the number that a user wrote in digits from 0 to 9, with spaces at its ends at most.
+
+    Raises ValueError for any other text, also for such that Python would read: 1_000, +5, and digits of other scripts.
+    """
+    pattern, plain = _WHOLE if number_type is int else _DECIMAL, text.strip(" \t\r\n")
+    if pattern.fullmatch(plain) is None:
+        raise ValueError(f"{text!r} is not a number in digits from 0 to 9")
+    return number_type(plain)
 
 
 def size_bytes(text: str) -> int:

@@ -19,6 +19,7 @@ from meltcore.api.stats import CLASSES
 from meltcore.api.terms import RequestTerms, set_terms
 from meltcore.config import PriorityClass
 from meltcore.errors import RequestError
+from meltcore.options import read_number
 
 if TYPE_CHECKING:
     from meltcore.api.tracing import RequestSpan, Tracing
@@ -39,7 +40,7 @@ def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
 
 def _timeout_s(value: bytes) -> float:
     try:
-        seconds = float(value)
+        seconds = read_number(value.decode("latin-1"), float)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:

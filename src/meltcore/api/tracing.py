@@ -22,7 +22,7 @@ from meltcore.api.log import Log, shorten
 from meltcore.api.stats import ServerStats
 from meltcore.config import ServerConfig
 from meltcore.errors import ConfigError
-from meltcore.options import shown_url
+from meltcore.options import is_number, shown_url
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -84,7 +84,7 @@ def resolve_tracing(config: ServerConfig) -> ServerConfig:
 
 def _queue_size() -> int:
     value = os.environ.get(QUEUE_VARIABLE, "") or str(DEFAULT_QUEUE)
-    if not value.isdecimal() or int(value) < 1:
+    if not is_number(value) or int(value) < 1:
         raise ConfigError(f"{QUEUE_VARIABLE} must be a whole number of at least 1; got {value!r}")
     return int(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -12,6 +13,7 @@ from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.log import shorten
 from meltcore.api.task_backends import ResponseFormat, SpeechRequest
 from meltcore.errors import RequestError
+from meltcore.options import read_number
 from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
 _DECODERS = ("rnnt", "ctc")
@@ -91,7 +93,7 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
 def _check_temperature(value: str) -> None:
     """Raise RequestError for another temperature than 0: tokens are not sampled."""
     try:
-        is_zero = float(value) == 0
+        is_zero = read_number(value, float) == 0
     except ValueError:
         raise RequestError(f"temperature must be a number; got {shorten(value)!r}", param="temperature") from None
     if not is_zero:
@@ -116,7 +118,7 @@ def render(result: Transcription, request: SpeechRequest) -> tuple[bytes, bytes]
 
 
 def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, Any]:
-    """Return OpenAI's verbose form. What the decoders do not compute is null."""
+    """Return OpenAI's verbose form."""
     answer: dict[str, Any] = {
         "task": "transcribe",
         "language": result.language,
@@ -133,16 +135,16 @@ def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, 
 
 def _segment(index: int, words: Sequence[SpokenWord]) -> dict[str, Any]:
     text = text_of(words)
-    content = text.encode()
+    content, tokens = text.encode(), [token for word in words for token in word.token_ids]
     return {
         "id": index,
         "seek": round(words[0].start_s / _SEEK_S),
         "start": words[0].start_s,
         "end": words[-1].end_s,
         "text": text,
-        "tokens": [token for word in words for token in word.token_ids],
+        "tokens": tokens,
         "temperature": 0.0,  # tokens are not sampled
-        "avg_logprob": None,
+        "avg_logprob": round(sum(word.logprob for word in words) / max(1, len(tokens)), 6),
         "compression_ratio": round(len(content) / len(zlib.compress(content)), 3),  # as in Whisper
-        "no_speech_prob": None,
+        "no_speech_prob": round(math.exp(sum(word.no_token_logprob for word in words)), 6),
     }

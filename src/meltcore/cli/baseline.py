@@ -17,12 +17,13 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action, the baseline's name, and the options of a server's start and load."""
     from meltcore.cli.start_options import add_start_options
+    from meltcore.options import number
 
     parser.add_argument("action", choices=("save", "list", "show"), help="Save, list or show baselines.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="Name of the baseline to save or show.")
     parser.add_argument("--run", metavar="FILE", help="Command file of the server to start, with {port} in it.")
     parser.add_argument(
-        "--starts", type=int, default=6, metavar="N", help="Number of fresh starts, at least 6 (default: 6)."
+        "--starts", type=number(int), default=6, metavar="N", help="Number of fresh starts, at least 6 (default: 6)."
     )
     parser.add_argument("--replace", action="store_true", help="Replace an existing baseline of this name.")
     parser.add_argument(

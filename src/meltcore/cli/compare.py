@@ -30,6 +30,7 @@ METRICS = ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms", "itl_ms", "e2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the two sides, the limits of the verdict in percent, and the options of a server's start and load."""
     from meltcore.cli.start_options import add_start_options
+    from meltcore.options import number
 
     parser.add_argument(
         "stored", nargs="*", metavar="A B", help="Two run folders, sets of starts, or names of baselines."
@@ -41,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Command files of the servers to start: two, or one against a stored set.",
     )
     parser.add_argument(
-        "--starts", type=int, default=6, metavar="N", help="Number of fresh starts per side (default: 6)."
+        "--starts", type=number(int), default=6, metavar="N", help="Number of fresh starts per side (default: 6)."
     )
     parser.add_argument(
         "--control",
-        type=int,
+        type=number(int),
         default=6,
         metavar="N",
         help="Number of starts of A before the comparison, which measure how much A differs from itself (default: 6).",
@@ -57,20 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--at",
-        type=int,
+        type=number(int),
         metavar="N",
         help="Concurrency whose level decides the verdict (default: the highest).",
     )
     parser.add_argument(
         "--least",
-        type=float,
+        type=number(float),
         default=2.0,
         metavar="PERCENT",
         help="Smallest change in percent that can be a REGRESSION or an IMPROVEMENT (default: 2).",
     )
     parser.add_argument(
         "--must-find",
-        type=float,
+        type=number(float),
         default=5.0,
         metavar="PERCENT",
         help="Change in percent that NO EVIDENCE rules out; without that the verdict is UNDERPOWERED (default: 5).",

@@ -11,9 +11,11 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the fleet and the time limit."""
-    parser.add_argument("--port", type=int, help="The fleet on this port.")
+    from meltcore.options import number
+
+    parser.add_argument("--port", type=number(int), help="The fleet on this port.")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
+        "--timeout", type=number(float), default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
     )
 
 

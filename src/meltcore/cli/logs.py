@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--lines", type=number(int, minimum=0), metavar="N", help="The last N lines of each file (default: all)."
     )
-    parser.add_argument("--port", type=int, help="The fleet on this port, also one that has ended.")
+    parser.add_argument("--port", type=number(int), help="The fleet on this port, also one that has ended.")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,9 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the fleet and the format."""
-    parser.add_argument("--port", type=int, help="The fleet on this port (default: the only one).")
+    from meltcore.options import number
+
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
     parser.add_argument(
         "--nvml", action="store_true", help="Also what NVML reports of each engine, and of all GPUs against the plan."
     )

@@ -10,7 +10,9 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the choice of the fleet."""
-    parser.add_argument("--port", type=int, help="The fleet on this port (default: the only one).")
+    from meltcore.options import number
+
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
 
 
 def run(args: argparse.Namespace) -> int:

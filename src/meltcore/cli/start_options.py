@@ -49,7 +49,7 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "Fle
 def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32") -> None:
     """Add the options that `start_options` reads; `concurrency` is the default of --concurrency."""
     from meltcore.load.config import LoadConfig, parse_numbers
-    from meltcore.options import add_options
+    from meltcore.options import add_options, number
 
     add_options(
         parser,
@@ -67,7 +67,7 @@ def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32"
     group = parser.add_argument_group("Start")
     group.add_argument(
         "--start-timeout",
-        type=float,
+        type=number(float),
         default=900.0,
         metavar="S",
         help="Time limit for a server to become ready (default: 900).",

@@ -12,11 +12,13 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select servers."""
+    from meltcore.options import number
+
     selection = parser.add_mutually_exclusive_group()
-    selection.add_argument("--port", type=int, help="The server on this port.")
+    selection.add_argument("--port", type=number(int), help="The server on this port.")
     selection.add_argument("--all", action="store_true", help="Every server.")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
+        "--timeout", type=number(float), default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
     )
 
 

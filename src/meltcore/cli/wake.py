@@ -10,8 +10,10 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model and the choice of the fleet."""
+    from meltcore.options import number
+
     parser.add_argument("model", metavar="MODEL", help="its name or an alias")
-    parser.add_argument("--port", type=int, help="The fleet on this port (default: the only one).")
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from meltcore.cluster.node_names import NodeNames
 from meltcore.code_version import code_version
 from meltcore.errors import ConfigError
 from meltcore.fleet.machine import read_machine, unloadable
+from meltcore.options import is_number
 from meltcore.process import call_with_timeout
 from meltcore.protocol.cluster import ClusterNode, gpu_resource
 from meltcore.protocol.machine import Machine
@@ -100,7 +101,7 @@ def _check_answers(address: str, head: str) -> None:
     Ray itself would try for minutes, and abort this process without a token.
     """
     host, _, port = head.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not is_number(port):
         raise ConfigError(f"--ray {address}: must be auto, local or HOST:PORT of the head node (6379 by default)")
     where = "there" if head == address else f"at {head}, its head node"
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from meltcore.errors import ConfigError
-from meltcore.options import option
+from meltcore.options import option, read_number
 
 ArrivalProcess = Literal["poisson", "constant"]
 
@@ -20,7 +20,7 @@ DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency wou
 
 _Number = TypeVar("_Number", int, float)
 
-_RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE_PATTERN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _FOLDER_PATTERN = re.compile(r"=[^,]*/")
 _FIELD_PATTERN = re.compile(r"([a-z_]+)=(.+)")
 
@@ -65,7 +65,7 @@ def parse_slo(text: str) -> dict[str, float]:
     for limit_text in text.split(","):
         name, _, value = limit_text.partition(":")
         try:
-            slo_ms[name.strip()] = float(value)
+            slo_ms[name.strip()] = read_number(value, float)
         except ValueError as error:
             raise ConfigError(f"--goodput: {limit_text!r} is not of the form ttft:2000 (milliseconds)") from error
     return slo_ms
@@ -282,7 +282,7 @@ def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[s
 def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:
     """Parse numbers such as `10,100` into a tuple of `number_type`. Raises ConfigError."""
     try:
-        return tuple(number_type(number_text) for number_text in text.split(","))
+        return tuple(read_number(number_text, number_type) for number_text in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{name}: {text!r} is not a list of numbers such as 10,100") from error
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts, parse_range, parse_slo
-from meltcore.options import option
+from meltcore.options import option, read_number
 from meltcore.results.fleet_load import FleetTask
 from meltcore.results.schema import Part
 
@@ -30,7 +30,7 @@ def parse_mix(text: str) -> dict[str, float]:
             known = ", ".join(get_args(FleetTask))
             raise ConfigError(f"--mix: {part!r} is not one of {known} with its share, each once, as generation=70")
         try:
-            shares[task] = float(value)
+            shares[task] = read_number(value, float)
         except ValueError as error:
             raise ConfigError(f"--mix: {part!r} has no number behind the =") from error
     return shares

@@ -21,7 +21,7 @@ MAX_EVENT_BYTES = 16 * 2**20
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
 _HEADER_FIELD = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([^\r\n\x00]*?)[ \t]*")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]*)?")
-_CONTENT_LENGTH = re.compile(r"\d{1,18}")
+_CONTENT_LENGTH = re.compile(r"[0-9]{1,18}")
 
 # Chunk-size lines that were validated before, at most the 65,000 of up to 4 digits: streams repeat them.
 _chunk_size_cache: dict[bytes, int] = {}

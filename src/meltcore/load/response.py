@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from meltcore.load.record import RequestRecord
+from meltcore.options import is_number
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
@@ -106,7 +107,7 @@ class BaseResponse:
 
 def _seconds(retry_after: str) -> float | None:
     """Return the seconds of a Retry-After field; None for a missing one and for a date, which no engine sends."""
-    return float(retry_after) if retry_after.isdecimal() else None
+    return float(retry_after) if is_number(retry_after) else None
 
 
 def error_message(body: str) -> str:

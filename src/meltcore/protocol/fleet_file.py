@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import NoneType, UnionType
@@ -23,6 +24,10 @@ from meltcore.protocol.fleet_spec import MAX_SIZE_BYTES, FleetSpec, Size
 
 MAX_FILE_BYTES = 2**20
 _MAX_VALUE_CHARS = 80
+# YAML also reads 1_000, +5, 010 (8), 0x10 and 1:30 (90) as numbers, which a file of settings hardly means.
+_PLAIN_NUMBER = re.compile(
+    r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:e[-+][0-9]+)?|[-+]?\.(?:inf|nan)", re.IGNORECASE
+)
 _MAX_NODES = 100_000  # with every alias as what it stands for: a few nested ones can stand for billions
 
 
@@ -55,6 +60,9 @@ def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
     return spec
 
 
+_INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
     """Reads plain values only, and refuses a key that stands twice: YAML would keep the last one silently."""
 
@@ -75,6 +83,22 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
             keys.add(key_node.value)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+def _plain_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    """Return a number in plain decimal digits. Raises FleetError for YAML's other forms."""
+    if _PLAIN_NUMBER.fullmatch(node.value) is None:
+        shown = _shown(node.value)
+        raise FleetError(
+            "", f"line {node.start_mark.line + 1}: got {shown}; write a number in plain digits, text in quotes"
+        )
+    is_int = node.tag == _INT_TAG
+    value: int | float = loader.construct_yaml_int(node) if is_int else loader.construct_yaml_float(node)
+    return value
+
+
+for _tag in (_INT_TAG, _FLOAT_TAG):
+    _Loader.add_constructor(_tag, _plain_number)
 
 
 def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
