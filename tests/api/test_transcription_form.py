@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
@@ -133,7 +134,11 @@ def test_several_files_have_a_limit() -> None:
 
 @pytest.mark.parametrize("granularities", [{"segment"}, {"word"}, {"word", "segment"}])
 def test_verbose_answer_has_the_fields_of_openai(granularities: set[str]) -> None:
-    words = [SpokenWord("one", 0.5, 0.8, (3, 4)), SpokenWord("two", 0.9, 1.2, (7,)), SpokenWord("late", 9.0, 9.5, (1,))]
+    words = [
+        SpokenWord("one", 0.5, 0.8, (3, 4), -0.6, -2.0),
+        SpokenWord("two", 0.9, 1.2, (7,), -0.3, -1.0),
+        SpokenWord("late", 9.0, 9.5, (1,), -0.25, math.log(0.5)),
+    ]
     fields = b"".join(field("timestamp_granularities[]", each) for each in sorted(granularities))
     request = read(FILE + field("response_format", "verbose_json") + fields + END)
     body, content_type = render(Transcription(words, 10.25, "kn"), request)
@@ -147,7 +152,7 @@ def test_verbose_answer_has_the_fields_of_openai(granularities: set[str]) -> Non
         if "word" in granularities
         else []
     )
-    parsed = TranscriptionVerbose.construct(**answer)
+    parsed = TranscriptionVerbose.model_validate_json(body, strict=True)
     if "segment" in granularities:
         first, second = answer["segments"]
         assert set(first) == {
@@ -156,7 +161,8 @@ def test_verbose_answer_has_the_fields_of_openai(granularities: set[str]) -> Non
         }
         assert (first["id"], first["seek"], first["start"], first["end"], first["text"]) == (0, 50, 0.5, 1.2, "one two")
         assert (second["id"], second["seek"], second["tokens"], first["tokens"]) == (1, 900, [1], [3, 4, 7])
-        assert first["avg_logprob"] is first["no_speech_prob"] is None
+        assert [each["avg_logprob"] for each in (first, second)] == [pytest.approx(-0.3), -0.25]
+        assert [each["no_speech_prob"] for each in (first, second)] == [pytest.approx(math.exp(-3), abs=1e-6), 0.5]
         assert 0 < first["compression_ratio"] < 1.5
         assert parsed.segments is not None
     else:

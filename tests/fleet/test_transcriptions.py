@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from openai.types.audio import TranscriptionSegment
 from server_harness import RunningServer, speech_server
 from waiting import WAIT_S, wait_until
 
@@ -109,8 +110,12 @@ def test_every_response_format(client: openai.OpenAI, expected: Transcript) -> N
     assert verbose.usage.seconds == 2.0
     first = verbose.segments[0].to_dict()
     assert (first["id"], first["seek"], first["temperature"]) == (0, round(first["start"] * 100), 0.0)
-    assert (first["avg_logprob"], first["no_speech_prob"]) == (None, None)
-    assert first["compression_ratio"] > 0
+    for segment in verbose.segments:
+        assert TranscriptionSegment.model_validate(segment.to_dict(), strict=True) == segment
+        assert segment.avg_logprob < 0 < segment.compression_ratio
+        assert 0 <= segment.no_speech_prob < 1
+    logprob = sum(word.logprob for word in expected.words)
+    assert sum(each.avg_logprob * len(each.tokens) for each in verbose.segments) == pytest.approx(logprob, abs=0.01)
     srt, vtt = str(create(response_format="srt")), str(create(response_format="vtt"))
     assert srt.startswith("1\n00:00:0")
     assert " --> 00:00:0" in srt

@@ -30,6 +30,7 @@ from meltcore.models.task_configs import IndicConformerConfig
 from meltcore.problems.tones import ALPHABETS, ToneClip, render, tone_clip
 from meltcore.protocol.transcription import Decoder, Transcribe
 from meltcore.tasks import transducer
+from meltcore.tasks.ctc import Emissions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 16_000
@@ -127,8 +128,10 @@ def _transcript(right: Callable[..., Any]) -> Callable[..., Any]:
 
     def transcript(self: TranscriptionTask, request: Transcribe, emissions: Any, count: int) -> Any:
         texts = self._token_texts[request.language]
-        kept = [each for each in zip(*emissions, strict=True) if each[0] < len(texts)]
-        return right(self, request, type(emissions)(*map(list, zip(*kept, strict=True))), count)
+        columns = emissions.tokens, emissions.first_frames, emissions.end_frames, emissions.logprobs
+        kept = [each for each in zip(*columns, strict=True) if each[0] < len(texts)]
+        tokens, first, end, logprobs = map(list, zip(*kept, strict=True))
+        return right(self, request, Emissions(tokens, first, end, logprobs, emissions.blank_logprobs), count)
 
     return transcript
 

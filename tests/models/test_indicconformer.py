@@ -130,8 +130,12 @@ def test_ctc_logits_are_those_of_the_language_and_the_blank() -> None:
 
 
 def test_ctc_greedy_merges_runs_and_drops_blanks() -> None:
-    assert emissions_of(torch.tensor([9, 3, 3, 9, 3, 4, 4, 4, 9]), 9) == Emissions([3, 3, 4], [1, 4, 5], [3, 5, 8])
-    assert emissions_of(torch.full((4,), 9), 9) == Emissions([], [], [])
+    logprobs = -torch.arange(9) / 10
+    found = emissions_of(torch.tensor([9, 3, 3, 9, 3, 4, 4, 4, 9]), logprobs, logprobs[:8] - 1, 9)
+    assert found == Emissions([3, 3, 4], [1, 4, 5], [3, 5, 8])
+    assert found.logprobs == pytest.approx([-0.1, -0.4, -0.5])
+    assert found.blank_logprobs == pytest.approx([-1 - at / 10 for at in range(8)])
+    assert emissions_of(torch.full((4,), 9), logprobs[:4], logprobs[:4], 9) == Emissions([], [], [])
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 3, 3, 3], [2, 9, 1, 1]]), 10).float()
     assert ctc_greedy(logits, torch.tensor([2, 4]), 9) == [Emissions([3], [0], [2]), Emissions([2, 1], [0, 2], [1, 4])]
 
@@ -170,6 +174,56 @@ def test_rnnt_emits_the_tokens_of_transformers_at_its_frames(language: int) -> N
 def test_window_of_frames_does_not_change_the_tokens(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transducer, "WINDOW_FRAMES", window)
     assert rnnt_agrees(2)
+
+
+def scores_one_by_one(clip: int, language: int) -> tuple[list[float], list[float]]:
+    """Log-probabilities of the tokens, and of the blank where each frame begins, of an RNN-T that steps alone."""
+    model, start = ours(), CONFIG.vocab_size
+    encoded, frames = encode(model, CLIPS)
+    heads = model.joint.heads(torch.tensor([language]))
+    projected = model.joint.enc(encoded[clip : clip + 1])
+    zeros = torch.zeros(CONFIG.prediction_layers, 1, CONFIG.prediction_size)
+    state = transducer._State(torch.zeros(1, CONFIG.joint_size), zeros, zeros)
+    state = transducer._advance(model, torch.tensor([start]), state)
+    tokens, blanks = list[float](), list[float]()
+    for frame in range(frames[clip]):
+        for symbol in range(CONFIG.max_symbols):
+            logprobs = model.joint(projected[:, frame : frame + 1], state.predicted, heads)[0, 0].log_softmax(-1)
+            if symbol == 0:
+                blanks.append(float(logprobs[BLANK]))
+            token = int(logprobs.argmax())
+            if token == BLANK:
+                break
+            tokens.append(float(logprobs[token]))
+            state = transducer._advance(model, torch.tensor([token]), state)
+    return tokens, blanks
+
+
+@pytest.mark.parametrize(("clip", "language"), [(0, 1), (3, 2)])
+@pytest.mark.parametrize("window", [1, 4])
+def test_tokens_have_the_probabilities_of_a_loop_that_steps_alone(
+    clip: int, language: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transducer, "WINDOW_FRAMES", window)
+    found = rnnt_tokens(ours(), CLIPS, [language] * len(CLIPS))[clip]
+    with torch.inference_mode():
+        tokens, blanks = scores_one_by_one(clip, language)
+    assert len(tokens) == len(found.tokens) > 3
+    assert found.logprobs == pytest.approx(tokens, abs=1e-4)
+    assert found.blank_logprobs == pytest.approx(blanks, abs=1e-4)
+
+
+@pytest.mark.parametrize("clip", [1, 3])
+def test_ctc_tokens_have_their_probabilities(clip: int) -> None:
+    model = ours()
+    encoded, frames = encode(model, CLIPS)
+    with torch.inference_mode():
+        logits = model.ctc_logits(encoded, 2)
+    found = ctc_greedy(logits, frames, BLANK)[clip]
+    logprobs = logits[clip, : frames[clip]].log_softmax(-1)
+    spans = zip(found.tokens, found.first_frames, found.end_frames, strict=True)
+    assert found.logprobs == pytest.approx([float(logprobs[first:end, token].max()) for token, first, end in spans])
+    assert found.blank_logprobs == pytest.approx(logprobs[:, BLANK].tolist())
 
 
 def test_rnnt_parity_notices_other_settings() -> None:

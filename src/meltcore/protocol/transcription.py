@@ -22,12 +22,17 @@ class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw
 
 
 class Word(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one word, its times in seconds from the clip's beginning, and its tokens by their ids in the language."""
+    """Holds one word, its times in seconds from the clip's beginning, and its tokens by their ids in the language.
+
+    logprob: of its tokens together; no_token_logprob: of no token in any of its frames.
+    """
 
     text: str
     start_s: float
     end_s: float
     token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    no_token_logprob: float = 0.0
 
 
 class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_only=True):

@@ -63,6 +63,9 @@ class _Loop:
         self._max_tokens = size * self._max_symbols
         self.tokens = table(self._max_tokens + 1, dtype=torch.int32)
         self.places = table(self._max_tokens + 1, dtype=torch.int32)
+        self.logprobs = table(self._max_tokens + 1, dtype=torch.float32)
+        # Of the blank in each frame, before the first token of the frame. The last column is for all that is not kept.
+        self.blank_logprobs = table(size + 1, dtype=torch.float32)
         self.is_running = torch.zeros((), dtype=torch.bool, device=device)
 
     def load(self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int) -> None:
@@ -96,14 +99,20 @@ class _Loop:
             best = logits.argmax(-1)
             is_token = best != config.blank
         is_token &= window_frames < self._frames[:, None]
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        is_first_visit = (self._offsets > 0) | (self._symbols == 0)[:, None]
+        kept_frames = torch.where(is_first_visit, window_frames.clamp(max=self.size), self.size)
+        self.blank_logprobs.scatter_(1, kept_frames, logprobs[..., config.blank])
         emits, first = is_token.any(1), is_token.int().argmax(1)
         token = best.gather(1, first[:, None])[:, 0]
+        logprob = logprobs[self._rows, first, token]
         # A frame that is left by blanks begins its successor's count; so does one with the most tokens.
         frame = self._frame + torch.where(emits, first, self._window)
         symbols = torch.where(emits, torch.where(first > 0, 1, self._symbols + 1), 0)
         column = torch.where(emits, self.count, self._max_tokens)[:, None]
         self.tokens.scatter_(1, column, token[:, None].int())
         self.places.scatter_(1, column, frame[:, None].int())
+        self.logprobs.scatter_(1, column, logprob[:, None])
         self.count += emits
         new = _advance(self.model, torch.where(emits, token, self._start), self._state)
         self._keep(self._state.updated(new, emits))
@@ -153,7 +162,7 @@ def transducer_greedy(
     graphs: TransducerGraphs | None = None,
     frames_per_token: int | None = None,
 ) -> list[Emissions]:
-    """Return each clip's emissions. A token spans the frame at which it is emitted.
+    """Return each clip's emissions. A token spans the frame at which it is emitted, and has its probability there.
 
     encoded: [clips, frames, hidden_size]; frames, languages: [clips] int64; start_token: the prediction network's first
     input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one;
@@ -174,11 +183,13 @@ def transducer_greedy(
             graph.replay()
     counts = loop.count.tolist()
     longest = max(counts)
-    host_tokens, host_places = loop.tokens[:, :longest].cpu(), loop.places[:, :longest].cpu()
-    return [
-        Emissions(host_tokens[i, :n].tolist(), host_places[i, :n].tolist(), (host_places[i, :n] + 1).tolist())
-        for i, n in enumerate(counts)
-    ]
+    tokens, places, scores = (each[:, :longest].cpu() for each in (loop.tokens, loop.places, loop.logprobs))
+    blanks = loop.blank_logprobs.cpu()
+    found = []
+    for row, (count, num_frames) in enumerate(zip(counts, frames.tolist(), strict=True)):
+        first, end, logprobs = (each[row, :count].tolist() for each in (places, places + 1, scores))
+        found.append(Emissions(tokens[row, :count].tolist(), first, end, logprobs, blanks[row, :num_frames].tolist()))
+    return found
 
 
 def _advance(model: IndicConformer, tokens: torch.Tensor, state: _State) -> _State:

@@ -15,12 +15,17 @@ _PAUSE_S, _SEGMENT_S = 0.6, 6.0
 
 
 class SpokenWord(NamedTuple):
-    """A word, its times in seconds from the beginning of the file, and its tokens by their ids in the language."""
+    """A word, its times in seconds from the beginning of the file, and its tokens by their ids in the language.
+
+    logprob: of its tokens together; no_token_logprob: of no token in any of its frames.
+    """
 
     text: str
     start_s: float
     end_s: float
     token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    no_token_logprob: float = 0.0
 
 
 class Transcription(NamedTuple):
@@ -61,7 +66,14 @@ class Transcription(NamedTuple):
 def words_from(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
     """Return the words of a clip that begins at `start_s`, with their times in the file."""
     return [
-        SpokenWord(word.text, round(start_s + word.start_s, 3), round(start_s + word.end_s, 3), word.token_ids)
+        SpokenWord(
+            word.text,
+            round(start_s + word.start_s, 3),
+            round(start_s + word.end_s, 3),
+            word.token_ids,
+            word.logprob,
+            word.no_token_logprob,
+        )
         for word in words
     ]
 

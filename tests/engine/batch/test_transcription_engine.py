@@ -65,7 +65,8 @@ def run(engine: BatchEngine[Transcribe, Transcript]) -> list[Transcript]:
 
 
 def words(transcript: Transcript) -> tuple[Any, ...]:
-    return transcript.text, transcript.words, transcript.tokens, transcript.frames, transcript.finish_reason
+    spoken = [(word.text, word.start_s, word.end_s, word.token_ids) for word in transcript.words]
+    return transcript.text, spoken, transcript.tokens, transcript.frames, transcript.finish_reason
 
 
 def test_transcripts_are_the_same_alone_as_in_company(task: TranscriptionTask) -> None:
@@ -110,13 +111,14 @@ def test_engine_hears_alike_after_its_weights_were_dropped(archive: Path) -> Non
 
 def test_words_have_their_times() -> None:
     texts = ["\u2581ka", "la", "\u2581", "\u2581ma"]
-    emissions = Emissions([0, 1, 3, 2, 1], [1, 3, 6, 8, 9], [2, 5, 7, 9, 11])
+    blanks = [-float(2**frame) for frame in range(12)]
+    emissions = Emissions([0, 1, 3, 2, 1], [1, 3, 6, 8, 9], [2, 5, 7, 9, 11], [-0.5, -0.25, -1.0, -2.0, -4.0], blanks)
     assert words_of(emissions, texts, 0.08) == (
-        Word("kala", 0.08, 0.4, (0, 1)),
-        Word("ma", 0.48, 0.56, (3,)),
-        Word("la", 0.64, 0.88, (2, 1)),
+        Word("kala", 0.08, 0.4, (0, 1), -0.75, -30.0),  # frames 1 to 4
+        Word("ma", 0.48, 0.56, (3,), -1.0, -64.0),
+        Word("la", 0.64, 0.88, (2, 1), -6.0, -1792.0),
     )
-    assert words_of(Emissions([1], [0], [1]), texts, 0.08) == (Word("la", 0.0, 0.08, (1,)),)
+    assert words_of(Emissions([1], [0], [1], [-1.0], [-3.0]), texts, 0.08) == (Word("la", 0.0, 0.08, (1,), -1.0, -3.0),)
     assert words_of(Emissions([], [], []), texts, 0.08) == ()
 
 

@@ -180,15 +180,20 @@ def _transcription_sizes(
     ) * element_size
     # Before the layers, in float32: samples, their windows and the transform. Then the features alone.
     transform = encoder.subsampling_factor * (features.hop * 3 + features.n_fft * 4) * 4
-    # Samples and encoded frames live beside; tokens of the RNN-T are int32, twice per possible symbol.
+    # Samples and encoded frames live beside, and the tables of the RNN-T.
     beside = (
         encoder.subsampling_factor * features.hop * 2 + 2 * (encoder.hidden_size + config.joint_size) * element_size
     )
     elements = encoder.subsampling_channels * encoder.subsampling_factor * encoder.num_mels // 4
     part = max((graphs or TRANSCRIPTION_GRAPHS).subsampling, elements * max_shape)
-    frame_bytes = max(layer, transform) + beside + 8 * config.max_symbols
+    frame_bytes = max(layer, transform) + beside + _loop_frame_bytes(config)
     subsampled_bytes, part_bytes = (int(each * _SUBSAMPLING_TENSORS) * element_size for each in (elements, part))
     return frame_bytes, subsampled_bytes, part_bytes
+
+
+def _loop_frame_bytes(config: IndicConformerConfig) -> int:
+    """Return the bytes of a frame in the tables of the RNN-T: a blank, and a token with its place and probability."""
+    return 4 + 12 * config.max_symbols
 
 
 def _transcription_workspace(
@@ -202,7 +207,7 @@ def _transcription_workspace(
     kept = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
     kept += graph_node_bytes(1, encoder.num_layers)
     # Tables of the RNN-T, and the kernels of its iterations: about those of as many layers as the encoder's.
-    loop = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + 8 * config.max_symbols)
+    loop = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
     loop += graph_node_bytes(1, encoder.num_layers)
     return pool + graphs.encoder * kept + graphs.transducer * loop + LIBRARY_BYTES + _LEAST_GAP_BYTES
 

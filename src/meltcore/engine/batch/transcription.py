@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -258,15 +259,24 @@ def transcription_engine(
 
 def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
     """Join tokens to words with their times. texts: of the language's tokens; frame_s: seconds per frame."""
-    words: list[Word] = []
-    for token, first, end in zip(*emissions, strict=True):
-        text, end_s = texts[token], round(end * frame_s, 3)
-        if text.startswith(_WORD_START) or not words:
-            words.append(Word(text.removeprefix(_WORD_START), round(first * frame_s, 3), end_s, (token,)))
-        else:
-            last = words[-1]
-            words[-1] = Word(last.text + text, last.start_s, end_s, (*last.token_ids, token))
+    tokens = emissions.tokens
+    starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
+    words = (_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))
     return tuple(word for word in words if word.text)
+
+
+def _word(emissions: Emissions, texts: Sequence[str], frame_s: float, first: int, end: int) -> Word:
+    """Return the word of the tokens from `first` to before `end`."""
+    tokens = emissions.tokens[first:end]
+    first_frame, end_frame = emissions.first_frames[first], emissions.end_frames[end - 1]
+    return Word(
+        "".join(texts[token] for token in tokens).removeprefix(_WORD_START),
+        round(first_frame * frame_s, 3),
+        round(end_frame * frame_s, 3),
+        tuple(tokens),
+        sum(emissions.logprobs[first:end]),
+        sum(emissions.blank_logprobs[first_frame:end_frame]),
+    )
 
 
 def _build(
