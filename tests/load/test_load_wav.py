@@ -50,3 +50,25 @@ def test_forms_for_large_files_are_read(magic: bytes) -> None:
     sizes = struct.pack("<4sIQQQI", b"ds64", 28, 48_072, 48_000, 24_000, 0)
     assert read(wav(0xFFFFFFFF, magic=magic, before=sizes)).seconds == 1.0
     assert (read(wav(48_000, magic=b"RIFX")).problem or "").startswith("not a WAV file: it begins with b'RIFX")
+
+
+UNKNOWN_AND_KNOWN = [(48_000, 48_000), (0xFFFFFFFF, 0xFFFFFFFF), (0, 48_000), (48_000, 0x7FFFF000), (0, 0)]
+
+
+@pytest.mark.parametrize(("first", "second"), UNKNOWN_AND_KNOWN)
+@pytest.mark.parametrize("part", [1, 7, 4000, 10**6])
+def test_all_files_of_an_answer_count(first: int, second: int, part: int) -> None:
+    """Some servers send a file for each sentence, whose rates may differ."""
+    other = wav(second).replace(struct.pack("<II", 24_000, 48_000), struct.pack("<II", 12_000, 24_000))
+    notes = b"LIST\4\0\0\0INFO" if 0 < first < UNKNOWN_BYTES else b""
+    reader = read(wav(first) + notes + other + wav(48_000), part)
+    assert (reader.problem, reader.seconds, reader.missing_bytes) == (None, 4.0, 0)
+
+
+def test_what_the_last_of_several_files_lacks_is_missing() -> None:
+    reader = read(wav(0) + wav(48_000) + wav(48_000)[:-100])
+    assert (reader.seconds, reader.missing_bytes) == (pytest.approx(3.0 - 100 / 48_000), 100)
+    odd = read(wav(2_999, samples=b"\1" * 3000) + wav(48_000))  # a byte makes the size even
+    assert (odd.seconds, odd.missing_bytes) == (pytest.approx(1 + 2999 / 48_000), 0)
+    bad = read(wav(48_000) + wav(48_000)[:36] + b"JUNK" + struct.pack("<I", 2**20) + bytes(70_000))
+    assert bad.problem == "no samples within 65,536 bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -11,65 +12,90 @@ UNKNOWN_BYTES = 2_000_000_000  # as in audio/sample_files.py
 _MAGIC = (b"RIFF", b"RF64", b"BW64")  # the latter two keep the size in a chunk of its own
 _HEAD = struct.Struct("<4sI")
 _FORMAT = struct.Struct("<HHIIHH")
+_FILE_HEAD = re.compile(rb"(?:RIFF|RF64|BW64)....WAVE", re.DOTALL)  # too long to be met by chance among samples
+_FILE_HEAD_BYTES = 12
 
 
 class WavReader:
-    """Counts the seconds of audio in a WAV file that is fed in parts of any size."""
+    """Counts the seconds of audio in a WAV file that is fed in parts of any size, and in those that follow it.
 
-    __slots__ = ("_header", "_stated_bytes", "bytes_per_s", "num_audio_bytes", "problem")
+    Servers that speak sentence by sentence may send a file for each.
+    """
+
+    __slots__ = ("_bytes_per_s", "_earlier_s", "_header", "_left_bytes", "_num_bytes", "_tail", "problem")
 
     def __init__(self) -> None:
-        self._header: bytes | None = b""  # None: the samples have begun
-        self._stated_bytes: int | None = None
-        self.bytes_per_s = 0
-        self.num_audio_bytes = 0
+        self._header: bytes | None = b""  # None: it is complete
+        self._bytes_per_s = 0
+        self._left_bytes: int | None = 0  # of the samples that the header promises; None: it names no size
+        self._num_bytes = 0  # of the samples of this file that have arrived
+        self._earlier_s = 0.0  # of audio in the files before
+        self._tail = b""  # the last bytes, which may begin the next file
         self.problem: str | None = None  # why this is no WAV file
 
     @property
     def seconds(self) -> float:
         """Return the seconds of audio that have arrived."""
-        return self.num_audio_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        return self._earlier_s + (self._num_bytes / self._bytes_per_s if self._bytes_per_s else 0.0)
 
     @property
     def missing_bytes(self) -> int:
-        """Return how many bytes of samples the header promises and did not come; 0 where it names no size."""
-        return 0 if self._stated_bytes is None else max(0, self._stated_bytes - self.num_audio_bytes)
+        """Return how many bytes of samples the last header promises and did not come; 0 where it names no size."""
+        return self._left_bytes or 0
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
-        if self._header is None:
-            self._count(len(data))
-        elif self.problem is None:
-            self._header += data
-            self._parse_header(self._header)
+        while data and self.problem is None:
+            if self._header is not None:
+                data = self._read_header(self._header + data)
+            elif self._left_bytes:
+                data = self._read_samples(data, self._left_bytes)
+            else:
+                data = self._read_to_next(data)
 
-    def _count(self, num_bytes: int) -> None:
-        """Count bytes of samples; chunks behind the samples do not count."""
-        self.num_audio_bytes += num_bytes
-        if self._stated_bytes is not None:
-            self.num_audio_bytes = min(self.num_audio_bytes, self._stated_bytes)
-
-    def _parse_header(self, data: bytes) -> None:
-        if len(data) >= 12 and (data[:4] not in _MAGIC or data[8:12] != b"WAVE"):
+    def _read_header(self, data: bytes) -> bytes:
+        """Read the header of a file; returns the samples behind it, nothing where it is not complete."""
+        self._header = data
+        if len(data) >= _FILE_HEAD_BYTES and (data[:4] not in _MAGIC or data[8:12] != b"WAVE"):
             self.problem = f"not a WAV file: it begins with {data[:12]!r}"
-            return
-        offset = 12
-        while len(data) >= offset + _HEAD.size:
+        offset = _FILE_HEAD_BYTES
+        while self.problem is None and len(data) >= offset + _HEAD.size:
             name, size = _HEAD.unpack_from(data, offset)
             offset += _HEAD.size
             if name == b"data":
-                self._begin_samples(size, len(data) - offset)
-                return
+                self._begin_samples(size)
+                return data[offset:]
             if name == b"fmt " and size >= _FORMAT.size and len(data) >= offset + _FORMAT.size:
-                self.bytes_per_s = _FORMAT.unpack_from(data, offset)[3]
+                self._bytes_per_s = _FORMAT.unpack_from(data, offset)[3]
             offset += size + size % 2
         if len(data) > MAX_HEADER_BYTES:
             self.problem = f"no samples within {MAX_HEADER_BYTES:,} bytes"
+        return b""
 
-    def _begin_samples(self, size: int, num_bytes: int) -> None:
-        if not self.bytes_per_s:
+    def _begin_samples(self, size: int) -> None:
+        if not self._bytes_per_s:
             self.problem = "the header names no sample rate"
             return
         self._header = None
-        self._stated_bytes = size if 0 < size < UNKNOWN_BYTES else None
-        self._count(num_bytes)
+        self._left_bytes = size if 0 < size < UNKNOWN_BYTES else None
+
+    def _read_samples(self, data: bytes, left_bytes: int) -> bytes:
+        """Count samples, of which `left_bytes` are left; returns what is behind them."""
+        size = min(len(data), left_bytes)
+        self._num_bytes += size
+        self._left_bytes = left_bytes - size
+        return data[size:]
+
+    def _read_to_next(self, data: bytes) -> bytes:
+        """Look for the next file; returns it. Bytes before it are samples of unknown size, or chunks behind samples."""
+        num_known, data = len(self._tail), self._tail + data
+        found = _FILE_HEAD.search(data)
+        end = len(data) if found is None else found.start()
+        if self._left_bytes is None:
+            self._num_bytes += end - num_known  # less than nothing where the next file begins in the tail
+        self._tail = b"" if found else data[-_FILE_HEAD_BYTES + 1 :]
+        if found is None:
+            return b""
+        self._earlier_s, self._num_bytes, self._bytes_per_s, self._left_bytes = self.seconds, 0, 0, 0
+        self._header = b""
+        return data[end:]
