@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from meltcore.api import hops
 from meltcore.backends.foreign_process import free_port
-from meltcore.config import EngineConfig, ForeignConfig
+from meltcore.config import EngineConfig, ForeignConfig, ServerConfig
 from meltcore.errors import RequestError
 from meltcore.fleet.replica import RestartPolicy
 
@@ -106,6 +106,44 @@ def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(t
                 assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
             assert [chat(first, "a").status, chat(second, "b").status] == [200, 200]
             assert first.metrics()["requests_in_flight"] == second.metrics()["requests_in_flight"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [1, 2])
+def test_fleets_that_name_only_each_other_do_not_wait_for_the_time_limit(tmp_path: Path, others: int) -> None:
+    """Two in a circle, and three."""
+    ports = [free_port() for _ in range(others + 1)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with ExitStack() as stack:
+        servers = []
+        for at, port in enumerate(ports):
+            foreign = (far("far", urls[(at + 1) % len(urls)]),)
+            config = ServerConfig(models=(), foreign=foreign, port=port, api_server_count=1)
+            command = serve_command(config, policy=RestartPolicy(first_pause_s=0.1))
+            servers.append(stack.enter_context(running(command, tmp_path / f"{at}.log")))
+        for server in servers:
+            wait_until(lambda server=server: "far could not be loaded: it waits in a circle: " in server.stderr, "that")
+        assert f"its model far waits for {urls[0]}, which waits for it" in servers[0].stderr
+
+
+@pytest.mark.slow
+def test_fleet_that_another_one_waits_for_may_wait_for_more_than_that(tmp_path: Path) -> None:
+    """The second names the first, and a server that starts late: no circle."""
+    ports = free_port(), free_port(), free_port()
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    policy = RestartPolicy(first_pause_s=0.1)
+    with ExitStack() as stack:
+        servers = []
+        for at, upstreams in enumerate(((urls[1],), (urls[0], urls[2]))):
+            foreign = (far("late", *upstreams),)
+            config = ServerConfig(models=(), foreign=foreign, port=ports[at], api_server_count=1)
+            command = serve_command(config, policy=policy)
+            servers.append(stack.enter_context(running(command, tmp_path / f"{at}.log")))
+        wait_until(lambda: servers[1].request("GET", "/health").status == 503, "the second to wait")
+        stack.enter_context(serving(tmp_path, "late", ports[2]))
+        for server in servers:
+            wait_until(lambda server=server: chat(server, "late").status == 200, "an answer over the others")
+            assert "could not be loaded" not in server.stderr
 
 
 @pytest.mark.parametrize(

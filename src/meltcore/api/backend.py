@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from starlette.types import Scope
+
 from meltcore.api.generation import Generation
 from meltcore.api.log import shorten
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -91,6 +93,10 @@ class Health:
             if self._stats.open_requests(replica) and age_s > self._stuck_after_s:
                 replica_note = f" of replica {replica}" if self._stats.replicas > 1 else ""
                 return f"stuck: no step{replica_note} has finished for {age_s:.0f} s while requests are open"
+        return None
+
+    async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
+        """Return for which upstreams the model waits that wait for a server on the way of `scope`; None: for others."""
         return None
 
 

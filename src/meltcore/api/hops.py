@@ -14,8 +14,10 @@ from starlette.types import Scope
 from meltcore.errors import RequestError
 
 LOOP_STATUS = 508
+CIRCLE_CODE = "waiting_in_a_circle"
 _NAME = re.compile(r"\bmeltcore-[0-9a-f]{16}\b")
 _MOST_NAMES = 64  # a loop of more servers than these would not be seen
+_MOST_PROBED = 6  # servers of a circle that wait for each other: each asks all of its upstreams for every question
 _own_name = f"meltcore-{secrets.token_hex(8)}"
 
 
@@ -38,6 +40,11 @@ def check_hops(scope: Scope) -> None:
             status=LOOP_STATUS,
             code="loop_detected",
         )
+
+
+def may_probe(scope: Scope) -> bool:
+    """Return whether a question about this server's health comes from another one that may wait for it."""
+    return 1 <= len(_passed(scope)) < _MOST_PROBED
 
 
 def via_lines(scope: Scope | None = None) -> str:

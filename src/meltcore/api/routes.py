@@ -23,6 +23,7 @@ from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
 from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, LANGUAGE_PATHS, ForwardingEndpoint, default_model
 from meltcore.api.gate import Gate
+from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, may_probe
 from meltcore.api.http import (
     ClientDisconnectedError,
     error_json,
@@ -182,15 +183,16 @@ class _Handlers:
         self._metrics = metrics
         self._status = Status(models, config.routes)
 
-    async def health(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+    async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         """Answer "ready", or "degraded" and which models where one or a replica cannot serve; 503 where none can.
 
-        A model that sleeps can: its requests wait.
+        A model that sleeps can: its requests wait. Where all wait for the server that asks, the answer is 508.
         """
         backends = self._models.backends
         problems = {backend.names[0]: backend.health.problem() for backend in backends}
         reasons = {name: problem for name, problem in problems.items() if problem is not None}
         if len(reasons) == len(problems):
+            await self._check_circle(scope)
             message = reasons_text(reasons or {"": "loading: starting"})
             raise RequestError(message, status=503, code="not_ready")
         sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
@@ -210,9 +212,18 @@ class _Handlers:
             answer["sleeping"] = [backend.names[0] for backend in sleeping]
         return answer
 
-    async def dwani_health(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+    async def _check_circle(self, scope: Scope) -> None:
+        """Raise RequestError (508) where each model waits for upstreams that wait for a server on the request's way."""
+        if not may_probe(scope):
+            return
+        circles = {backend.names[0]: await backend.health.circle(scope) for backend in self._models.backends}
+        found = [f"its model {name} waits for {circle}" for name, circle in circles.items() if circle is not None]
+        if found and len(found) == len(circles):
+            raise RequestError("; ".join(found), status=LOOP_STATUS, code=CIRCLE_CODE)
+
+    async def dwani_health(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         """Answer in dwani.ai's form."""
-        await self.health(_scope, _receive)
+        await self.health(scope, _receive)
         return {"status": "healthy", "model": self._models.backends[0].names[0]}
 
     async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:

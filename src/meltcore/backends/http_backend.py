@@ -13,6 +13,7 @@ import time
 from typing import Any, Literal
 
 import msgspec
+from starlette.types import Scope
 
 from meltcore.api.admission import Admission
 from meltcore.api.backend import SERVING, Health
@@ -72,6 +73,14 @@ class ForeignHealth(Health):
         return f"no server of {self._name} can be used: " + "; ".join(
             f"replica {index}: {reason}" if len(reasons) > 1 else f"{reason}" for index, reason in enumerate(reasons)
         )
+
+    async def circle(self, scope: Scope) -> str | None:
+        """Ask the servers for their health in the name of those that wait for this one, while none has answered."""
+        if self.status not in ("loading", "failed"):
+            return None
+        found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
+        known = [circle for circle in found if circle is not None]
+        return " and ".join(known) if known and len(known) == len(found) else None
 
 
 def task_of(config: ForeignConfig) -> str:

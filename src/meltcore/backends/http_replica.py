@@ -8,7 +8,10 @@ from collections import deque
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from meltcore.api.hops import LOOP_STATUS, via_lines
+import msgspec
+from starlette.types import Scope
+
+from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, via_lines
 from meltcore.backends.circuit_breaker import CircuitBreaker
 from meltcore.backends.http_connection import UpstreamConnection, UpstreamError, connect
 from meltcore.config import ForeignConfig
@@ -93,13 +96,18 @@ class Replica:
 
     # --- requests of our own
 
-    async def ask(self, method: str, path: str, body: bytes = b"", *, limit_s: float) -> UpstreamAnswer:
-        """Send a JSON request of our own and return the whole answer. Raises UpstreamError."""
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", *, limit_s: float, scope: Scope | None = None
+    ) -> UpstreamAnswer:
+        """Send a JSON request of our own and return the whole answer. Raises UpstreamError.
+
+        scope: of a request from another server, in whose name this one asks.
+        """
         connection: UpstreamConnection | None = None
         try:
             async with asyncio.timeout(limit_s):
                 connection = await self.connect()
-                connection.send(self.encode(method, path, body, "application/json", via_lines()))
+                connection.send(self.encode(method, path, body, "application/json", via_lines(scope)))
                 return await read_answer(connection)
         except TimeoutError as error:
             raise UpstreamError("first_byte", f"no answer within {limit_s:g} s") from error
@@ -125,9 +133,21 @@ class Replica:
         if answer.status == 200:
             self.state, self.reason = "up", ""
         elif self.leads_back:
-            self._set_down("its address leads back to this server")
+            circle = _circle_of(answer)
+            self._set_down(f"it waits in a circle: {circle}" if circle else "its address leads back to this server")
         else:
             self._set_down(f"{self._health_path} answers with status {answer.status}")
+
+    async def circle(self, scope: Scope) -> str | None:
+        """Return where the circle of upstreams that wait for each other goes on from here, None where there is none."""
+        try:
+            answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
+        except UpstreamError:
+            return None
+        if answer.status != LOOP_STATUS:
+            return None
+        further = _circle_of(answer)
+        return f"{self.url} ({further})" if further else f"{self.url}, which waits for it"
 
     def _set_down(self, reason: str) -> None:
         self.state = "down" if self.state != "starting" else "starting"
@@ -142,6 +162,28 @@ class Replica:
         if not self.breaker.allows(now_s):
             return f"it failed {self._config.breaker_failures} times in a row; it is tried again soon"
         return None
+
+
+def _circle_of(answer: UpstreamAnswer) -> str:
+    """Return what a server says for which other ones it waits, "" where the request has been there before."""
+    try:
+        error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
+    except msgspec.MsgspecError:
+        return ""
+    return error.message if error.code == CIRCLE_CODE else ""
+
+
+class _Error(msgspec.Struct):
+    """Holds what is read of an error."""
+
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    """Holds the answer of a failed request."""
+
+    error: _Error
 
 
 async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
