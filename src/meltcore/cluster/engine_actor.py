@@ -15,11 +15,11 @@ import msgspec
 
 from meltcore.cluster.node_folder import NodeFolder
 from meltcore.errors import EngineDeadError
-from meltcore.fleet.placement import Placement, shared_engine, visible_gpus
+from meltcore.fleet.placement import Placement, shared_engine
 from meltcore.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.process import describe_exit, group_members, signal_group, start_async
 from meltcore.protocol.cluster import StartEngine
-from meltcore.protocol.machine import gpu_environment
+from meltcore.protocol.machine import gpu_environment, visible_gpus
 from meltcore.protocol.tcp import Binding, Listening, read_listening, write_binding
 
 _LISTEN_LIMIT_S = 60.0  # for the interpreter and its imports

@@ -27,6 +27,7 @@ from meltcore.load.config import LoadConfig
 from meltcore.load.run import measure
 from meltcore.process import ProcessError, stat_fields
 from meltcore.process_output import last_error
+from meltcore.protocol.machine import VISIBLE, named_gpus
 from meltcore.report.backends import backends_page
 from meltcore.report.html import write_page
 from meltcore.results.backends import BackendComparison, BackendRun
@@ -251,8 +252,9 @@ def _host_memory_bytes(root: int) -> int | None:
 
 
 def visible_gpus(num_gpus: int) -> tuple[str, ...]:
-    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; `num_gpus` are on the machine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(name for name in visible.split(",") if name)
-    return tuple(str(gpu) for gpu in range(num_gpus))
+    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; `num_gpus` are on the machine.
+
+    Raises ConfigError for a variable that names no GPU.
+    """
+    value = os.environ.get(VISIBLE)
+    return tuple(map(str, range(num_gpus)) if value is None else named_gpus(value))

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.errors import ConfigError
-from meltcore.fleet.placement import VISIBLE, visible_gpus
 from meltcore.host_memory import host_available_bytes
+from meltcore.options import is_number
 from meltcore.process import call_with_timeout
-from meltcore.protocol.machine import Machine, VisibleGpu
+from meltcore.protocol.machine import DRIVER_TIMEOUT_S, VISIBLE, Machine, VisibleGpu, visible_gpus
 
-_DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
-_NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 _HUB_LIMIT_S = 15.0  # for all checkpoints together: half of what a node of a cluster has for its answer
 
 
@@ -37,24 +35,13 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
     Raises ConfigError where NVML fails or hangs, and for a CUDA_VISIBLE_DEVICES that does not name GPUs of this machine
     as CUDA would find them.
     """
-    names = _named_gpus()
+    names = visible_gpus()
     if not names:
         return (), ""
     try:
-        return call_with_timeout(_DRIVER_TIMEOUT_S, lambda: _query(names))
+        return call_with_timeout(DRIVER_TIMEOUT_S, lambda: _query(names))
     except TimeoutError as error:
         raise ConfigError(f"the memory of the GPUs cannot be read: NVML gave {error}") from error
-
-
-def _named_gpus() -> list[str]:
-    """Return `visible_gpus()`. Raises ConfigError where CUDA_VISIBLE_DEVICES hides all by what is no GPU's name."""
-    names, value = visible_gpus(), os.environ.get(VISIBLE, "")
-    first = value.partition(",")[0].strip()
-    if not names and first.lower() not in _NO_GPU and not first.startswith("-"):
-        raise ConfigError(
-            f"{VISIBLE}={value!r} hides every GPU: {first!r} is neither a number nor a UUID; leave it empty for the CPU"
-        )
-    return names
 
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
@@ -76,7 +63,7 @@ def process_bytes() -> dict[int, int]:
     if not names:
         return {}
     try:
-        return call_with_timeout(_DRIVER_TIMEOUT_S, lambda: _query_processes(names))
+        return call_with_timeout(DRIVER_TIMEOUT_S, lambda: _query_processes(names))
     except TimeoutError as error:
         raise ConfigError(f"the processes of the GPUs cannot be read: NVML gave {error}") from error
 
@@ -125,7 +112,7 @@ def _nvml(names: list[str]) -> Iterator[list[Any]]:
         ) from error
     try:
         there = _accessible()
-        if any(name.isdigit() for name in names):
+        if any(is_number(name) for name in names):
             _check_order(there)
         handles = [_handle(there, name) for name in names]
         for at, (handle, name) in enumerate(zip(handles, names, strict=True)):
@@ -211,7 +198,7 @@ def _handle(there: list[Any], name: str) -> Any:
     import pynvml
 
     name = name.strip()
-    if name.isdigit():
+    if is_number(name):
         if int(name) >= len(there):
             source = f"{VISIBLE} names" if VISIBLE in os.environ else "there is the device file of"
             raise ConfigError(f"{source} GPU {name}, and the driver has {len(there)} GPUs, numbered from 0")

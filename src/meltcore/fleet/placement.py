@@ -11,13 +11,11 @@ from typing import NamedTuple
 from meltcore.config import EngineConfig, ModelConfig, PriorityClass, ServerConfig, SharingConfig
 from meltcore.errors import ConfigError
 from meltcore.protocol.fleet_spec import ModelSection
-from meltcore.protocol.machine import gpu_environment
+from meltcore.protocol.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
-_DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
 
 
 class Placement(NamedTuple):
@@ -33,8 +31,8 @@ class Placement(NamedTuple):
 def place_replicas(config: ModelConfig) -> list[Placement]:
     """Return a placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
 
-    Raises ConfigError for more than MAX_REPLICAS, for too few GPUs, or when --device names a single one for several
-    replicas.
+    Raises ConfigError for more than MAX_REPLICAS, for too few GPUs, when --device names a single one for several
+    replicas, and as `visible_gpus`.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
     if config.replica_nodes:
@@ -42,6 +40,8 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
     if config.replica_gpus:
         return _on_named_gpus(config)
     if replicas == 1:
+        if engine.device == "auto":
+            visible_gpus()  # raises for a GPU that cannot be counted, before the engine starts
         return [Placement(engine, {})]
     option = f"--data-parallel-size {replicas}"
     if replicas > MAX_REPLICAS:
@@ -178,14 +178,3 @@ def shared_engine(
         make_marks_file(path)
     own = dataclasses.replace(sharing, priority_class=priority_class, marks=tuple(map(str, marks)))
     return dataclasses.replace(placement.engine, sharing=own)
-
-
-def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number."""
-    visible_devices = os.environ.get(VISIBLE)
-    if visible_devices is not None:
-        names = [name.strip() for name in visible_devices.split(",")]
-        # CUDA stops reading at an empty entry, a negative number or another word that is no GPU.
-        is_gpu = [name.isdigit() or name.startswith(("GPU-", "MIG-")) for name in names]
-        return names[: is_gpu.index(False)] if False in is_gpu else names
-    return [str(gpu_index) for gpu_index in range(len(list(devices.glob(_DEVICE_FILES))))]

@@ -30,13 +30,13 @@ from meltcore.fleet.from_spec import server_config
 from meltcore.fleet.machine import read_machine
 from meltcore.fleet.nearest import SEARCH_LIMIT_S
 from meltcore.fleet.needs import fleet_needs, host_needs, named_needs
-from meltcore.fleet.placement import replica_gpus, visible_gpus
+from meltcore.fleet.placement import replica_gpus
 from meltcore.fleet.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
 from meltcore.fleet.running_fleet import Running, fleet_places, place_engine, unchanged_models, without_engines
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.protocol.fleet_spec import FleetSpec
-from meltcore.protocol.machine import Machine, VisibleGpu
+from meltcore.protocol.machine import Machine, VisibleGpu, visible_gpus
 from meltcore.results.fleet_plan import other_changes_text
 
 _GIB = 2**30
@@ -115,7 +115,7 @@ class FleetPlanner:
         found = _fitting(find_plan(self._next_spec, machine, report, cluster, running), machine)
         assert found.plan is not None
         assert found.config is not None
-        names = visible_gpus() if cluster is None else cluster.gpu_names
+        names = cluster.gpu_names if cluster is not None else visible_gpus() if machine.gpus else []
         residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
         return dataclasses.replace(found.config, residency=residency)
 

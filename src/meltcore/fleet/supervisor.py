@@ -47,7 +47,6 @@ from meltcore.fleet.placement import (
     gpu_ranks,
     place_replicas,
     placed_gpus,
-    visible_gpus,
 )
 from meltcore.fleet.replica import RestartPolicy, ServerParts
 from meltcore.fleet.running_fleet import Running, planned_places
@@ -57,6 +56,7 @@ from meltcore.fleet.supervised_model import POLL_S
 from meltcore.fleet.turns import Turns
 from meltcore.fleet.worker_pool import WorkerPool, worker_count
 from meltcore.host_memory import use_one_arena
+from meltcore.protocol.machine import visible_gpus
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
 from meltcore.routes_config import RoutesConfig

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.options import is_number
+from meltcore.process import call_with_timeout
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
+_DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
+# Files of a driver whose GPUs have none of their own: of WSL2 (dxg), of Jetson (nvhost, nvgpu, nvmap), of a container
+# that was given a part of them.
+_DRIVER_FILES = ("dxg", "nvidia*", "nvhost*", "nvgpu*", "nvmap")
+_NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 
 
 class VisibleGpu(NamedTuple):
@@ -49,9 +62,63 @@ class Machine(NamedTuple):
         return self
 
 
+def named_gpus(value: str) -> list[str]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA stops reading at an empty or negative entry.
+
+    Raises ConfigError for a word that names no GPU.
+    """
+    names: list[str] = []
+    for name in map(str.strip, value.split(",")):
+        if name.lower() in _NO_GPU or name.startswith("-"):
+            break
+        if not is_number(name) and not name.startswith(("GPU-", "MIG-")):
+            hides = "names GPUs, and" if names else "hides every GPU:"
+            raise ConfigError(
+                f"{VISIBLE}={value!r} {hides} {name!r} is neither a number nor a UUID; leave it empty for the CPU"
+            )
+        names.append(name)
+    return names
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number.
+
+    Raises ConfigError for a variable that names no GPU, and where a GPU may be there that cannot be counted.
+    """
+    value = os.environ.get(VISIBLE)
+    if value is not None:
+        return named_gpus(value)
+    count = len(list(devices.glob(_DEVICE_FILES)))
+    if not count:
+        driver_file = next((path for pattern in _DRIVER_FILES for path in sorted(devices.glob(pattern))), None)
+        count = 0 if driver_file is None else _count_by_driver(driver_file)
+    return [str(gpu_index) for gpu_index in range(count)]
+
+
+@cache
+def _count_by_driver(driver_file: Path) -> int:
+    """Return how many GPUs the driver has that the file belongs to. Raises ConfigError where it does not say."""
+    import pynvml
+
+    def count() -> int:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+
+    try:
+        return call_with_timeout(DRIVER_TIMEOUT_S, count)
+    except (pynvml.NVMLError, TimeoutError) as error:
+        raise ConfigError(
+            f"this machine has {driver_file} of a GPU's driver, and its GPUs cannot be counted: {error}; "
+            f"set {VISIBLE} to their numbers, or to nothing (or `device: cpu`, --device cpu) for the CPU"
+        ) from error
+
+
 def gpu_environment(names: Sequence[str]) -> dict[str, str]:
     """Return the environment in which CUDA sees these GPUs only, by number or UUID.
 
     Without the order CUDA numbers the fastest GPU first, and NVML, of which the numbers are, the first on the PCI bus.
     """
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

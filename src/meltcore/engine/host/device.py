@@ -13,6 +13,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.core.workspace import sleep_rounding_bytes
 from meltcore.errors import ConfigError
 from meltcore.host_memory import host_available_bytes, host_total_bytes
+from meltcore.protocol.machine import visible_gpus
 
 # On a CPU the caches share memory with everything else, so by default an engine takes this fraction of what is free.
 _HOST_FRACTION = 0.25
@@ -27,10 +28,10 @@ _GPU_BYTES, _OFFLINE_BYTES = 16 * 2**30, 32 * 2**30
 def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.device:
     """Return the device of `rank`. Ranks have neighboring GPUs. name "auto": the first GPU, or the CPU without one.
 
-    Raises ConfigError for a device that does not exist.
+    Raises ConfigError for a device that does not exist, and where a machine has GPUs that torch cannot use.
     """
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        device = torch.device(_auto_device() if name == "auto" else name)
     except RuntimeError as error:
         raise ConfigError(f"--device {name}: must be auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
@@ -46,6 +47,24 @@ def choose_device(name: str, *, num_ranks: int = 1, rank: int = 0) -> torch.devi
             f"torch sees {num_gpus} CUDA devices"
         )
     return torch.device("cuda", first_gpu + rank) if num_ranks > 1 else device
+
+
+def _auto_device() -> str:
+    """Return "cuda" where torch sees a GPU, else "cpu". Raises ConfigError where there is one that torch cannot use."""
+    if torch.cuda.is_available():
+        return "cuda"
+    gpus = visible_gpus()
+    if not gpus:
+        return "cpu"
+    try:
+        torch.cuda.init()
+        problem = "it sees none"
+    except (RuntimeError, AssertionError) as error:  # as torch raises without a driver, and without CUDA in its build
+        problem = str(error).splitlines()[0].rstrip(".")
+    raise ConfigError(
+        f"--device auto: there is GPU {', '.join(gpus)}, and torch {torch.__version__} cannot use it: {problem}; "
+        "--device cpu runs on the CPU"
+    )
 
 
 def has_mps(device: torch.device) -> bool:

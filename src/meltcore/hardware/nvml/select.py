@@ -11,6 +11,7 @@ from pynvml import NVMLError
 from meltcore.errors import ConfigError
 from meltcore.hardware.nvml.driver import Nvml
 from meltcore.hardware.nvml.gpu_types import GpuType
+from meltcore.options import is_number
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
@@ -81,7 +82,7 @@ def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str])
         names.append(name)
     if not names:
         raise ConfigError(f"{VISIBLE}={visible!r} hides every GPU; unset it, or select GPUs with --gpu")
-    if any(name.isdigit() for name in names):
+    if any(is_number(name) for name in names):
         _check_order(gpus, environment)
     return _select_by_names(nvml, gpus, names, VISIBLE)
 
@@ -100,7 +101,7 @@ def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], so
     mig_devices: list[GpuDevice] | None = None
     selected: list[GpuDevice] = []
     for name in map(str.strip, names):
-        if name.isdigit():
+        if is_number(name):
             if int(name) >= len(gpus):
                 raise ConfigError(f"{source} names GPU {name}; there are GPUs 0 to {len(gpus) - 1}")
             selected.append(gpus[int(name)])
