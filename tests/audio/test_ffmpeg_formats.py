@@ -43,6 +43,8 @@ def recorded(
     layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(channels)]
     with av.open(file, "w", format=container, container_options=options) as output:
         stream = output.add_stream(codec, rate=rate, layout=layout)
+        if codec == "wmav2":  # it has no bit rate of its own
+            stream.bit_rate = 96_000
         frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
         frame.sample_rate = rate
         converter = av.AudioResampler(stream.codec_context.format, layout, rate)

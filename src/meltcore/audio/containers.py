@@ -12,24 +12,41 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from meltcore.audio.checks import each_element, refusal
+from meltcore.audio.marks import (
+    ASF_HEADER,
+    M2TS_MARK,
+    TS_MARK,
+    after_aac,
+    after_flac,
+    after_mp3,
+    after_others,
+    files_from,
+)
 from meltcore.audio.matroska import split_matroska
+from meltcore.audio.media_files import split_amr, split_asf, split_avi, split_flv, split_ts, split_wavpack
 from meltcore.audio.mp4 import split_mp4
-from meltcore.audio.mpeg import frame_bytes
+from meltcore.audio.mpeg import frame_bytes, frame_runs
 from meltcore.audio.sample_files import split_aiff, split_au, split_caf, split_w64, split_wav, with_sizes
 
 
 class Container(NamedTuple):
-    """A format by FFmpeg's name and by its common one. is_timed: its packets have times that may leave gaps."""
+    """A format by FFmpeg's name and by its common one.
+
+    is_timed: its packets have times that may leave gaps; has_zero: these count from zero, not from the first packet.
+    """
 
     ffmpeg_name: str
     shown_name: str
     is_timed: bool = False
+    has_zero: bool = False
 
 
 WAV, FLAC, OGG = Container("wav", "WAV"), Container("flac", "FLAC"), Container("ogg", "OGG", is_timed=True)
-MP4 = Container("mp4", "MP4 or M4A", is_timed=True)
-MATROSKA = Container("matroska", "WebM or Matroska", is_timed=True)
-AAC, AMR = Container("aac", "AAC"), Container("amr", "AMR")
+MP4 = Container("mp4", "MP4 or M4A", is_timed=True, has_zero=True)
+MATROSKA = Container("matroska", "WebM or Matroska", is_timed=True, has_zero=True)
+AAC, AMR, WAVPACK = Container("aac", "AAC"), Container("amr", "AMR"), Container("wv", "WavPack")
+AVI, ASF = Container("avi", "AVI"), Container("asf", "WMA or ASF", is_timed=True)
+FLV, MPEG_TS = Container("flv", "FLV", is_timed=True), Container("mpegts", "MPEG-TS", is_timed=True)
 _AIFF, _AU, _CAF, _W64 = (
     Container("aiff", "AIFF"),
     Container("au", "AU"),
@@ -54,24 +71,25 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], Container], ...] = tuple(
         (rb"caff\x00", _CAF),
         (rb"riff\x2e\x91\xcf\x11", _W64),
         (rb"#!AMR", AMR),
+        (rb"RIFF....AVI ", AVI),
+        (re.escape(ASF_HEADER), ASF),
+        (rb"FLV\x01", FLV),
+        (rb"wvpk", WAVPACK),
+        (TS_MARK, MPEG_TS),
+        (M2TS_MARK, MPEG_TS),
         (rb"\xff[\xf0\xf1\xf8\xf9]", AAC),
     )
 )
-# Where a file begins among other bytes: marks that are too long to be met by chance
-_START = re.compile(
-    rb"OggS\x00\x02|fLaC[\x00\x80]\x00\x00\x22|(?:RIFF|RF64)....WAVE|FORM....AIF[FC]|\x00\x00\x00.ftyp"
-    rb"|\x1a\x45\xdf\xa3(?:[\x80-\xff]|\x01\x00{6}.)\x42\x86",
-    re.DOTALL,
-)
-_START_AFTER_FLAC = re.compile(_START.pattern + rb"|ID3[\x02-\x04]\x00", re.DOTALL)
 _MAX_LEAD_BYTES = 1024  # such as a byte order mark, the head of an HTTP response, or the end of a page of Ogg
 _MIN_MP3_BYTES = 4096  # behind another file; less is a tag
+_EXACT = (WAVPACK, AMR)  # whose decoders fail at bytes behind them, such as tags
+_TAGS, _MAX_TRAILER_BYTES = (b"APETAGEX", b"ID3", b"TAG"), 1024
 _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follow one of another container
 
 
-def container_of(data: bytes) -> Container | None:
-    """Return the container whose mark the data begins with; None for MP3 and for all that FFmpeg is not to read."""
-    return next((container for magic, container in _MAGICS if magic.match(data)), None)
+def container_of(data: bytes, position: int = 0) -> Container | None:
+    """Return the container whose mark is at `position`; None for MP3 and for all that FFmpeg is not to read."""
+    return next((container for magic, container in _MAGICS if magic.match(data, position)), None)
 
 
 def without_lead(data: bytes) -> bytes:
@@ -97,9 +115,9 @@ def without_lead(data: bytes) -> bytes:
             start = zeros.end()
         else:
             break
-    if container_of(data[start : start + 16]) is None:
-        later = _START.search(data, start, start + _MAX_LEAD_BYTES)
-        start = later.start() if later else start
+    if container_of(data, start) is None:
+        later = files_from(data, start, start + _MAX_LEAD_BYTES)[:1]
+        start = later[0] if later else start
         if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
             return data
     return data[start:] if start else data
@@ -108,23 +126,30 @@ def without_lead(data: bytes) -> bytes:
 def parts(data: bytes) -> list[bytes]:
     """Return the files that were joined to this one, in order: mostly one. Raises RequestError for a truncated file.
 
-    MP3, AAC and AMR are sequences of frames, which decoders read to their end however many files they come from.
+    MP3 and AAC are sequences of frames, which decoders read to their end however many files they come from.
     """
     pieces: list[bytes] = []
     for _ in range(_MAX_OTHERS):
         data = without_lead(data)
-        container = container_of(data[:16]) or MP3
-        starts, other = [0], 0
-        for end in _SPLITTERS.get(container, _split_frames)(data):
+        container = container_of(data) or _frames_of(data)
+        starts, other, unknown = [0], 0, 0
+        for end in _SPLITTERS[container](data):
             follows = _container_at(data, end)  # splitters yield each place where a file may begin
             if follows is container:
                 starts.append(end)
             elif follows:
                 other = end
                 break
+            else:
+                unknown = end
             if len(pieces) + len(starts) > _MAX_JOINED:
                 raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
+        if unknown and not other:
+            other = next((place for place in after_others(data, unknown) if _container_at(data, place)), 0)
         stop = other or len(data)
+        if unknown and container in _EXACT:
+            stop = unknown
+            _check_tag(data[unknown:other] if other else data[unknown:])
         pieces += [data] if (starts, stop) == ([0], len(data)) else [data[a:b] for a, b in pairwise([*starts, stop])]
         if not other:
             return [with_sizes(piece) for piece in pieces]
@@ -132,21 +157,23 @@ def parts(data: bytes) -> list[bytes]:
     raise refusal(f"is joined from files of different formats more than {_MAX_OTHERS} times, the limit")
 
 
+def _frames_of(data: bytes) -> Container:
+    """Return whether data without a mark has frames of MP3 or AAC, before which may be other bytes."""
+    first = next(frame_runs(data, 0), 0)
+    return AAC if container_of(data, first) is AAC else MP3
+
+
+def _check_tag(data: bytes) -> None:
+    """Raise RequestError for bytes behind frames that may be more of them: no tag, and too many."""
+    if len(data) > _MAX_TRAILER_BYTES and any(data) and not data.startswith(_TAGS):
+        raise refusal(f"has {len(data)} bytes behind its last frame that are neither a frame nor a tag")
+
+
 def _container_at(data: bytes, position: int) -> Container | None:
     """Return the container of a file that begins here, None for a tag or other bytes."""
     head = data[position : position + 16]
     is_mp3 = head[:3] == b"ID3" or frame_bytes(head) > 1
-    return container_of(head) or (MP3 if is_mp3 and len(data) - position > _MIN_MP3_BYTES else None)
-
-
-def _split_frames(data: bytes) -> Iterator[int]:
-    """Yield where a file with a mark begins among frames, whose own length is not known here."""
-    return (match.start() for match in _START.finditer(data, 1))
-
-
-def _split_flac(data: bytes) -> Iterator[int]:
-    """Yield where a file may begin among frames of FLAC. In MP3 and AAC, tags between frames are left to FFmpeg."""
-    return (match.start() for match in _START_AFTER_FLAC.finditer(data, 1))
+    return container_of(data, position) or (MP3 if is_mp3 and len(data) - position > _MIN_MP3_BYTES else None)
 
 
 def _split_ogg(data: bytes) -> Iterator[int]:
@@ -171,7 +198,10 @@ def _split_ogg(data: bytes) -> Iterator[int]:
 
 _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
     WAV: split_wav,
-    FLAC: _split_flac,
+    FLAC: after_flac,
+    MP3: after_mp3,
+    AAC: after_aac,
+    AMR: split_amr,
     OGG: _split_ogg,
     MP4: split_mp4,
     MATROSKA: split_matroska,
@@ -179,4 +209,9 @@ _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
     _AU: split_au,
     _CAF: split_caf,
     _W64: split_w64,
+    AVI: split_avi,
+    ASF: split_asf,
+    FLV: split_flv,
+    MPEG_TS: split_ts,
+    WAVPACK: split_wavpack,
 }

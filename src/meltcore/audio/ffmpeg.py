@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, FLAC, MATROSKA, MP3, MP4, OGG, WAV, Container
+from meltcore.audio.containers import AAC, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, WAV, WAVPACK, Container
 from meltcore.audio.mpeg import announced_samples, frame_bytes
 
 _BLOCK_S = 10.0  # of samples, which are yielded together
@@ -19,7 +19,10 @@ _MISSING_S, _MISSING_FRACTION = 0.5, 0.02
 _MP3_PADDING = 4 * 1152  # samples that the header counts and FFmpeg leaves out
 # Packet times are rounded, and the clocks of recorders jitter. ffmpeg's resampler fills gaps from this length on, too.
 _GAP_S = 0.1
+_JUMP_S = 1.0  # back in time: joined transport streams begin anew
 _MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its streams
+# These tell of a stream by its first packet alone, which may come after seconds of video.
+_FOUND_BY_PACKETS = (FLV, MPEG_TS)
 _PCM_PACKET_BYTES = 2**16  # of WAV: FFmpeg's own packets of 4096 bytes take twice the time
 _MATROSKA_DURATION, _MAX_HEADER_BYTES = b"\x44\x89", 4096
 
@@ -28,32 +31,46 @@ Floats = npt.NDArray[np.float32]
 
 def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: float) -> FFmpegFile | None:
     """Open a file, or return None for data that is neither MP3 nor AAC and has no container. Raises RequestError."""
-    import av
-
-    options = {"probesize": str(_MAX_PROBE_BYTES)}
-    if container is None:  # FFmpeg guesses between two formats, so that its many others cannot be reached
-        options["format_whitelist"] = "mp3,aac"
-    if container is WAV:
-        options["max_size"] = str(_PCM_PACKET_BYTES)
-    try:
-        # PyAV's types do not tell a reader from a writer, nor what a frame's array holds.
-        file: Any = av.open(
-            io.BytesIO(data),
-            format=container and container.ffmpeg_name,
-            container_options=options,
-            metadata_errors="ignore",
-        )
-    except av.FFmpegError as error:
-        if container is None:
-            return None
-        raise refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}") from error
+    file = _opened(data, container, _MAX_PROBE_BYTES)
+    if file is None:
+        return None
     if container is None:
         container = AAC if file.format.name == "aac" else MP3
-    stream = next((each for each in file.streams.audio if each.codec_context is not None and each.rate), None)
+    stream = _audio_stream(file)
+    if stream is None and container in _FOUND_BY_PACKETS:
+        file.close()
+        file = _opened(data, container, len(data), round(max_audio_s * 1e6))
+        stream = _audio_stream(file)
     if stream is None:
         file.close()
         raise refusal(f"is {container.shown_name} without audio that can be decoded")
     return FFmpegFile(data, container, file, stream, max_audio_s)
+
+
+def _opened(data: bytes, container: Container | None, probe_bytes: int, probe_us: int = 0) -> Any:
+    """Return a file that FFmpeg has opened, None for data of no container that it does not know. Raises RequestError.
+
+    PyAV's types do not tell a reader from a writer, nor what a frame's array holds.
+    """
+    import av
+
+    options = {"probesize": str(probe_bytes), "analyzeduration": str(probe_us)}  # 0: FFmpeg's default
+    if container is None:  # FFmpeg guesses between two formats, so that its many others cannot be reached
+        options["format_whitelist"] = "mp3,aac"
+    if container is WAV:
+        options["max_size"] = str(_PCM_PACKET_BYTES)
+    name = container and container.ffmpeg_name
+    try:
+        return av.open(io.BytesIO(data), format=name, container_options=options, metadata_errors="ignore")
+    except av.FFmpegError as error:
+        if container is None:
+            return None
+        raise refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}") from error
+
+
+def _audio_stream(file: Any) -> Any:
+    """Return the first stream of audio that can be decoded, None without one."""
+    return next((each for each in file.streams.audio if each.codec_context is not None and each.rate), None)
 
 
 class FFmpegFile:
@@ -66,7 +83,16 @@ class FFmpegFile:
         self.sample_rate, self.num_channels = int(stream.rate), int(stream.channels)
         self.num_frames = round(self._announced_s(data) * self.sample_rate) or None
         self._num_read = 0  # samples of each channel, with the silence in gaps
-        self._start_s: float | None = None if container is OGG else 0.0  # the time of the first sample
+        self._start_s = self._zero_s()
+
+    def _zero_s(self) -> float | None:
+        """Return the time at which the file begins, None for that of the first sample."""
+        if self._container.has_zero:
+            return 0.0
+        starts = [
+            float(each.start_time * each.time_base) for each in self._file.streams.video if each.start_time is not None
+        ]
+        return min(starts, default=None)
 
     def _announced_s(self, data: bytes) -> float:
         """Return when the audio ends as the header says, 0 where it does not. FFmpeg's own value may be an estimate."""
@@ -76,7 +102,7 @@ class FFmpegFile:
             # It has the duration of all streams together, a recording that was not closed has none.
             is_written = _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES] and len(self._file.streams) == 1
             return (self._file.duration or 0) / 1e6 if is_written else 0.0
-        if self._container not in (FLAC, MP4):  # the size of the others is checked before
+        if self._container not in (FLAC, MP4, WAVPACK):  # the size of the others is checked before
             return 0.0
         start = max(self._stream.start_time or 0, 0) if self._container.is_timed else 0
         return float(((self._stream.duration or 0) + start) * self._stream.time_base)
@@ -105,7 +131,7 @@ class FFmpegFile:
         """Raise RequestError for less than announced."""
         announced = self.num_frames or 0
         least = announced * (1 - _MISSING_FRACTION) - _MISSING_S * self.sample_rate
-        if self._container in (FLAC, MP3):
+        if self._container in (FLAC, MP3, WAVPACK):
             least = announced - (_MP3_PADDING if self._container is MP3 else 0)
         if self._num_read < least:
             found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
@@ -159,10 +185,13 @@ class FFmpegFile:
         if not self._container.is_timed or frame.pts is None:
             return
         time_s = float(frame.pts * frame.time_base)
-        if self._start_s is None:
+        is_first = self._num_read == 0 and not self._container.has_zero
+        if self._start_s is None or (is_first and time_s < self._start_s):
             self._start_s = time_s
         end_s = self._num_read / self.sample_rate
         gap_s = time_s - self._start_s - end_s
+        if gap_s < -_JUMP_S and self._container is MPEG_TS:
+            self._start_s = time_s - end_s
         if gap_s < _GAP_S:
             return
         if end_s + gap_s > self._max_audio_s:

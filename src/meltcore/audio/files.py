@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, AMR, MATROSKA, MP4, container_of
+from meltcore.audio.containers import AAC, AMR, ASF, AVI, FLV, MATROSKA, MP4, MPEG_TS, WAVPACK, container_of
 from meltcore.audio.ffmpeg import Floats, open_with_ffmpeg
 
 _BLOCK_S = 10.0  # decoded in one call
 _MISSING_S = 0.5  # headers of MP3 may count the encoder's padding
-_ONLY_FFMPEG = (MP4, MATROSKA, AAC, AMR)
+_FFMPEG_NAMES = ("M4A", "MP4", "3GP", "WEBM", "MATROSKA", "AAC", "AMR", "AVI", "WMA", "FLV", "MPEG-TS", "WAVPACK")
+_ONLY_FFMPEG = (MP4, MATROSKA, AAC, AMR, AVI, ASF, FLV, MPEG_TS, WAVPACK)
 # Bytes after the last frame that libsndfile need not have read: tags
 _MAX_UNREAD_BYTES = 256
 _LACKS_AV = "this server lacks PyAV (meltcore[av]), which reads it"
@@ -107,4 +108,4 @@ class _SoundFile:
 
 def _ffmpeg_formats() -> tuple[str, ...]:
     """Return the names of the formats that only FFmpeg reads: none where PyAV is not installed."""
-    return ("M4A", "MP4", "WEBM", "MATROSKA", "AAC", "AMR") if find_spec("av") else ()
+    return _FFMPEG_NAMES if find_spec("av") else ()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 # kbit/s by four bits of a frame's header: Layer III and II of MPEG 1, and both of MPEG 2 and 2.5
 _LAYER_2_KBIT = (0, 32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 0)
 _LAYER_3_KBIT = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 0)
 _MPEG_2_KBIT = (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 0)
 _MPEG_1_RATES = (44_100, 48_000, 32_000, 0)
+_RUN_FRAMES = 4  # of one kind, one behind the other: they are not met by chance
+MP3_SYNC, AAC_SYNC = re.compile(rb"\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"), re.compile(rb"\xff[\xf0\xf1\xf8\xf9]")
+ANY_SYNC = re.compile(rb"\xff[\xe2-\xe7\xf0-\xff]")
+NO_FLAC_SYNC = re.compile(rb"\xff[\xe2-\xe7\xf0-\xf7\xfa-\xff]")  # frames of FLAC begin as some of AAC do
 
 
 def frame_bytes(header: bytes) -> int:
@@ -26,6 +31,23 @@ def frame_bytes(header: bytes) -> int:
     if header[1] >> 1 & 3 not in (1, 2) or not kbit or not rate:
         return 1
     return (144_000 if version == 3 or is_layer_2 else 72_000) * kbit // rate + (header[2] >> 1 & 1)
+
+
+def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) -> Iterator[int]:
+    """Yield where several frames of MP3 or AAC begin from `position` on, the first of each run."""
+    end = 0
+    for match in syncs.finditer(data, position):
+        if match.start() >= end and (found := _run_end(data, match.start())):
+            yield match.start()
+            end = found
+
+
+def _run_end(data: bytes, position: int) -> int:
+    """Return where frames of one kind end that begin at `position`, 0 for fewer than those of a run."""
+    kind, count = data[position + 1], 0
+    while len(head := data[position : position + 6]) == 6 and head[1] == kind and (size := frame_bytes(head)) > 1:
+        position, count = position + size, count + 1
+    return position if count >= _RUN_FRAMES else 0
 
 
 def announced_samples(data: bytes) -> int:

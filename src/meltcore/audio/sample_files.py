@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from meltcore.audio.checks import cut, each_element, refusal
+from meltcore.audio.marks import later_files
 
 # The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31.
 # The load generator, which may not import this file, judges answers by the same number (load/wav.py).
@@ -38,6 +39,7 @@ def split_wav(data: bytes) -> Iterator[int]:
             if size == 0xFFFFFFFF and 0 < long_size < 2**62:
                 size = long_size
             elif size >= UNKNOWN_SIZE or (size == 0 and not _is_chunk(data[position + 8 : position + 12], 0, rest)):
+                yield from later_files(data, position)
                 return
             if size == 0:
                 raise refusal("holds no samples")
@@ -81,6 +83,7 @@ def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: 
             return
         size = size_of(data[position : position + 24])
         if not 12 < size < unknown:
+            yield from later_files(data, position)
             return
         if position + size > len(data) + 1:  # the last byte may be missing that makes a size even
             raise cut(size, len(data) - position)
@@ -101,7 +104,7 @@ def split_caf(data: bytes) -> Iterator[int]:
         if position + 12 + size > len(data):
             if name == b"data" and size < _UNKNOWN_LONG_SIZE:
                 raise cut(size, len(data) - position - 12)
-            yield position
+            yield from later_files(data, position) if name == b"data" else [position]
             return
         position += 12 + size
 

@@ -1,0 +1,250 @@
+"""AVI, WMA, FLV, MPEG-TS, WavPack, AMR and 3GP: read, joined, cut off, late, and made to harm."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("av", reason="the extra av has PyAV")
+pytest.importorskip("soxr", reason="the extra audio has soxr")
+
+import av
+from test_audio_decode import decoded, encoded, tone
+from test_ffmpeg_formats import Recorder, recorded
+from test_odd_files import ID3V1, MAKERS, duration_s, id3v2, is_loud
+
+from meltcore.errors import RequestError
+
+FORMATS: dict[str, tuple[str, str, int]] = {
+    "avi": ("avi", "pcm_s16le", 48_000),
+    "avi mp3": ("avi", "mp3", 48_000),
+    "wma": ("asf", "wmav2", 44_100),
+    "flv": ("flv", "aac", 44_100),
+    "flv mp3": ("flv", "mp3", 44_100),
+    "ts": ("mpegts", "aac", 48_000),
+    "ts mp2": ("mpegts", "mp2", 48_000),
+    "wavpack": ("wv", "wavpack", 48_000),
+    "amr": ("amr", "libopencore_amrnb", 8000),
+    "3gp": ("3gp", "aac", 48_000),
+}
+
+
+def made(name: str, seconds: float = 2.0, *, is_live: bool = False) -> bytes:
+    """A tone in this format. Skips where PyAV was built without its encoder."""
+    container, codec, rate = FORMATS[name]
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no encoder {codec}")
+    return recorded(tone(seconds, rate), container, codec, rate, is_live=is_live)
+
+
+def m2ts(data: bytes) -> bytes:
+    """A transport stream as cameras write it, with four bytes before each packet."""
+    return b"".join(struct.pack(">I", at) + data[at : at + 188] for at in range(0, len(data), 188))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_read_to_the_end(name: str) -> None:
+    data = made(name)
+    for whole in (data, data + ID3V1, bytes(5) + data, id3v2(40) + data):
+        assert duration_s(whole) == pytest.approx(2.0, abs=0.15)
+    assert is_loud(data, 0.1, 1.9)
+
+
+@pytest.mark.parametrize("name", ["avi", "wma", "flv", "ts", "wavpack"])
+def test_recordings_that_were_not_closed_are_read_to_the_end(name: str) -> None:
+    data = made(name, is_live=True)
+    assert duration_s(data) == pytest.approx(2.0, abs=0.15)
+    if name != "wavpack":
+        assert duration_s(data + made(name, 1.0, is_live=True)) == pytest.approx(3.0, abs=0.3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_joined_files_are_all_read(name: str) -> None:
+    data = made(name, 1.0) + made(name, 1.5) + made(name, 0.5)
+    assert duration_s(data) == pytest.approx(3.0, abs=0.4)
+    assert is_loud(data, 2.7, 2.9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", ["wav", "mp3", "m4a", "flac", "wma", "avi", "wavpack", "amr", "flv", "ts"])
+def test_files_of_other_containers_behind_them(first: str, second: str) -> None:
+    if first.startswith(second):
+        pytest.skip("the same container")
+    other = made(second, 2.5) if second in FORMATS else MAKERS[second](2.5, 48_000)
+    assert duration_s(made(first, 1.5) + other) == pytest.approx(4.0, abs=0.3)
+
+
+@pytest.mark.parametrize("first", ["flac", "mp3", "wav", "aac"])
+@pytest.mark.parametrize("second", ["wma", "avi", "wavpack", "amr", "flv", "ts", "caf", "au", "w64", "mp3", "aac"])
+def test_files_behind_frames_whose_lengths_are_not_known(first: str, second: str) -> None:
+    """Also MP3 without a tag behind FLAC, and AAC beside MP3."""
+    rate = 16_000 if second == "w64" else 48_000
+    other = made(second, 2.5) if second in FORMATS else MAKERS[second](2.5, rate)
+    assert duration_s(MAKERS[first](1.5, 48_000) + other) == pytest.approx(4.0, abs=0.25)
+
+
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_mp3_without_a_tag_behind_flac(rate: int, channels: int) -> None:
+    sound = np.stack([tone(2.0, rate)] * channels, axis=1)
+    flac = encoded(np.stack([tone(1.0, rate)] * 2, axis=1), rate, "FLAC")
+    data = flac + encoded(sound, rate, "MP3") + flac
+    assert duration_s(data) == pytest.approx(4.0, abs=0.15)
+    assert is_loud(data, 1.2, 2.8)
+
+
+def unsized(name: str, seconds: float) -> bytes:
+    """A file whose program did not know its length."""
+    data = bytearray(MAKERS[name](seconds, 16_000))
+    for mark, offset, size in {
+        "wav": [(b"data", 4, 4)],
+        "aiff": [(b"FORM", 4, 4), (b"COMM", 10, 4), (b"SSND", 4, 4)],
+        "au": [(b".snd", 8, 4)],
+        "caf": [(b"data", 4, 8)],
+        "w64": [(b"data\xf3\xac", 16, 8)],
+    }[name]:
+        at = data.index(mark) + offset
+        data[at : at + size] = b"\xff" * size
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", ["wav", "aiff", "au", "caf", "w64"])
+def test_joined_files_without_sizes(name: str) -> None:
+    data = unsized(name, 1.0) + unsized(name, 1.5) + MAKERS[name](0.5, 16_000)
+    assert duration_s(data) == pytest.approx(3.0, abs=0.01)
+    assert is_loud(data, 2.6, 2.9)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("part", [0.4, 0.83])
+def test_files_that_end_early_are_refused(name: str, part: float) -> None:
+    data = made(name, 4.0)
+    with pytest.raises(RequestError, match=r"truncated|cannot be decoded after"):
+        decoded(data[: round(len(data) * part) | 1])
+
+
+def test_transport_streams_of_cameras() -> None:
+    data = made("ts", 2.0)
+    assert duration_s(m2ts(data)) == duration_s(data)
+    assert duration_s(m2ts(data) + m2ts(data)) == pytest.approx(4.0, abs=0.2)
+
+
+def amr_wb(frames: int) -> bytes:
+    """Frames of noise in AMR-WB, for which PyAV has no encoder."""
+    rng = np.random.default_rng(0)
+    return b"#!AMR-WB\n" + b"".join(b"\x04" + rng.bytes(17) + b"\x14" + rng.bytes(32) for _ in range(frames // 2))
+
+
+def test_amr_wb_is_read_and_joined() -> None:
+    assert duration_s(amr_wb(100)) == pytest.approx(2.0, abs=0.05)
+    assert duration_s(amr_wb(100) + amr_wb(50)) == pytest.approx(3.0, abs=0.05)
+    with pytest.raises(RequestError, match="a part of it has 33 bytes, of which 26 are there"):
+        duration_s(amr_wb(100)[:-7])
+    with pytest.raises(RequestError, match="has 3001 bytes behind its last frame that are neither a frame nor a tag"):
+        duration_s(amr_wb(20) + b"\xff" * 3001)
+
+
+def with_video(container: str, audio_codec: str, video_codec: str, start_s: float, *, size: int = 32) -> bytes:
+    """Six seconds of noise to see, and a second of tone from `start_s` on."""
+    for codec in (audio_codec, video_codec):
+        if codec not in av.codecs_available:
+            pytest.skip(f"this PyAV has no encoder {codec}")
+    file: Any = io.BytesIO() if container in ("mp4", "avi") else Recorder()
+    rng = np.random.default_rng(0)
+    with av.open(file, "w", format=container) as output:
+        video: Any = output.add_stream(video_codec, rate=10)
+        video.width = video.height = size
+        video.pix_fmt = "yuv420p"
+        audio: Any = output.add_stream(audio_codec, rate=48_000, layout="mono")
+        audio.bit_rate = 96_000
+        packets: list[Any] = []
+        for number in range(60):
+            picture = av.VideoFrame.from_ndarray(rng.integers(0, 255, (size, size, 3), np.uint8), format="rgb24")
+            picture = picture.reformat(format="yuv420p")
+            picture.pts, picture.time_base = number, Fraction(1, 10)
+            packets += video.encode(picture)
+        packets += video.encode(None)
+        samples, step = tone(1.0, 48_000)[None], audio.codec_context.frame_size or 960
+        converter = av.AudioResampler(audio.codec_context.format, "mono", 48_000)
+        for first in range(0, 48_000 - step + 1, step):
+            frame = av.AudioFrame.from_ndarray(samples[:, first : first + step].copy(), format="fltp", layout="mono")
+            frame.sample_rate, frame.time_base = 48_000, Fraction(1, 48_000)
+            frame.pts = round(start_s * 48_000) + first
+            for converted in converter.resample(frame):
+                packets += audio.encode(converted)
+        packets += audio.encode(None)
+        output.mux(sorted(packets, key=lambda packet: packet.dts * packet.time_base))
+    return file.getvalue() if isinstance(file, io.BytesIO) else file.data
+
+
+WITH_VIDEO = [
+    ("ogg", "libopus", "libvpx"),
+    ("ogg", "libvorbis", "libvpx"),
+    ("flv", "aac", "flv"),
+    ("mpegts", "aac", "mpeg2video"),
+    ("asf", "wmav2", "msmpeg4"),
+    ("webm", "libopus", "libvpx"),
+    ("mp4", "aac", "mpeg4"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("container", "audio", "video"), WITH_VIDEO)
+@pytest.mark.parametrize("start_s", [0.0, 1.5, 4.0])
+def test_late_audio_of_a_video_has_silence_before_it(container: str, audio: str, video: str, start_s: float) -> None:
+    data = with_video(container, audio, video, start_s)
+    assert duration_s(data) == pytest.approx(start_s + 1, abs=0.2)
+    assert is_loud(data, start_s + 0.2, start_s + 0.8)
+    if start_s:
+        assert not is_loud(data, 0.0, start_s - 0.2)
+
+
+def test_audio_behind_megabytes_of_video_is_found() -> None:
+    data = with_video("mpegts", "aac", "mpeg2video", 5.0, size=480)
+    assert len(data) > 2**21
+    assert duration_s(data) == pytest.approx(6.0, abs=0.2)
+    assert is_loud(data, 5.2, 5.8)
+
+
+def number_at(data: bytes, mark: bytes, offset: int, value: bytes) -> bytes:
+    at = data.index(mark) + offset
+    return data[:at] + value + data[at + len(value) :]
+
+
+HARMFUL: dict[str, Callable[[], bytes]] = {
+    "avi of 2 GB": lambda: number_at(made("avi"), b"RIFF", 4, struct.pack("<I", 1_900_000_000)),
+    "avi chunk": lambda: number_at(made("avi"), b"hdrl", 8, b"\xff\xff\xff\x7f"),
+    "asf head": lambda: number_at(made("wma"), b"\x30\x26\xb2\x75", 16, b"\xff\xff\xff\xff\xff\xff\xff\x7f"),
+    "flv head": lambda: number_at(made("flv"), b"FLV", 5, b"\x7f\xff\xff\xff"),
+    "flv tag": lambda: number_at(made("flv"), b"FLV", 14, b"\xff\xff\xff"),
+    "wavpack block": lambda: number_at(made("wavpack"), b"wvpk", 4, b"\xff\xff\xff\xff"),
+    "wavpack of years": lambda: number_at(made("wavpack"), b"wvpk", 12, b"\xff\xff\xff\x7f"),
+    "ts without packets": lambda: (b"G\x40\x00\x10" + b"\xff" * 184) * 5000,
+    "amr of nothing": lambda: b"#!AMR\n" + b"\x7c" * 200,
+    "asf objects": lambda: b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c" * 20_000,
+    "flv tags": lambda: b"FLV\x01\x04\0\0\0\x09\0\0\0\0" + b"\x12\0\0\0\0\0\0\0\0\0\0\0\0\0\0" * 50_000,
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_files_are_refused_by_name(name: str) -> None:
+    before_s = time.process_time()
+    with pytest.raises(RequestError, match="the audio "):
+        decoded(HARMFUL[name]())
+    assert time.process_time() - before_s < 5
+
+
+@pytest.mark.parametrize("name", ["avi", "wma", "flv", "ts", "wavpack", "amr"])
+def test_without_pyav_these_formats_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = made(name)
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(RequestError, match=r"is \S+( or \S+)?, which this server cannot read: it lacks PyAV"):
+        decoded(data)
