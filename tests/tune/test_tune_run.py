@@ -86,7 +86,7 @@ def test_no_running_setting_exits_with_status_1(tmp_path: Path, capsys: pytest.C
         (["batching", "m", "--goodput", "beauty:1"], "unknown beauty"),
         (["batching", "m", "--max-num-seqs", "4,0"], "'0' is not a whole number of at least 1"),
         (["batching", "m", "--workload", "missing.jsonl"], "workload missing.jsonl: cannot be read"),
-        (["batching", "m", "--start-timeout", "nan"], "--start-timeout must be more than 0 seconds"),
+        (["batching", "m", "--start-timeout", "nan"], "'nan' is not a number of more than 0"),
         (["context", "m", "--model-len-step", "0"], "'0' is not a whole number of at least 1"),
         (["context", "m", "--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
         (["context", "m", "--min-model-len", "16"], "'16' is not a whole number of at least 17"),
