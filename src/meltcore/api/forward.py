@@ -201,7 +201,7 @@ class _Exchange:
 
 
 def read_fields(body: bytes, content_type: str) -> _Fields | None:
-    """Return the fields of a JSON body or of a form that the API needs; None where it is neither."""
+    """Return the fields that the API needs of a JSON body or a form. None means that it is neither."""
     if content_type.startswith("multipart/"):
         position = body.find(_MULTIPART_MODEL)
         found = None if position < 0 else _FIELD_VALUE.match(body, position)
@@ -225,7 +225,7 @@ def routes_of(backend: Backend | ForwardingBackend) -> Sequence[str]:
 
 
 def default_model(models: ModelTable, routes: RoutesConfig, path: str) -> str | None:
-    """Return the name of the model for a request that names none; None where no model serves `path`.
+    """Return the model for a request that names none. None means that no model serves `path`.
 
     It is `chat_model` of the fleet's routes for chats and completions, else the first model that serves the path.
     """

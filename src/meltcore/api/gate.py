@@ -60,7 +60,8 @@ def _class(value: bytes) -> PriorityClass:
 class Gate:
     """Passes requests on to `app`.
 
-    Those of other sites' pages, without a valid key, beyond its rate, or sent on by this server before do not pass.
+    It refuses a request that comes from another site's page, lacks a valid key or exceeds the key's rate, and one that
+    this server has sent on before.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that chat and completion requests share."""
 
-    model: str | None = None  # None: the default of the route
+    model: str | None = None  # None uses the default of the route
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None

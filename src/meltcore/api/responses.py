@@ -192,7 +192,7 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
 
 
 def _first_of_text(choice: Choice, entries: list[_LogprobsEntry]) -> int | None:
-    """Return the index of the entry that the text begins with, None for a text that begins before the entries."""
+    """Return the index of the entry that the text begins with. None means that it begins before the entries."""
     if not entries or entries[0][1] is not None:
         return None
     visible = (at for at, (token_id, _) in enumerate(entries) if not choice.detokenizer.is_hidden(token_id))
@@ -200,7 +200,7 @@ def _first_of_text(choice: Choice, entries: list[_LogprobsEntry]) -> int | None:
 
 
 def _top_logprobs(choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs) -> dict[str, float]:
-    """Return the highest log-probabilities by token, and after them that of `token` unless it is among them."""
+    """Return the highest log-probabilities by token, followed by the one of `token` if it is not among them."""
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}

@@ -88,7 +88,7 @@ _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follo
 
 
 def container_of(data: bytes, position: int = 0) -> Container | None:
-    """Return the container whose mark is at `position`; None for MP3 and for all that FFmpeg is not to read."""
+    """Return the container whose mark is at `position`. None means MP3, or data that FFmpeg must not read."""
     return next((container for magic, container in _MAGICS if magic.match(data, position)), None)
 
 

@@ -113,8 +113,8 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
 def mixed(block: Floats, sample_rate: int) -> Floats:
     """Return the mean of all channels [frames, channels], or the loudest channel where they cancel each other.
 
-    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone, by
-    the energy of the mean beside that of channels that have nothing in common.
+    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone: the
+    energy of its mean is compared with what channels that have nothing in common would leave.
     """
     num_channels = block.shape[1]
     mono: Floats = block.mean(axis=1) if num_channels > 1 else block[:, 0]

@@ -47,7 +47,7 @@ def split_matroska(data: bytes) -> Iterator[int]:
 
 
 def _ebml(data: bytes, position: int) -> tuple[int, int | None, int]:
-    """Return the id of an element, its size (None: unknown) and where its content begins; an id of 0 is no element."""
+    """Return an element's id, its size (None if it is unknown) and where its content begins. The id 0 is no element."""
     id_bytes = 9 - data[position].bit_length()
     start = position + id_bytes
     if id_bytes > 4:

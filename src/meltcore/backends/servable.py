@@ -32,7 +32,7 @@ def check_servable(config: ModelConfig) -> None:
 
 
 def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
-    """Return the file or folder of a model, and the reasons that it shows. None: they name what they are about."""
+    """Return a model's file or folder, and the reasons that it shows. None means that the reasons name it."""
     try:
         if find_task(config) != "generation":
             return None, []
@@ -52,7 +52,7 @@ def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
 
 
 def _with_good_tokenizer(config: ModelConfig) -> ModelConfig:
-    """Return the settings with a tokenizer without faults, so that those of the model's other files are found."""
+    """Return the settings with a tokenizer without faults, so that faults of the model's other files are found."""
     return replace(config, engine=replace(config.engine, tokenizer=BUNDLED_MODEL))
 
 

@@ -70,8 +70,8 @@ class ParallelLMHead(nn.Module):
 class VocabParallelEmbedding(ParallelLMHead):
     """Looks up the embeddings of tokens. With tied embeddings it is the output head too.
 
-    scale: factor of the embeddings, None for 1. rounds_scale: it is rounded to the weights' type, as transformers does
-    for Gemma.
+    scale: factor of the embeddings. None leaves them as they are. rounds_scale: the factor is rounded to the weights'
+    type, as transformers does for Gemma.
     """
 
     def __init__(

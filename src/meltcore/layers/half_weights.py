@@ -56,7 +56,7 @@ class HalfWeight(nn.Module):
         return {"weight": ConvertingLoader(torch.Size(part.shape), refuse)}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
-        """Look up tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
+        """Look up tokens, with zeros for tokens of other ranks. See `EmbeddingWeight.embeddings`."""
         assert isinstance(self.table, HalfTable | GgmlWeight), "the weight of an embedding has a table"
         return self.table.embeddings(token_ids, first_token)
 

@@ -32,9 +32,9 @@ class ResidualStream:
         self._deferred_add: _AddNorm | None = partial(group.all_reduce_add_rms_norm, None, values) if group else None
 
     def read(self, norm: RMSNorm | None) -> tuple[torch.Tensor, Norm | None]:
-        """Return a layer's input and the norm that the layer must apply, None if the input is normalized already.
+        """Return a layer's input and the norm that it must apply. None means that the input is normalized already.
 
-        norm: None for a layer that reads the stream as it is.
+        norm: None reads the stream as it is.
         """
         fused_norm = None if norm is None else norm.parameters_for_fusion()
         if self._deferred_add is None:

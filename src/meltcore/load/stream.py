@@ -212,7 +212,7 @@ class StreamedResponse(BaseResponse):
             self._on_usage(usage)
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:
-        """Note what came of an answer. count: of its tokens up to here; None: the event does not say."""
+        """Note what came of an answer. count: its tokens up to here. None means that the event does not say."""
         delta = choice.delta if isinstance(choice.delta, _Delta) else choice.message
         content = choice.text if delta is None else _text_of(delta.content)
         reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking

@@ -124,20 +124,30 @@ class RecurrentConfig:
 class DecoderConfig:
     """The fields of config.json that shape the network, and the switches of its family.
 
-    intermediate_size: width of dense feed-forwards, None when all layers are routed; rotary_dim: number of leading
-    dimensions of a head with rotary embeddings; rope_scaling: None for unscaled frequencies.
-
-    qkv_bias: queries, keys and values have a bias; qk_norm: each head's query and key are normalized; wide_qk_norm: all
-    heads' queries are normalized together, and so are the keys; output_gate: the output of attention is gated;
-    zero_centered_norms: a checkpoint stores a norm's scale minus one; experts: None for a dense model; recurrent: None
-    if all layers have attention; sliding_window: number of newest tokens that a query of the sliding_layers sees, its
-    own included; rope_local_theta: base of the frequencies of the sliding_layers, unscaled, None if they are those of
-    the other layers; attention_scale: of the scores, None for head_dim^-0.5; post_norms: attention's and the
-    feed-forward's outputs are normalized before they are added; pre_norms: attention and feed-forward read the
-    normalized residual stream; float32_norms: norms round after they have multiplied by their weight; activation: of
-    dense feed-forwards; embedding_scale: factor of the token embeddings, None for 1; rounds_embedding_scale: the factor
-    is rounded to the weights' type; nope_layers: layers whose queries and keys are not rotated; residual_multiplier:
-    the factor of what attention and feed-forward add to the residual stream; logits_scaling: divisor of the logits.
+    Args:
+        intermediate_size: the width of dense feed-forwards. None means that all layers are routed.
+        rotary_dim: the number of leading dimensions of a head with rotary embeddings.
+        rope_scaling: the scaling of rotary frequencies. None leaves them unscaled.
+        qkv_bias: whether queries, keys and values have a bias.
+        qk_norm: whether each head's query and key are normalized.
+        wide_qk_norm: whether all heads' queries are normalized together, and so are the keys.
+        output_gate: whether the output of attention is gated.
+        zero_centered_norms: whether a checkpoint stores a norm's scale minus one.
+        experts: the routed experts. None makes the model dense.
+        recurrent: the recurrent layers. None gives all layers attention.
+        sliding_window: the number of newest tokens that a query of the sliding_layers sees, its own included.
+        rope_local_theta: the base of the frequencies of the sliding_layers, which are not scaled. None uses the
+            frequencies of the other layers.
+        attention_scale: the factor of attention scores. None uses head_dim^-0.5.
+        post_norms: whether the outputs of attention and feed-forward are normalized before they are added.
+        pre_norms: whether attention and feed-forward read the normalized residual stream.
+        float32_norms: whether norms round after they have multiplied by their weight.
+        activation: the activation of dense feed-forwards.
+        embedding_scale: the factor of the token embeddings. None leaves them as they are.
+        rounds_embedding_scale: whether that factor is rounded to the weights' type.
+        nope_layers: the layers whose queries and keys are not rotated.
+        residual_multiplier: the factor of what attention and feed-forward add to the residual stream.
+        logits_scaling: the divisor of the logits.
     """
 
     hidden_size: int
@@ -259,7 +269,7 @@ class DecoderConfig:
 
     @property
     def stream_scale(self) -> float | None:
-        """The factor of the token embeddings at the start of the residual stream, None for 1."""
+        """The factor of the token embeddings at the start of the residual stream. None leaves them as they are."""
         scale = (self.embedding_scale or 1.0) / self.residual_multiplier
         return None if scale == 1.0 else scale
 

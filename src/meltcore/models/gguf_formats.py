@@ -37,7 +37,7 @@ QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
 def unsupported_formats(model: GGUFModel) -> str | None:
-    """Return the reason why a file's formats cannot be served, with the numbers of tensors; None where all can be."""
+    """Return why a file's formats cannot be served, with the numbers of tensors. None means that all can be served."""
     found = {
         name: tensor.type.name
         for name, tensor in model.tensors.items()

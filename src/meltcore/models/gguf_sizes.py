@@ -41,7 +41,7 @@ def host_weight_bytes(
         tensors: the tensors of the file.
         config: of the network that they are the weights of.
         packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
-        ranks: how many ranks share the weights. The bytes are those of one rank.
+        ranks: how many ranks share the weights. The bytes are one rank's.
     """
     weights, held = _of_one_rank(tensors, config, ranks), held_types(tensors)
     dense = {tensor.type.name for tensor in weights.values() if len(tensor.shape) > 1 and tensor.type in DENSE_TYPES}
@@ -78,7 +78,7 @@ def _of_one_rank(tensors: Mapping[str, GGUFTensor], config: DecoderConfig, ranks
 
 
 def _local_shape(name: str, shape: tuple[int, ...], config: DecoderConfig, ranks: int) -> tuple[int, ...] | None:
-    """Return the shape that one of `ranks` keeps of a tensor, None for one that is no weight.
+    """Return the shape that one of `ranks` keeps of a tensor. None means that the tensor is no weight.
 
     The model refuses a number of ranks that does not divide a size.
     """

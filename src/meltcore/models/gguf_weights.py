@@ -183,7 +183,7 @@ def _dequantized(ggml_type: GgmlType, device: torch.device, source: torch.Tensor
 
 
 def _restored(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
-    """Return rows of blocks as those of the format that a device holds."""
+    """Return rows of blocks in the format that a device holds."""
     return restore_blocks(source.to(device), ggml_type)
 
 

@@ -285,7 +285,7 @@ def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of the scaling of rotary frequencies. Those of llama3 are a tensor instead (`rope_factors`).
+    """Return the keys of the scaling of rotary frequencies. Llama 3's scaling is a tensor instead (`rope_factors`).
 
     LongRoPE's factors are tensors too, and its type has no key in the files of llama.cpp's converter.
     """

@@ -4,7 +4,7 @@ A GPU decodes blocks in registers. Without such a kernel each step would dequant
 the file, the slower the step: they are converted once while loading, to float16 where the processor multiplies float32
 tokens by it (kernels/gemm/half_weight.py), else to float32. Values of blocks are rounded by that, 2^-12 of a value at
 most, which moved the perplexity of SmolLM2-135M in Q8_0 by 0.022 %: they keep what is rounded off in a second part, and
-the result is that of float32. Checkpoints of 16 bits need no second part, and those in float32 stay as they are.
+the result equals float32's. Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
 """
 
 from __future__ import annotations

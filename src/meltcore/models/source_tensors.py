@@ -122,10 +122,10 @@ class DequantizedTensor(SourceTensor):
 
 
 class SourceTensors(NamedTuple):
-    """The tensors of an open checkpoint. `tensors`: those of the model, by published name, an entry for each expert.
+    """The tensors of an open checkpoint. `tensors`: the model's own, by published name, with an entry for each expert.
 
     checkpoint, model: without the quantization of the files. others: the tensors that the model does not read, such as
-    those of vision, as files and names.
+    an image encoder's, as files and names.
     """
 
     checkpoint: Checkpoint
@@ -163,7 +163,7 @@ def open_tensors(checkpoint: Checkpoint, *, allow_requantize: bool = False) -> I
             checkpoint = _unquantized(checkpoint)
             model = build_meta_model(checkpoint, torch.bfloat16, torch.device("meta"))
             tensors = _dequantized(published, formats, tensors, model)
-        # In the model's order, which is that of the layers.
+        # In the model's order, which follows the layers.
         yield SourceTensors(checkpoint, model, {name: tensors[name] for name in model.checkpoint_tensors()}, others)
 
 
@@ -196,7 +196,7 @@ def _dequantized(
     stored: Mapping[str, SourceTensor],
     model: Model,
 ) -> dict[str, SourceTensor]:
-    """Return the tensors of a model without quantization. stored: those of the files; formats: of modules in 4 bits."""
+    """Return a model's tensors without quantization. stored: the files' tensors. formats: of modules in 4 bits."""
     loaders = model.checkpoint_tensors()
     ends: dict[str, dict[str, SourceTensor]] = {}
     for name, tensor in stored.items():

@@ -30,7 +30,7 @@ class ChatPrompt(NamedTuple):
 
     Args:
         text: what the model reads, special tokens included.
-        special_tokens: the template's special tokens in it. None: all that the tokenizer finds.
+        special_tokens: the template's special tokens in it. None means all that the tokenizer finds.
     """
 
     text: str

@@ -51,7 +51,7 @@ class ChatTemplate:
     def from_checkpoint(
         cls, checkpoint: Checkpoint, defaults: dict[str, Any] | None = None, path: str | None = None
     ) -> ChatTemplate | MissingTemplate:
-        """Load the template in the file `path`, else the template of --tokenizer, else that of the checkpoint.
+        """Load the template in the file `path`, else the template of --tokenizer, else the checkpoint's.
 
         A checkpoint whose template is absent or broken gives the reason, since it can still complete texts. Raises
         ConfigError for a fault of the file `path`, which was named to be used.
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Return the template that `find_source` finds, None where there is none.
+        """Return the template that `find_source` finds. None means that there is none.
 
         Raises ConfigError, which names the file that cannot be read.
         """
@@ -122,7 +122,7 @@ class MissingTemplate:
     source = ""
 
     def __init__(self, reason: str | None = None) -> None:
-        """Hold why the template cannot be used. None: there is no template."""
+        """Hold why the template cannot be used. None means that there is no template."""
         self.reason = reason
 
     def render(self, messages: list[Message], kwargs: dict[str, Any] | None = None) -> str:  # noqa: ARG002
@@ -167,9 +167,9 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def find_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the source of a folder's chat template, None if it has none. config: its tokenizer_config.json.
+    """Return the source of a folder's chat template. None means that it has none. config: its tokenizer_config.json.
 
-    It is chat_template.jinja, else `chat_template` of tokenizer_config.json, else that of chat_template.json.
+    It is chat_template.jinja, else `chat_template` of tokenizer_config.json or of chat_template.json.
     Raises ConfigError for a template that cannot be read.
     """
     path = folder / "chat_template.jinja"

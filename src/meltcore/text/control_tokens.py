@@ -101,7 +101,7 @@ class ControlTokens:
 
     @cached_property
     def _replacements(self) -> dict[int, list[int]]:
-        """The ids that stand for an id of the text encoder: those of marks, and of text that is one special token.
+        """The ids that stand for an id of the text encoder, which is a mark or text that is one special token.
 
         A vocabulary may hold the text of a special token as a word. Then its characters are encoded one by one.
         """

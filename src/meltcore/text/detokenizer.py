@@ -172,7 +172,7 @@ class Detokenizer:
         *,
         continues_prompt: bool = False,
     ) -> None:
-        """Create a detokenizer. continues_prompt: the text goes on from the prompt's, as that of a completion does."""
+        """Create a detokenizer. continues_prompt: the text goes on from the prompt's, as a completion does."""
         context = prompt if continues_prompt else ()
         self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens, context)
         self._hidden_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()

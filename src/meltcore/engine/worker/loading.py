@@ -99,7 +99,7 @@ def _choose_host_weights(
     max_model_len: int,
     cache_dtype: torch.dtype,
 ) -> tuple[HostWeights | None, str]:
-    """Return how a CPU holds the weights, None for as they are loaded, and what the user reads about it.
+    """Return how a CPU holds the weights and what the user reads about it. None keeps them as they are loaded.
 
     Raises ConfigError where no context of `max_model_len` tokens fits beside them. An engine that can sleep keeps what
     it loads: it loads again when it wakes.
@@ -167,7 +167,7 @@ def _plan(
     cache_dtype: torch.dtype,
     held: HostWeights | None = None,
 ) -> MemoryPlan:
-    """Divide the memory. held: how the weights will be held, None for as they are now."""
+    """Divide the memory. held: how the weights will be held. None keeps them as they are now."""
     num_bytes = weight_bytes(model) if held is None else held.total_bytes
     scratch = scratch_bytes(model, device) if held is None else 0
     shape = ModelShape(

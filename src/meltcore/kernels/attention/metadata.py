@@ -40,7 +40,7 @@ class AttentionMetadata(NamedTuple):
     counted from the first of them.
     For the reference, padded_index: [tokens] int64, each token's index in the padded form of its group; padded_groups:
     how sequences are padded together, covering all of them in order; shared: what layers with the same page table
-    compute once in a step, None for no sharing.
+    compute once in a step. None means that nothing is shared.
 
     For recurrent layers, all empty where a model has none; the last two also where all sequences decode in a CUDA
     graph. state_slots: [sequences] int64, the slot of each sequence's recurrent state; query_start_loc:

@@ -2,7 +2,7 @@
 
 A decode step on a CPU reads all weights and computes little, so half the bytes are half the time. FBGEMM, which torch
 builds for x86-64, converts a weight's values in registers. Its sums do not depend on the number of tokens or threads,
-so a request gets the same bits alone and in a batch; those of MKL do depend on it.
+so a request gets the same bits alone and in a batch. The sums of MKL do depend on it.
 
 SmolLM2-135M, one token, one thread of an EPYC 9004 (2026-11-28): all GEMMs of a step take 12 ms, 47 ms by MKL with
 float32 and 31 ms by oneDNN with bfloat16. With 256 tokens FBGEMM and MKL take the same.
@@ -30,7 +30,7 @@ def supports_half_weights() -> bool:
 class PackedHalf:
     """A weight [N, K] in float16, packed for `half_linear`.
 
-    In two parts the second one holds what the first one rounds off, and the result is that of float32 values.
+    In two parts the second one holds what the first one rounds off, and the result equals a GEMM in float32.
     """
 
     def __init__(self, values: torch.Tensor, *, in_two_parts: bool = False) -> None:

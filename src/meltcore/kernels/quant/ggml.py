@@ -40,9 +40,9 @@ class GgmlTensor(NamedTuple):
     """Packed block-quantized rows of `columns` values, of any leading dimensions. Arrays are contiguous uint8.
 
     values: of 8 bits in their order (Q8_0), or chunks of 4 bits each (see CHUNK), which for Q6_K are the low bits of
-    all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with those of
+    all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with the bits of
     values j, 32 + j, ..., 224 + j. Q2_K has such half words alone. After the low 4 bits of all chunks, Q5_1 and Q5_K
-    have the highest bits of all chunks: 32 bytes per chunk, byte j with those of values j, 32 + j, ..., 224 + j. Values
+    have the highest bits of all chunks: 32 bytes per chunk, byte j with bits of values j, 32 + j, ..., 224 + j. Values
     that ggml subtracts 8 or 32 from have their highest bit inverted, which makes them two's complements. scales:
     float16 of each block, with a minimum d and m, or d and dmin. subscales: of Q4_K and Q5_K 3 words per block (see
     `_pack_q4_k_subscales`); of Q2_K and Q6_K bytes in their order; of INT4 8 - zero of each block, int8. Rows of blocks
@@ -221,7 +221,7 @@ def _dequantize_with_minima(tensor: GgmlTensor, scales: torch.Tensor) -> torch.T
 
 
 def _unsigned(tensor: GgmlTensor) -> torch.Tensor:
-    """Return the values of a format with minima, [..., columns] uint8, with those of padding."""
+    """Return the values of a format with minima, padding included: [..., columns] uint8."""
     if tensor.type == GgmlType.Q2_K:
         return _unpack_pairs(tensor.values)
     if tensor.type in (GgmlType.Q4_1, GgmlType.Q4_K):
@@ -277,7 +277,7 @@ def random_blocks(
     # Random signs: the values of a block of Q4_0 have another mean than zero.
     draws = torch.rand(2, len(block), 1, device=device, generator=generator)
     scales = (draws[0] + 0.5).copysign(draws[1] - 0.5) * (deviation / _DEVIATIONS[ggml_type])
-    # The minimum of each sub-block is that of its scale.
+    # Each sub-block has the minimum of its scale.
     if ggml_type in (GgmlType.Q4_K, GgmlType.Q5_K):
         block[:, 8:12] = block[:, 4:8]
         block[:, 12:16] = block[:, 12:16] % 16 * 17

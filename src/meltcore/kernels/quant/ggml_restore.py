@@ -12,15 +12,15 @@ from meltcore.kernels.quant.ggml import bits_of, dequantize_reference, nibbles_o
 from meltcore.kernels.quant.ggml_types import GgmlType
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice those of the format
+_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the format's values
 # Exponents of the smallest and the largest power of two in float16, and the bits that a value of MXFP4 leaves of int8.
 _LEAST_EXPONENT, _MOST_EXPONENT, _SPARE_BITS = -24, 15, 3
-_E8M0_BIAS = 128  # with values that are twice those of the format
+_E8M0_BIAS = 128  # with values that are twice the format's
 _SUB_BLOCKS = {GgmlType.Q3_K: 16, GgmlType.IQ4_XS: 8}
 
 
 def restore_blocks(blocks: torch.Tensor, ggml_type: GgmlType) -> torch.Tensor:
-    """Return rows of blocks as a file stores them as those of `ggml_type.held.type`: uint8 [..., bytes of a row].
+    """Return rows of a file's blocks as blocks of `ggml_type.held.type`: uint8 [..., bytes of a row].
 
     Raises ValueError for scales that the other format cannot have.
     """

@@ -180,7 +180,7 @@ __device__ __forceinline__ u32 load_half_word(u32 at) {
 // What a thread of wgmma's first operand needs of a chunk of 64 rows. It has rows g and g + 8 of its warp's 16, and of
 // every 16 columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 struct Raw {
-    u32 words[2][2][4];  // of a row and of each half of its 32 words, those of these columns; unused for Q8_0
+    u32 words[2][2][4];  // the words of these columns, in a row and in each half of its 32 words; unused for Q8_0
     u32 high[2][2][2];   // of Q6_K: half words 2t and 2t + 1, then 2t + 8 and 2t + 9
     u32 record[2][RECORD / 4];
     u32 values;  // Q8_0: where row g begins
@@ -369,7 +369,7 @@ struct Raw {
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-// Products of 64 rows of the weight, 16 columns, in registers, and TOKENS tokens. add: to those of the columns before.
+// Products of 64 rows of the weight, 16 columns, in registers, and TOKENS tokens. add: they are added to the products of the columns before.
 __device__ __forceinline__ void multiply_tokens(float* d, const u32* weight, u64 tokens, int add) {
     VOLATILE("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"
              "wgmma.mma_async.sync.aligned.m64n" TEXT(TOKENS) "k16." TYPES " " REGISTERS ", 1, 1, 0; }"

@@ -153,7 +153,7 @@ def ggml_wgmma_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    The options are those of `ggml_gemm`. Decoded weights are rounded to the type of `hidden`. The weight is read before
+    It has the options of `ggml_gemm`. Decoded weights are rounded to the type of `hidden`. The weight is read before
     the previous kernel has ended: that kernel must not write it.
     """
     (tokens, k), rows, device = hidden.shape, len(weight.values), hidden.device

@@ -1,6 +1,6 @@
 """Words whose period ends no sentence: initials, titles and abbreviations of English and of Indian languages.
 
-The lists are those of Moses, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari,
+The lists are Moses' own, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari,
 in a spelling that unites what each language writes in its own way: the initial M is एम, ऐम, ಎಂ, எம் and എം.
 """
 
