@@ -233,6 +233,24 @@ def test_turn_tokens_of_another_type_are_control_tokens(
     assert found == [first + 4, first + 1]
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("has_types", [True, False])
+def test_normal_tokens_around_reasoning_are_read_whole(tmp_path: Path, model: str, has_types: bool) -> None:
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))] if model == "llama" else []
+    tokens = [*words, *"<>/thinka", "th", "<think>", "</think>"]
+    types = [*[UNKNOWN, *[BYTE] * 256][: len(words)], *[NORMAL] * (len(tokens) - len(words))]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    parts = {"merges": ["t h"]} if model == "gpt2" else {"scores": [-float(i) for i in range(len(tokens))]}
+    add_tokenizer(writer, tokens=tokens, types=types, model=model, **parts)
+    if not has_types:
+        del writer.kv_data[0]["tokenizer.ggml.token_type"]
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
+    ours = tokenizer_of(finish(writer, tmp_path / "m.gguf"))
+    marks = [len(tokens) - 2, len(tokens) - 1]
+    assert [each for each in ours.encode("a<think>a</think>", add_special_tokens=False) if each in marks] == marks
+    assert ours.special_ids.isdisjoint(marks)
+
+
 def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:
     bundled = open_checkpoint(BUNDLED_MODEL, files="text").folder
     (tmp_path / "config.json").write_text("{}")

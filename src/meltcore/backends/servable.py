@@ -8,6 +8,7 @@ from pathlib import Path
 from meltcore.backends.text_model import find_checkpoint, find_task
 from meltcore.config import EngineConfig, ModelConfig
 from meltcore.errors import ConfigError, UnservableModelError
+from meltcore.host_memory import trim_memory
 from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ def check_servable(config: ModelConfig) -> None:
     if tokenizer is not None:
         config = _with_good_tokenizer(config)
     source, of_files = _reasons_of_files(config)
+    trim_memory()  # a tokenizer of 150,000 tokens left 100 MB to the process that goes on as the supervisor
     named = [tokenizer, _reason_of_template(engine.chat_template)]
     reasons = [*of_files, *(reason for reason in named if reason is not None)]
     if len(reasons) == 1 and (source is None or not of_files):  # it says what it is about

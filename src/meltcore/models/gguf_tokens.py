@@ -17,7 +17,7 @@ from meltcore.models.gguf_file import GGUFModel, describe_value
 END_TOKENS = frozenset(
     {
         *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"),
-        *("<|end_of_text|>", "<｜end▁of▁sentence｜>"),
+        *("<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<EOT>", "▁<EOT>"),
     }
 )
 # Control tokens, whatever type a file gives them. "</s>" is not among them, since Qwen's vocabulary has it as a word.
@@ -27,6 +27,8 @@ _TURN_TOKENS = END_TOKENS | {
     *("<|end_of_role|>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
     *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
 }
+# Their type is USER_DEFINED in files that have types: text, but whole tokens.
+_REASONING_TOKENS = ("<think>", "</think>")
 _STATED_KEYS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -43,7 +45,8 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     """Return the type of each token (gguf.TokenType), and tokens that the file has another type for.
 
     A file without types has normal tokens only. Tokens of turns, and stated end tokens in brackets, are control tokens:
-    as normal ones they would be read letter by letter, and no turn would end.
+    as normal ones they would be read letter by letter, and no turn would end. So would tokens around reasoning, which
+    are no control tokens.
     """
     key = "tokenizer.ggml.token_type"
     if key in model.metadata:
@@ -52,6 +55,8 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
         types = np.full(len(tokens), int(TokenType.NORMAL))
     if len(types) != len(tokens):
         raise ConfigError(f"{model.path}: {key} has {len(types)} values for {len(tokens)} tokens")
+    reasoning = [i for i, token in enumerate(tokens) if token in _REASONING_TOKENS and types[i] == TokenType.NORMAL]
+    types[reasoning] = TokenType.USER_DEFINED
     candidates = {token_id for token_id, token in enumerate(tokens) if token in _TURN_TOKENS}
     stated = [token_id for name in _STATED_KEYS if (token_id := _stated_id(model, name, len(tokens))) is not None]
     candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}

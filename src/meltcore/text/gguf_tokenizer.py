@@ -27,32 +27,25 @@ _KINDS = ("gpt2", "llama")
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # as in the keys
 
 
-def build_tokenizer(gguf: GGUFModel, *, is_quiet: bool = False) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a GGUF checkpoint. is_quiet: without a warning about types of tokens.
+def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
+    """Build the tokenizer of a GGUF checkpoint.
 
     Raises ConfigError that names file and key for an unsupported kind and for a missing or wrong value.
     """
     if reasons := _kind_reasons(gguf):
         raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
-    tokens = gguf.texts(f"{PREFIX}tokens")
-    types, retyped = token_types(gguf, tokens)
-    if retyped and not is_quiet:
+    vocab, types, retyped = _read_vocabulary(gguf)
+    if retyped:
         names = ", ".join(retyped)
         print(f"meltcore: {gguf.path}: control tokens, though of another type: {names}", file=sys.stderr, flush=True)
-    used = np.flatnonzero(types != TokenType.UNUSED)
-    tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocab) < len(tokens):
-        twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
-        raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {twice!r} twice")
     try:
         tokenizer, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(gguf, vocab, types)
     except ConfigError:
         raise
-    except Exception as error:  # the library raises bare Exception, for a merge of unknown tokens too
+    except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{gguf.path}: the tokenizer cannot be built: {error}") from error
-    types = types[: len(tokens)]
+    tokens, types = list(vocab), types[: len(vocab)]
     special = np.isin(types, (TokenType.CONTROL, TokenType.UNKNOWN))
     tokenizer.add_special_tokens(
         [tokenizers.AddedToken(tokens[i], normalized=False, special=True) for i in np.flatnonzero(special)]
@@ -75,13 +68,18 @@ def tokenizer_reasons(path: Path) -> list[str]:
 def broken_reasons(path: Path) -> list[str]:
     """Return the reason why the tokenizer of a GGUF file cannot be built, although its kind is supported.
 
-    An empty list also for a file without tokens, of which its reader says so.
+    It is not built for that, which takes seconds for 262,144 tokens. An empty list also for a file without tokens, of
+    which its reader says so.
     """
     gguf = GGUFModel(path)
     if f"{PREFIX}tokens" not in gguf.metadata or _kind_reasons(gguf):
         return []
     try:
-        build_tokenizer(gguf, is_quiet=True)
+        vocab, types, _ = _read_vocabulary(gguf)
+        if gguf.metadata[f"{PREFIX}model"] == "gpt2":
+            _read_merges(gguf, vocab)
+        else:
+            _read_scores(gguf, types)
     except ConfigError as error:
         return [str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ")]
     return []
@@ -115,11 +113,24 @@ def template_source(gguf: GGUFModel) -> str | None:
     raise ConfigError(f"{gguf.path}: tokenizer.chat_template must be a text; got {describe_value(source)}")
 
 
-def _byte_level(
-    gguf: GGUFModel, vocab: dict[str, int], _types: np.ndarray[Any, Any]
-) -> tuple[tokenizers.Tokenizer, bool]:
-    """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
-    pre = PRE_TOKENIZERS[gguf.metadata[f"{PREFIX}pre"]]
+def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, Any], list[str]]:
+    """Return the ids of tokens, the types of all rows, and tokens that the file has another type for.
+
+    Raises ConfigError for a token that occurs twice.
+    """
+    tokens = gguf.texts(f"{PREFIX}tokens")
+    types, retyped = token_types(gguf, tokens)
+    used = np.flatnonzero(types != TokenType.UNUSED)
+    tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
+        raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {twice!r} twice")
+    return vocab, types, retyped
+
+
+def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Return the merges of a byte-level vocabulary. Raises ConfigError for a wrong one."""
     if f"{PREFIX}merges" not in gguf.metadata:
         raise ConfigError(f"{gguf.path} lacks {PREFIX}merges; name a tokenizer with --tokenizer")
     merges: list[tuple[str, str]] = []
@@ -127,7 +138,32 @@ def _byte_level(
         left, space, right = merge.partition(" ")
         if not space:
             raise ConfigError(f"{gguf.path}: {PREFIX}merges has {merge!r}; a merge is two tokens with a space between")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ConfigError(
+                f"{gguf.path}: the tokenizer cannot be built: {PREFIX}merges has {merge!r}, which has or makes a token "
+                f"that {PREFIX}tokens lacks"
+            )
         merges.append((left, right))
+    return merges
+
+
+def _read_scores(gguf: GGUFModel, types: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the scores of a SentencePiece vocabulary. Raises ConfigError where they are missing, or another number."""
+    key = f"{PREFIX}scores"
+    if key not in gguf.metadata:
+        raise ConfigError(f"{gguf.path} lacks {key}; name a tokenizer with --tokenizer")
+    scores = gguf.numbers(key)
+    if len(scores) != len(types):
+        raise ConfigError(f"{gguf.path}: {key} has {len(scores)} values for {len(types)} tokens")
+    return scores
+
+
+def _byte_level(
+    gguf: GGUFModel, vocab: dict[str, int], _types: np.ndarray[Any, Any]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a byte-level BPE tokenizer, and whether it adds a BOS token by default."""
+    pre = PRE_TOKENIZERS[gguf.metadata[f"{PREFIX}pre"]]
+    merges = _read_merges(gguf, vocab)
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
     if pre.normalizer is not None:
         tokenizer.normalizer = pre.normalizer
@@ -140,12 +176,7 @@ def _sentencepiece(
     gguf: GGUFModel, vocab: dict[str, int], types: np.ndarray[Any, Any]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a BPE tokenizer with SentencePiece's spaces and byte tokens. It adds a BOS token by default."""
-    key = f"{PREFIX}scores"
-    if key not in gguf.metadata:
-        raise ConfigError(f"{gguf.path} lacks {key}; name a tokenizer with --tokenizer")
-    scores = gguf.numbers(key)
-    if len(scores) != len(types):
-        raise ConfigError(f"{gguf.path}: {key} has {len(scores)} values for {len(types)} tokens")
+    scores = _read_scores(gguf, types)
     unknown = gguf.metadata.get(f"{PREFIX}unknown_token_id", 0)
     unknown_token = next((token for token, token_id in vocab.items() if token_id == unknown), None)
     bpe = models.BPE(
