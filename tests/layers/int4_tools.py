@@ -97,16 +97,23 @@ _KEPT = ("embed", "lm_head", "mlp.gate.", "shared_expert_gate", "conv1d", "in_pr
 
 
 def write_int4(
-    folder: Path, reference: PreTrainedModel, layout: str, settings: dict[str, Any], *, same_order: bool = True
+    folder: Path,
+    reference: PreTrainedModel,
+    layout: str,
+    settings: dict[str, Any],
+    *,
+    same_order: bool = True,
+    kept: tuple[str, ...] = (),
 ) -> None:
     """Write a network in 4-bit weights with a quantization_config, and give it the values that they have.
 
-    settings: group_size, and of GPTQ desc_act and sym. same_order: of q, k and v, in activation order.
+    settings: group_size, and of GPTQ desc_act and sym. same_order: of q, k and v, in activation order. kept: parts of
+    the names of further tensors that keep their type.
     """
     desc_act, sym = settings.get("desc_act", False), settings.get("sym", False)
     tensors: dict[str, torch.Tensor] = {}
     for index, (name, weight) in enumerate(reference.named_parameters()):
-        if weight.dim() < 2 or any(kept in name for kept in _KEPT):
+        if weight.dim() < 2 or any(part in name for part in (*_KEPT, *kept)):
             tensors[name] = weight.detach().clone()
             continue
         for part_name, part in matrices_of(name, weight.detach()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import engine_tools as tools
 import pytest
 import torch
 from gguf_tools import load_dequantized, write_model
+from safetensors.torch import load_file, save_file
 from test_gguf import BLOCKS_OF_32, reference_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,6 +25,9 @@ from meltcore.layers.quantization import DenseWeight
 from meltcore.models import host_weights
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.protocol.fleet_spec import ModelSection, Size
+
+sys.path.append(str(Path(__file__).parents[1] / "layers"))
+from int4_tools import write_int4
 
 needs_half = pytest.mark.skipif(not supports_half_weights(), reason="this processor has no FBGEMM")
 
@@ -93,6 +99,52 @@ def test_published_folders_of_16_bits_are_held_in_them(tmp_path: Path, stored: t
     engine = tools.open_engine(tmp_path, max_model_len=512)
     assert kinds_of_weights(engine) == {DenseWeight if stored == torch.float32 else HalfWeight}
     assert tools.error_against(in_float32(tmp_path), tmp_path, max_model_len=512) <= 1e-4
+    needs = engine_needs(ModelSection(checkpoint=str(tmp_path), device="cpu", max_model_len=512), on_cpu=True)
+    assert needs.rows[0].size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype"),
+    [
+        pytest.param(with_half, torch.bfloat16, marks=needs_half),
+        pytest.param(with_half, torch.float32, marks=needs_half),
+        (without_half, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "layout", "settings"),
+    [
+        ("llama", "awq", {}),
+        ("qwen3", "gptq", {"desc_act": True}),
+        ("qwen3_moe", "awq", {}),
+        ("gemma3_text", "gptq_v2", {"modules_to_not_convert": ["v_proj", "gate_proj"]}),
+    ],
+    ids=str,
+)
+def test_folders_in_4_bits_have_the_bytes_of_the_plan(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processor: Callable[[pytest.MonkeyPatch], None],
+    dtype: torch.dtype,
+    family: str,
+    layout: str,
+    settings: dict[str, Any],
+) -> None:
+    """Also where a layer merges matrices of which one is not quantized, and beside tied embeddings."""
+    processor(monkeypatch)
+    kept = tuple(settings.get("modules_to_not_convert", ()))
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+    reference = tools.make_reference(3, family, **sizes)
+    with torch.no_grad():
+        write_int4(tmp_path, reference, layout, {"group_size": 32} | settings, kept=kept)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {name: each.to(dtype) if each.dtype == torch.float32 else each for name, each in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    engine = tools.open_engine(tmp_path, max_model_len=512)
     needs = engine_needs(ModelSection(checkpoint=str(tmp_path), device="cpu", max_model_len=512), on_cpu=True)
     assert needs.rows[0].size_bytes == host_weights.weight_bytes(engine.engine.runner.model)
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from meltcore.errors import ConfigError
+from meltcore.kernels.gemm.half_sizes import converted_bytes
 from meltcore.models.decoder_config import DecoderConfig
 from meltcore.models.quantization_config import (
     FP8_BLOCK,
@@ -21,7 +22,7 @@ from meltcore.models.quantization_config import (
     GptqConfig,
     QuantizationConfig,
 )
-from meltcore.models.weight_sizes import decoder_weight_bytes
+from meltcore.models.weight_sizes import decoder_matrices, decoder_weight_bytes
 
 _SCALE_BYTES = 4  # float32
 _CHUNK = 256  # columns of packed 4-bit values, kernels/quant/int4.py
@@ -46,14 +47,57 @@ def quantized_weight_bytes(
     """
     total = decoder_weight_bytes(config, element_size=element_size, ranks=ranks)
     for layer in _layers(config, "text_config" in values, ranks):
-        for kind, group in groupby(
-            zip(layer.modules, layer.rows, strict=True), key=lambda each: _kind(stored, each[0])
-        ):
-            rows = [size for _, size in group]
-            if kind is not None:
-                packed = _packed_bytes(stored, kind, rows, layer, config)
-                total += layer.copies * (packed - sum(rows) * layer.columns * element_size)
+        dense_bytes = layer.copies * sum(layer.rows) * layer.columns * element_size
+        total += _loaded_bytes(stored, layer, config, element_size) - dense_bytes
     return total
+
+
+def int4_host_bytes(
+    config: DecoderConfig,
+    values: Mapping[str, Any],
+    stored: AwqConfig | GptqConfig,
+    *,
+    packs_half: bool,
+    dense_in_half: bool,
+    ranks: int = 1,
+) -> int:
+    """Return the bytes of a 4-bit checkpoint's weights on a CPU that computes in float32 (models/host_weights.py).
+
+    Args:
+        config: of the network.
+        values: the parsed config.json.
+        stored: its quantization_config.
+        packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
+        dense_in_half: whether weights that are not quantized are converted too, which have 16 bits then.
+        ranks: how many ranks share the weights. The bytes are those of one rank.
+    """
+    total = 0
+    for matrix in decoder_matrices(config, ranks):
+        if matrix.kind == "embedding" and config.tie_word_embeddings and dense_in_half:
+            form = {"in_half": True, "in_blocks": False, "is_embedding": True}
+            total += converted_bytes(matrix.rows, matrix.columns, **form)
+        elif matrix.kind not in ("linear", "gate", "expert", "head"):
+            total += 4 * matrix.values
+    for layer in _layers(config, "text_config" in values, ranks):
+        is_stored = [_kind(stored, module) is not None for module in layer.modules]
+        is_expert = ".experts." in layer.modules[0]
+        if is_expert or not all(each or dense_in_half for each in is_stored):
+            total += _loaded_bytes(stored, layer, config, 4)
+        else:
+            total += converted_bytes(sum(layer.rows), layer.columns, in_half=packs_half, in_blocks=any(is_stored))
+    return total
+
+
+def _loaded_bytes(stored: QuantizationConfig, layer: _Layer, config: DecoderConfig, element_size: int) -> int:
+    """Return the bytes of a layer as it is loaded, with all its copies."""
+    total = 0
+    for kind, group in groupby(zip(layer.modules, layer.rows, strict=True), key=lambda each: _kind(stored, each[0])):
+        rows = [size for _, size in group]
+        if kind is None:
+            total += sum(rows) * layer.columns * element_size
+        else:
+            total += _packed_bytes(stored, kind, rows, layer, config)
+    return layer.copies * total
 
 
 def _kind(stored: QuantizationConfig, module: str) -> str | None:

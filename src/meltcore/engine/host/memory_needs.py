@@ -50,7 +50,7 @@ from meltcore.models.decoder_families import DECODER_CONFIGS
 from meltcore.models.kv_cache_specs import group_layers
 from meltcore.models.nemo_config import CONFIG_FILE, read_config
 from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
-from meltcore.models.quantized_sizes import quantized_weight_bytes
+from meltcore.models.quantized_sizes import int4_host_bytes, quantized_weight_bytes
 from meltcore.models.step_sizes import decoder_step
 from meltcore.models.task_configs import NUM_BEAMS, IndicF5Config, IndicTrans2Config
 from meltcore.models.weight_sizes import (
@@ -191,6 +191,10 @@ def _generation(
             weight_bytes = decoder_weight_bytes(
                 config, element_size=element_size, weight_format=_weight_format(model), ranks=ranks
             )
+        elif on_host and isinstance(published, AwqConfig | GptqConfig):
+            packs_half = processor_packs_half()
+            form = {"packs_half": packs_half, "dense_in_half": packs_half and stores_half([str(stored)])}
+            weight_bytes = int4_host_bytes(config, checkpoint.config, published, **form, ranks=ranks)
         else:
             weight_bytes = quantized_weight_bytes(
                 config, checkpoint.config, published, element_size=element_size, ranks=ranks
