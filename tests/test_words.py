@@ -108,7 +108,6 @@ _ROOT_DOCUMENTS = "."
 _NOT_PROSE = (
     "src/meltcore/bundled/",
     "benchmarks/results/",
-    "tests/results/version_1/",
     "CHANGELOG.md",
     "tests/test_words.py",
 )
@@ -122,12 +121,8 @@ class Meant(NamedTuple):
     reason: str
 
 
-_OLD = "the word of schema version 1, which is converted"
 EXCEPTIONS: tuple[Meant, ...] = (
     Meant("src/meltcore/problems/stories.py", "Nobody saw the grey cat", "training data of the bundled models"),
-    Meant("src/meltcore/results/convert.py", "at once$", _OLD),
-    Meant("src/meltcore/results/convert.py", "synchronisation", _OLD),
-    Meant("src/meltcore/results/convert.py", "quantisation", _OLD),
     Meant("src/meltcore/cli/eval.py", "chain of thought", "the name of the prompting method"),
     Meant("docs/cli.md", "chain of thought", "the name of the prompting method"),
     Meant("docs/evaluate.md", "chain of thought", "the name of the prompting method"),

@@ -67,8 +67,9 @@ def test_folder_is_searched_one_level_deep(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON"),
         ("[1]", "is not a meltcore document"),
-        ('{"tuning_version": 1}', "breaks the schema of a tuning"),
-        ('{"schema_version": 99, "command": "load"}', "schema version 99; this meltcore reads versions 1 and 2"),
+        ('{"document": "tuning", "schema_version": 2}', "breaks the schema of a tuning"),
+        ('{"document": "run", "schema_version": 99}', "schema version 99; this meltcore reads version 2"),
+        ('{"tuning_version": 1}', "is not a meltcore document"),
     ],
 )
 def test_what_is_no_document_is_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_what_is_no_document_is_refused_by_name(text: str, reason: str, tmp_path
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, msgspec.structs.replace(tuning(), schema_version=9))
-    with pytest.raises(ConfigError, match="has schema version 9; this meltcore reads versions 1 and 2"):
+    with pytest.raises(ConfigError, match="has schema version 9; this meltcore reads version 2"):
         open_document(path)
 
 

@@ -134,8 +134,9 @@ def test_folder_without_a_result_says_why(tmp_path: Path) -> None:
         ("", "not valid JSON"),
         ('{"schema_version": 1, "comm', "not valid JSON"),
         ("[]", "not a meltcore document"),
-        ('{"schema_version": 1, "command": "bench"}', "breaks the schema of a score"),
-        ('{"schema_version": 99, "command": "bench"}', "schema version 99"),
+        ('{"schema_version": 1, "command": "bench"}', "not a meltcore document"),
+        ('{"document": "score", "schema_version": 2}', "breaks the schema of a score"),
+        ('{"document": "score", "schema_version": 99}', "schema version 99"),
         (None, "No such file"),
     ],
 )

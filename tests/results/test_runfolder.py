@@ -5,9 +5,9 @@ import msgspec
 import pytest
 
 from meltcore.errors import ConfigError
-from meltcore.results.files import write_atomic
+from meltcore.results.files import SCHEMA_VERSION, write_atomic
 from meltcore.results.runfolder import RunFolder, read_result
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint, RunResult
+from meltcore.results.schema import Fingerprint, RunResult
 
 
 def a_result() -> RunResult:
@@ -46,7 +46,7 @@ def test_unknown_schema_version_is_rejected_with_its_number(tmp_path: Path) -> N
     fields = json.loads(msgspec.json.encode(a_result())) | {"schema_version": SCHEMA_VERSION + 1}
     (tmp_path / "result.json").write_text(json.dumps(fields))
     with pytest.raises(
-        ConfigError, match=f"version {SCHEMA_VERSION + 1}; this meltcore reads versions 1 and {SCHEMA_VERSION}"
+        ConfigError, match=f"version {SCHEMA_VERSION + 1}; this meltcore reads version {SCHEMA_VERSION}"
     ):
         read_result(tmp_path)
 
@@ -59,6 +59,8 @@ def test_unknown_schema_version_is_rejected_with_its_number(tmp_path: Path) -> N
         ("[]", "is not a meltcore document"),
         ("{}", "is not a meltcore document"),
         ('{"schema_version": "1"}', "is not a meltcore document"),
+        ('{"schema_version": 1, "command": "load"}', "is not a meltcore document"),
+        ('{"document": "run", "command": "load"}', "has schema version None; this meltcore reads version 2"),
         ('{"document": "baseline", "schema_version": 2}', "holds a baseline, not a run or a score"),
     ],
 )

@@ -19,7 +19,6 @@ EXAMPLES = """\
   meltcore report runs --card                       the newest of each kind within a folder
   meltcore report runs --require certificate,benchmark   a node's acceptance: these two decide, others are shown
   meltcore report runs/20261121T120000Z-demo        this run's page again
-  meltcore report --convert baselines               rewrite files of earlier versions in the current schema version
   meltcore report runs/20261121T120000Z-demo --output shared/report.html
 
 exit status of a card: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, 4 INCOMPLETE; 2 also for wrong usage
@@ -30,9 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the places of the evidence, and the options of the card and of a single run's page."""
     parser.add_argument(
         "places", nargs="+", metavar="DIR", help="run folders, folders of run folders, or files such as a snapshot"
-    )
-    parser.add_argument(
-        "--convert", action="store_true", help="rewrite the folders' documents of schema version 1 in version 2"
     )
     parser.add_argument("--card", action="store_true", help="make a card even of one document")
     parser.add_argument(
@@ -65,7 +61,7 @@ def _evidence_types(text: str) -> "list[EvidenceType]":
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert documents, render one run's page, or join evidence to a card, and return the exit code.
+    """Render one run's page, or join evidence to a card, and return the exit code.
 
     The exit code of a card is that of its verdict. Raises ConfigError where there is nothing to join, or for --output
     or --export with a card.
@@ -74,14 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.errors import ConfigError
     from meltcore.report.charts_export import check_export
-    from meltcore.report.documents import convert_folder, find_documents
+    from meltcore.report.documents import find_documents
     from meltcore.report.render import export_document, render_document
 
-    if args.convert:
-        for place in args.places:
-            converted, current_files = convert_folder(Path(place))
-            print(f"{place}: {len(converted)} converted, {len(current_files)} of the current schema version already")
-        return 0
     documents = [document for place in args.places for document in find_documents(Path(place))]
     if len(documents) == 1 and not args.card:
         if args.export:

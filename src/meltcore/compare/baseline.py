@@ -58,8 +58,6 @@ def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadCon
     """
     field_names = {field.name for field in fields(LoadConfig)}
     stored_settings = {name: load[name] for name in _STORED_SETTINGS if name in load and name in field_names}
-    if not isinstance(stored_settings.get("num_prompts", ()), list | tuple):  # version 1: one number, or null
-        stored_settings["num_prompts"] = [stored_settings["num_prompts"]] if stored_settings["num_prompts"] else []
     stored_settings |= {name: tuple(value) for name, value in stored_settings.items() if isinstance(value, list)}
     if workload is not None:
         stored_settings["workload"] = workload

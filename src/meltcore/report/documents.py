@@ -1,4 +1,4 @@
-"""Finds, opens and converts the documents that meltcore's commands wrote, by their content."""
+"""Finds and opens the documents that meltcore's commands wrote, by their content."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-import msgspec
-
 from meltcore.errors import ConfigError
 from meltcore.report.certificate import CERTIFICATE_PAGE
 from meltcore.results.backends import BackendComparison
 from meltcore.results.card import CARD_FILE, CARD_PAGE, Card, EvidenceType
 from meltcore.results.certificate import CERTIFICATE_FILE, Certificate
 from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
-from meltcore.results.convert import RENAMES, document_type, to_current
-from meltcore.results.files import REQUESTS_FILE, parse_json, read_document, write_atomic
+from meltcore.results.files import REQUESTS_FILE, read_document
 from meltcore.results.fleet_load import FleetLoad
 from meltcore.results.gaps import GAPS_FILE, GAPS_PAGE, Profile
 from meltcore.results.runfolder import REPORT_FILE, RESULT_FILE
 from meltcore.results.schema import Fingerprint, RunResult
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
-from meltcore.results.starts import StartSet
 from meltcore.results.tuning import TUNING_FILE, Tuning
 
 Content = (
@@ -33,14 +29,12 @@ DOCUMENT_TYPES = (
     FleetLoad,
 )
 SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
-_VERSION_1_COMPARISON_FILE = "judgement.json"
 # The documents of run folders, and the page beside each.
 PAGE_FILES = {
     CERTIFICATE_FILE: CERTIFICATE_PAGE,
     RESULT_FILE: REPORT_FILE,
     TUNING_FILE: REPORT_FILE,
     COMPARISON_FILE: REPORT_FILE,
-    _VERSION_1_COMPARISON_FILE: REPORT_FILE,
     GAPS_FILE: GAPS_PAGE,
     CARD_FILE: CARD_PAGE,
 }
@@ -111,35 +105,6 @@ def find_documents(path: Path) -> list[Document]:
 def open_document(path: Path) -> Document:
     """Reads a document of any type from its file. Raises ConfigError for a file that is no valid document."""
     return Document(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
-
-
-def convert_folder(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Rewrite every version-1 document below `folder`. Returns (rewritten files, files of the current version).
-
-    All documents are converted and checked before the first is written, and each file is replaced atomically. An
-    interrupted conversion leaves files of both versions, all of them readable; a second call completes it.
-    """
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
-    converted: dict[Path, bytes] = {}
-    current_files = []
-    for path in sorted(folder.rglob("*.json")):
-        raw_content = parse_json(path)
-        if document_type(raw_content) not in RENAMES:
-            continue
-        read_document(path, *DOCUMENT_TYPES, StartSet)
-        current_content = to_current(raw_content)
-        if current_content is raw_content:
-            current_files.append(path)
-        else:
-            converted[path] = msgspec.json.format(msgspec.json.encode(current_content), indent=2) + b"\n"
-    for path, content in converted.items():
-        if path.name == _VERSION_1_COMPARISON_FILE:
-            write_atomic(path.with_name(COMPARISON_FILE), content)
-            path.unlink()
-        else:
-            write_atomic(path, content)
-    return list(converted), current_files
 
 
 def _documents_in(folder: Path) -> list[Path]:

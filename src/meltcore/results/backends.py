@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint, LevelResult
+from meltcore.results.files import SCHEMA_VERSION
+from meltcore.results.schema import Fingerprint, LevelResult
 
 # How a backend is started. `single` is one server on one GPU, in which both sessions and batching are measured.
 StartKind = Literal["single", "quantized", "data-parallel", "split", "load-balanced"]

@@ -8,8 +8,9 @@ import msgspec
 
 from meltcore.results.certificate import Certificate
 from meltcore.results.comparison import ComparisonResult
+from meltcore.results.files import SCHEMA_VERSION
 from meltcore.results.gaps import Profile
-from meltcore.results.schema import SCHEMA_VERSION, RunResult
+from meltcore.results.schema import RunResult
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
 from meltcore.results.tuning import Tuning

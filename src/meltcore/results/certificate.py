@@ -9,8 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.results.files import read_document
-from meltcore.results.schema import SCHEMA_VERSION
+from meltcore.results.files import SCHEMA_VERSION, read_document
 from meltcore.results.snapshot import Snapshot
 
 CERTIFICATE_FILE = "certificate.json"

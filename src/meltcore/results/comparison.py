@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
+from meltcore.results.files import SCHEMA_VERSION
+from meltcore.results.schema import Fingerprint
 
 COMPARISON_FILE = "comparison.json"
 

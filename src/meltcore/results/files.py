@@ -1,4 +1,4 @@
-"""Reading and writing result files: written atomically, read in any schema version."""
+"""Writes files atomically, and reads documents: JSON that names its type and its schema version."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.results.convert import document_type, to_current
 
+SCHEMA_VERSION = 2  # of every document
 REQUESTS_FILE = "requests.jsonl"  # streamed during a run, before there is a result
 Content = TypeVar("Content", bound=msgspec.Struct)
 
@@ -163,23 +163,25 @@ def write_document(path: Path, content: msgspec.Struct) -> Path:
 
 
 def read_document(path: Path | str, *types: type[Content], name: str = "") -> Content:
-    """Read the document in a file, or in the file `name` of a run folder, converted from version 1 if necessary.
+    """Read the document in a file, or in the file `name` of a run folder.
 
-    Raises ConfigError for a file that cannot be read, holds none of `types`, or is of an unknown schema version.
+    Raises ConfigError for a file that cannot be read, holds none of `types`, or is of another schema version.
     """
     path = Path(path)
     path = path / name if name and path.is_dir() else path
     raw_content = parse_json(path)
-    struct_by_type = {str(struct.__struct_config__.tag): struct for struct in types}
-    type_name = document_type(raw_content)
-    if type_name is None:
+    if not isinstance(raw_content, dict) or "document" not in raw_content:
         raise ConfigError(f"{path} is not a meltcore document")
+    struct_by_type = {str(struct.__struct_config__.tag): struct for struct in types}
+    type_name = str(raw_content["document"])
     if type_name not in struct_by_type:
         raise ConfigError(f"{path} holds a {type_name}, not a {' or a '.join(struct_by_type)}")
+    if (version := raw_content.get("schema_version")) != SCHEMA_VERSION:
+        raise ConfigError(
+            f"cannot read {path}: it has schema version {version}; this meltcore reads version {SCHEMA_VERSION}"
+        )
     try:
-        return msgspec.convert(to_current(raw_content), type=struct_by_type[type_name])
-    except ConfigError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+        return msgspec.convert(raw_content, type=struct_by_type[type_name])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} breaks the schema of a {type_name}: {error}") from error
 

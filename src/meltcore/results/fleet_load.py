@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from meltcore.results.files import SCHEMA_VERSION
 from meltcore.results.schema import (
-    SCHEMA_VERSION,
     Fingerprint,
     FleetLevel,
     Gate,

@@ -14,8 +14,9 @@ import msgspec
 
 from meltcore.protocol.cluster import CommandEnded
 from meltcore.results.certificate import Certificate
+from meltcore.results.files import SCHEMA_VERSION
 from meltcore.results.formatting import format_counts
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
+from meltcore.results.schema import Fingerprint
 from meltcore.results.score import ScoredRun
 from meltcore.results.snapshot import Snapshot
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 2  # of every document; convert.py reads version 1
+from meltcore.results.files import SCHEMA_VERSION
 
 # NO_TEXT: the server counted tokens of answers that had no text, so what it generated was not seen.
 Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]

@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from meltcore.results.files import read_document
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
+from meltcore.results.files import SCHEMA_VERSION, read_document
+from meltcore.results.schema import Fingerprint
 
 UNKNOWN: Final = "UNKNOWN"
 NOT_APPLICABLE: Final = "NOT_APPLICABLE"

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.results.files import read_document, write_document
-from meltcore.results.schema import SCHEMA_VERSION, RunResult
+from meltcore.results.files import SCHEMA_VERSION, read_document, write_document
+from meltcore.results.schema import RunResult
 
 SET_FILE = "set.json"
 

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import SCHEMA_VERSION, Gate
+from meltcore.results.files import SCHEMA_VERSION
+from meltcore.results.schema import Gate
 
 SUBMISSION_FILE = "submission.json"
 # NOT CHECKED: collected without rules.

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.results.schema import SCHEMA_VERSION, Fingerprint
+from meltcore.results.files import SCHEMA_VERSION
+from meltcore.results.schema import Fingerprint
 
 TUNING_FILE = "tuning.json"
 MIN_SLO_ATTAINMENT = 0.95  # share of requests that must meet every limit of the SLO
