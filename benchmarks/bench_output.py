@@ -23,6 +23,7 @@ from rich.table import Table
 from meltcore.results.fingerprint import clean_arguments, take_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
+SCRIPTED_SERVER = Path(__file__).resolve().parents[1] / "tests" / "doubles" / "scripted_server.py"
 
 
 class Target(NamedTuple):

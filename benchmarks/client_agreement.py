@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_output import Row, Target, write_result
+from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
 CONCURRENCY, REQUESTS = 10, 100
 TTFT_MS, ITL_MS, TOKENS = 100.0, 20.0, 64
@@ -80,9 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     options = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS), "--tokens", str(TOKENS)]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "meltcore.testing.scripted_server", *options], stdout=subprocess.PIPE, text=True
-    )
+    server = subprocess.Popen([sys.executable, str(SCRIPTED_SERVER), *options], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]

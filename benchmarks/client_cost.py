@@ -23,7 +23,7 @@ from importlib import metadata
 
 import msgspec
 import uvloop
-from bench_output import Row, Target, write_result
+from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
 SCENES = ((500, 100, 50.0), (10_000, 16, 1000.0))  # streams, tokens of each, ms between two: both 10,000 events/s
 TARGET = Target(2.0, of="ratio")
@@ -171,7 +171,7 @@ def measure(client: str, url: str, streams: int, tokens: int, core: int) -> floa
 def start_server(core: int, tokens: int, itl_ms: float) -> tuple[subprocess.Popen[str], str]:
     """The process and its address."""
     options = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(itl_ms), "--tokens", str(tokens)]
-    command = [sys.executable, "-m", "meltcore.testing.scripted_server", *options]
+    command = [sys.executable, str(SCRIPTED_SERVER), *options]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(server.pid, {core})
     assert server.stdout is not None

@@ -35,14 +35,16 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from bench_output import Row, Target, write_result
+from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
 from meltcore.config import ForeignConfig, ServerConfig
 from meltcore.fleet.listener import raise_file_limit
 from meltcore.load.connection import HttpConnection, connect, resolve_target
 from meltcore.load.connection import Target as Address
 from meltcore.load.http import ResponseHandler
-from meltcore.testing.scripted_server import Script, ScriptedServer
+
+sys.path.append(str(SCRIPTED_SERVER.parent))
+from scripted_server import Script, ScriptedServer
 
 MODEL = "scripted"
 TOKENS = 64
@@ -138,7 +140,7 @@ def servers(*script: str, api_servers: int = 1) -> Iterator[tuple[str, str, list
     """The scripted server's URL, that of the API servers before it, and the process ids of the latter."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "meltcore.testing.scripted_server", *script]
+        command = [sys.executable, str(SCRIPTED_SERVER), *script]
         with process(command, folder, "scripted") as scripted:
             assert scripted.stdout is not None
             direct = scripted.stdout.readline().split()[-1]

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from places import HELPERS
 
+sys.path += [folder for folder in HELPERS if folder not in sys.path]
 MOST_PROCESSES = 4  # each may hold torch, transformers and an engine
 
 

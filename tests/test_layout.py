@@ -60,7 +60,6 @@ ALLOWED = {
     "load": (),
     "forensics": (),
     "hardware": (),
-    "testing": ("hardware",),
     "protocol": (),
     "results": (),
     "problems": (),
@@ -159,12 +158,6 @@ def test_hardware_checks_import_torch_in_probe_functions_only() -> None:
     assert {entry for entry in at_load if within(entry[1], (f"meltcore.{GPU_TIMING}",))} == set()
     others = [path for path in FILES if path not in checks]
     assert [path.name for path in others for name in imports(path) if within(name, (f"meltcore.{GPU_TIMING}",))] == []
-
-
-@pytest.mark.slow
-def test_only_tests_import_test_doubles() -> None:
-    others = [path for path in FILES if parts(path)[0] != "testing"]
-    assert [path.name for path in others for name in imports(path) if within(name, ("meltcore.testing",))] == []
 
 
 def test_halves_do_not_overlap() -> None:

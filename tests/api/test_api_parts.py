@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from places import ROOT
 from waiting import WAIT_S
 
 from meltcore.api.admission import Admission, Load
@@ -131,7 +132,7 @@ def test_histogram_buckets_are_cumulative_over_all_processes() -> None:
 
 
 def test_every_metric_is_in_the_mapping_table() -> None:
-    table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    table = (ROOT / "docs" / "metrics.md").read_text()
     stats = ServerStats()
     for family in Metrics(stats, lambda: {"m": stats.models[0]}).collect():
         assert f"`{family.name.removeprefix('meltcore:')}`" in table

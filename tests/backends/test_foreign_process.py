@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from places import ROOT
+from scripted_server import COMMAND_LINE
 from waiting import WAIT_S
 
 from meltcore.backends.foreign_command import foreign_command
@@ -23,8 +25,8 @@ from meltcore.errors import ConfigError
 from meltcore.process import group_members
 from meltcore.server_templates import TEMPLATES
 
-SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 0"
-SOURCE = str(Path(__file__).parents[2] / "src")
+SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 0"
+SOURCE = str(ROOT / "src")
 
 
 def config(command: str = SCRIPTED, **fields: Any) -> ForeignConfig:

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+from fake_gpu import FakeGpu, ReadingChange, sampler_command
 from scripted_bench_engine import program
 from waiting import WAIT_S
 
@@ -28,7 +29,6 @@ from meltcore.hardware.monitor import sampler
 from meltcore.hardware.monitor.recording import read_recording
 from meltcore.results.runfolder import RunFolder, read_result
 from meltcore.results.score import ScoredRun
-from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, sampler_command
 
 GIB = 2**30
 

@@ -1,13 +1,13 @@
 """From samples to health, energy and time series, on hand-made recordings."""
 
 import pytest
+from fake_gpu import HEALTHY
 
 from meltcore.bench.telemetry import gpu_health, power_w, time_series, total_memory_bytes, utilization
 from meltcore.hardware.monitor.recording import Recording, RecordingEnd, RecordingStart
 from meltcore.hardware.nvml.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, Value
 from meltcore.hardware.nvml.reader import Sample
 from meltcore.hardware.nvml.select import GpuInfo
-from meltcore.testing.fake_gpu import HEALTHY
 
 INTERVAL_S = 0.1
 

@@ -11,13 +11,14 @@ import gpu_types
 import performance_tables
 import pytest
 from gpu_types import GPU_TYPES, GpuType, LevelRun, run_level, score_plan
+from places import ROOT
 from waiting import WAIT_S
 
 from meltcore.bench import workload
 from meltcore.engine.core.memory_plan import RESERVE_FRACTION
 from meltcore.kernels.architectures import ARCHITECTURES
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_gpu.sh"
+SCRIPT = ROOT / "scripts" / "check_gpu.sh"
 MIB = 2**20
 MEMORY_MIB = {16: 16_376, 24: 24_564, 32: 32_607}
 # Requests that run concurrently, and the most preemptions per 100 requests that are accepted.

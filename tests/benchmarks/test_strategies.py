@@ -13,10 +13,11 @@ import bench_output
 import pytest
 import strategies
 import strategy_worker
+from places import ROOT
 from strategies import Strategy
 
 RESULTS = bench_output.RESULTS  # before a test replaces it
-DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
+DOCUMENT = ROOT / "docs" / "performance.md"
 # Speaks as strategy_worker.py does. Its first argument is the strategy: what it is to do.
 WORKER = """
 import json, os, sys, time

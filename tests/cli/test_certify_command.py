@@ -2,23 +2,19 @@
 
 import json
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-
+from fake_gpu import FakeGpu, ReadingChange
+from fake_node import FakeNode
 from sample_certificates import h200s, node
 
 from meltcore.cli.main import main
 from meltcore.errors import MeltcoreError
 from meltcore.hardware.nvml.driver import GpuLostError, NvmlWithTimeout
 from meltcore.process import CompletedRun
-from meltcore.testing.fake_gpu import FakeGpu, ReadingChange
-from meltcore.testing.fake_node import FakeNode
 
 
 def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str) -> int:
@@ -109,7 +105,7 @@ def test_gpu_lost_before_start_fails(
     def lost(self: object) -> None:
         raise GpuLostError("GPU 3 is lost")
 
-    monkeypatch.setattr("meltcore.testing.fake_gpu.FakeNvml.gpus", lost)
+    monkeypatch.setattr("fake_gpu.FakeNvml.gpus", lost)
     assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 2
     assert "meltcore certify: FAIL: GPU 3 is lost" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +144,7 @@ def test_sampler_that_cannot_be_ended_does_not_lose_certificate(
     def hangs(self: object) -> None:
         raise MeltcoreError("the sampler hangs in the driver")
 
-    monkeypatch.setattr("meltcore.testing.fake_node.FakeTelemetry.close", hangs)
+    monkeypatch.setattr("fake_node.FakeTelemetry.close", hangs)
     assert certify(monkeypatch, node(h200s(1)), "--json", "--out", str(tmp_path)) == 0
     assert "the sampler hangs in the driver" in json.loads(capsys.readouterr().out)["notes"]
 

@@ -4,15 +4,14 @@ import importlib
 import json
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import yaml
+from places import ROOT
 
 from meltcore.cli.main import command_parser
 from meltcore.protocol.fleet_file import load_fleet
 
-ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 

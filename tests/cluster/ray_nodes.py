@@ -14,6 +14,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from places import program
+from server_harness import MODEL, RunningServer, make_model
+from waiting import WAIT_S, wait_until
 
 import meltcore
 from meltcore.fleet.admin import call_admin
@@ -21,13 +24,9 @@ from meltcore.fleet.daemon import find_fleet
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import start_ticks
 
-sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, RunningServer, make_model
-from waiting import WAIT_S, wait_until
-
 POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5)
 SAID = "a scripted engine starts"
-SCRIPTED_ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py").encode()
+SCRIPTED_ENGINE = str(program("scripted_engine.py")).encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it
 PYNVML = """
 import os, time

@@ -8,16 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from places import program
 from scripted_cluster import ScriptedCluster
+from server_harness import MODEL, RunningServer, make_model, running
 
 from meltcore.fleet.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
 from meltcore.fleet.replica import RestartPolicy
 
-sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, RunningServer, make_model, running
-
-ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")]
+ENGINE = [sys.executable, str(program("scripted_engine.py"))]
 POLICY = RestartPolicy(first_pause_s=0.05, max_pause_s=0.1)  # five deaths are too many
 TWO_MODELS = f"  {MODEL}: {{LOAD, device: cpu, memory: 64MiB}}\n  gpu: {{LOAD, memory: 2.5GiB}}\n"
 

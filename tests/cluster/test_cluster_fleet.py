@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +21,12 @@ from ray_nodes import (
     start_nodes,
     write_fleet,
 )
-from waiting import WAIT_S
+from server_harness import MODEL, fleet_command, running
+from waiting import WAIT_S, wait_until
 
 from meltcore.errors import ConfigError
 from meltcore.fleet.planned import FleetPlanner
 from meltcore.process import start_ticks
-
-sys.path.append(str(Path(__file__).parents[1] / "fleet"))
-from server_harness import MODEL, fleet_command, running
-from waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from places import program
 from waiting import WAIT_S
 
 from meltcore.cluster import driver, engine_actor, nodes
@@ -45,7 +46,7 @@ class Answers:
 driver.connected, driver.Driver = lambda _address: contextlib.nullcontext(), Answers
 sys.exit(driver.main())
 """
-ENGINE = str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")
+ENGINE = str(program("scripted_engine.py"))
 CLOSE_S = 3.0  # more than the last output gets
 NODE = {
     "NodeID": "0123456789",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "fleet_scale.py"
+BENCHMARK = ROOT / "benchmarks" / "fleet_scale.py"
 
 
 @pytest.mark.slow

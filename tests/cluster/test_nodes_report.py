@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import msgspec
 import pytest
 from rich.console import Console
+from sample_scores import sample_device, sample_scored_run
 
 from meltcore.cli.all_nodes import certificate_status, exit_status
 from meltcore.hardware.certify.judge import straggler_fraction
@@ -20,10 +18,6 @@ from meltcore.results.certificate import Certificate, CertificateRow, CheckRepor
 from meltcore.results.nodes import NodesReport, make_report
 from meltcore.results.schema import Fingerprint
 from meltcore.results.snapshot import GpuSnapshot, Snapshot
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-
-from sample_scores import sample_device, sample_scored_run
 
 GIB = 2**30
 

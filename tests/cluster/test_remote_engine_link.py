@@ -19,6 +19,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from network_namespaces import network
+from places import program
 from waiting import WAIT_S
 
 from meltcore.backends.engine_link import EngineLink
@@ -54,7 +55,7 @@ from meltcore.protocol.tcp import (
 )
 from meltcore.protocol.translation import Translate
 
-ENGINE = [sys.executable, str(Path(__file__).parents[1] / "fleet" / "scripted_engine.py")]
+ENGINE = [sys.executable, str(program("scripted_engine.py"))]
 
 
 class RemoteEngine:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
+from scripted_server import COMMAND_LINE
 from waiting import WAIT_S
 
 from meltcore.cli.main import main
@@ -28,8 +30,8 @@ from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import LevelResult
 
-SOURCE = str(Path(__file__).parents[2] / "src")
-SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 5"
+SOURCE = str(ROOT / "src")
+SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 5"
 SETTINGS = EqualSettings(
     max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=4096, api_server_count=2, load_format="dummy"
 )
@@ -282,7 +284,7 @@ def test_template_starts_a_program_of_that_name(name: str, binary: str, wanted: 
     code = (
         f'#!/bin/sh\ncase "$*" in *"{wanted}") ;; *) echo "flags: $*"; exit 3;; esac\n'
         'while [ "$1" != --port ]; do shift; done\n'
-        f'exec {sys.executable} -m meltcore.testing.scripted_server --port "$2" --ttft-ms 1 --itl-ms 0\n'
+        f'exec {COMMAND_LINE} --port "$2" --ttft-ms 1 --itl-ms 0\n'
     )
     program(tmp_path, binary, code)
     environment = {"PYTHONPATH": SOURCE, "PATH": f"{tmp_path}:{os.environ['PATH']}"}

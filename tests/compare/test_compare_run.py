@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from scripted_server import COMMAND_LINE
 from waiting import WAIT_S
 
 from meltcore.cli.main import main
@@ -22,7 +23,7 @@ from meltcore.process import ProcessError
 from meltcore.results.comparison import ComparisonResult
 from meltcore.results.starts import read_start_set, write_start_set
 
-SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 5"
+SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 5"
 LOAD = ["--concurrency", "4", "--num-prompts", "8", "--workload", "random:in=8,out=16"]
 
 

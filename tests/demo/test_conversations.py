@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-sys.path.append(str(Path(__file__).parents[1] / "report"))
-
 from sample_results import sample_run
 
 from meltcore.demo.config import DemoConfig

@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_openai import FakeServer
+from places import program
 from rich.console import Console
 from waiting import WAIT_S
-
-sys.path.append(str(Path(__file__).parents[1] / "evals"))
-
-from fake_openai import FakeServer
 
 from meltcore import problems
 from meltcore.demo import clients
@@ -29,7 +27,7 @@ from meltcore.process import ProcessError
 from meltcore.protocol.fleet_file import load_fleet
 from meltcore.results.runfolder import read_result
 
-FAKE = Path(__file__).parent.parent / "evals" / "fake_openai.py"
+FAKE = program("fake_openai.py")
 LEVEL = 12
 
 

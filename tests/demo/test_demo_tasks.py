@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from argparse import ArgumentParser
 from base64 import b64decode
 from pathlib import Path
@@ -11,9 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec import structs
-
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("load", "report")]
-
 from sample_results import sample_run
 from task_server import SPEECH, serve_tasks
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_openai import FORMS, STRICT_FORMS, AnsweringServer, FakeServer
+from places import SHARED
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
@@ -23,7 +24,7 @@ from meltcore.results.runfolder import RunFolder, read_result
 from meltcore.results.schema import Evaluation
 
 ITEMS = [Item(f"Problem {at}: how many?", f"Some work.\n#### {at * 37 + 5:,}") for at in range(200)]
-PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+PUBLISHED = SHARED / "data" / "gsm8k" / "test.jsonl"
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fake_openai import TOKENIZER
+from places import ROOT
 from waiting import WAIT_S
 
 from meltcore.cli.main import main
@@ -27,7 +28,6 @@ from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Evaluation, Fingerprint, Gate, LevelChecks, LevelResult, RunResult
 from meltcore.results.weights import WEIGHTS
 
-ROOT = Path(__file__).parents[2]
 # A checkout of the public harness, whose own programs then read our files and check our server.
 HARNESS = os.environ.get("MELTCORE_PUBLIC_HARNESS")
 needs_harness = pytest.mark.skipif(not HARNESS, reason="set MELTCORE_PUBLIC_HARNESS to a checkout of the harness")

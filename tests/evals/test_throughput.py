@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from fake_openai import CHATTER, CountingServer, Lie
+from places import SHARED
+from scripted_server import Script, ScriptedServer
 from waiting import WAIT_S
 
 import meltcore
@@ -27,11 +29,10 @@ from meltcore.load.token_counter import TokenCounter
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import LevelResult
 from meltcore.results.weights import WEIGHTS
-from meltcore.testing.scripted_server import Script, ScriptedServer
 
 TOKENIZER = str(Path(meltcore.__file__).parent / "bundled" / "sums")
 FINE = ("OK", "CLIENT_BOUND")  # a busy machine may slow the client; that says nothing of the server
-QWEN = Path(__file__).parents[3] / "shared" / "data" / "qwen3-tokenizer"
+QWEN = SHARED / "data" / "qwen3-tokenizer"
 
 
 @pytest.fixture

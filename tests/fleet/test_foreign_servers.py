@@ -6,7 +6,6 @@ import asyncio
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from unittest.mock import Mock
 
 import openai
 import pytest
+from places import ROOT
+from scripted_server import COMMAND_LINE
 from server_harness import RunningServer, running, scripted_server, serve_command
 from waiting import WAIT_S, wait_until
 
@@ -27,8 +28,8 @@ from meltcore.fleet.foreign_model import ForeignModel
 from meltcore.fleet.replica import RestartPolicy
 from meltcore.process import LoggedProcess, group_members
 
-SOURCE = str(Path(__file__).parents[2] / "src")
-SCRIPTED = f"{sys.executable} -m meltcore.testing.scripted_server --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
+SOURCE = str(ROOT / "src")
+SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
 CHAT = "/v1/chat/completions"
 QUESTION: Any = [{"role": "user", "content": "hi"}]
 

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "many_streams.py"
+BENCHMARK = ROOT / "benchmarks" / "many_streams.py"
 
 
 def run_benchmark(*arguments: str, limit_s: float) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import socket
-import sys
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from waiting import WAIT_S, wait_until
 
 for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
-sys.path.append(str(Path(__file__).parents[1] / "models"))
 
 import soundfile  # noqa: E402 - after the check above
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above

@@ -6,9 +6,7 @@ import base64
 import io
 import json
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from waiting import wait_until
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 for package in ("python_multipart", "sentencepiece", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
-sys.path.append(str(Path(__file__).parents[1] / "models"))
 
 from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on the path added above
 

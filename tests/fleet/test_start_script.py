@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from places import ROOT
 from waiting import WAIT_S, wait_until
 
 from meltcore.evals.api import Api, ApiError
 from meltcore.models.checkpoint import BUNDLED_MODEL
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "start_server.sh"
+SCRIPT = ROOT / "scripts" / "start_server.sh"
 MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import socket
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ from openai.types.audio import TranscriptionSegment
 from server_harness import RunningServer, speech_server
 from waiting import WAIT_S, wait_until
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 for package in ("python_multipart", "sentencepiece", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "text")]
 
 from m2m100_tools import SMALL, reference_model, write_checkpoint
 from server_harness import RunningServer, running, serve_command

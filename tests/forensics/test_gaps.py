@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from fake_gpu import FakeGpu, cli_command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import TraceBuilder, one_of_each
@@ -18,7 +19,6 @@ from meltcore.errors import ConfigError
 from meltcore.forensics.gaps import analyze, devices_of
 from meltcore.forensics.read import parse_events, read_trace
 from meltcore.results.gaps import GapReport
-from meltcore.testing.fake_gpu import FakeGpu, cli_command
 
 
 def causes(report: GapReport) -> dict[str, tuple[int, float]]:

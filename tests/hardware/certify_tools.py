@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fake_gpu import FakeGpu
+from fake_node import FakeNode, healthy_result
+
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.hardware.certify.run import certify
 from meltcore.process import CompletedRun
@@ -11,8 +14,6 @@ from meltcore.results.certificate import Certificate, Tier
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.runfolder import RunFolder
 from meltcore.results.schema import Evaluation, RunResult
-from meltcore.testing.fake_gpu import FakeGpu
-from meltcore.testing.fake_node import FakeNode, healthy_result
 
 ModifyResult = Callable[[ProbeRequest, tuple[int, ...], ProbeResult], ProbeResult | None]
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fake_gpu import HEALTHY, FakeGpu, FakeNvml
+
 from meltcore.hardware.nvml.metrics import METRICS, Value
 from meltcore.hardware.nvml.reader import GpuReader, Sample
 from meltcore.hardware.nvml.select import GpuDevice, select_gpus
 from meltcore.hardware.nvml.xid import XidWatch
-from meltcore.testing.fake_gpu import HEALTHY, FakeGpu, FakeNvml
 
 NOT_SUPPORTED, NO_PERMISSION, NO_FUNCTION, LOST = 3, 4, 13, 15
 

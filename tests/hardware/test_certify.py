@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from certify_tools import certified, demo_run, findings_in, h200s, node_of
+from fake_gpu import FakeGpu, ReadingChange
 
 from meltcore.errors import ConfigError
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.hardware.certify.run import required, sampling_interval_s
 from meltcore.process import CompletedRun
 from meltcore.results.certificate import TIERS, Certificate
-from meltcore.testing.fake_gpu import FakeGpu, ReadingChange
 
 NOT_SUPPORTED, NO_PERMISSION, LOST = 3, 4, 15
 HW_THERMAL = 0x40
@@ -172,7 +172,7 @@ def test_slowdown_between_samples_is_found_by_its_counter(tmp_path: Path) -> Non
 
 
 def test_dead_sampler_makes_telemetry_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meltcore.testing.fake_node.FakeTelemetry.since", lambda self, from_s: None)
+    monkeypatch.setattr("fake_node.FakeTelemetry.since", lambda self, from_s: None)
     certificate = certified(tmp_path, node_of(h200s(1)), "quick")
     assert findings_in(certificate) == [("UNKNOWN", "TELEMETRY_UNREADABLE", "GPU 0")]
 
@@ -386,8 +386,8 @@ def test_soak_of_days_keeps_no_more_samples_than_an_hour() -> None:
 
 def test_long_sampling_interval_of_a_soak_is_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples 8 s apart: the interval of a soak of 80 hours, a gap in one of 1 hour."""
-    monkeypatch.setattr("meltcore.testing.fake_node._STEPS", 1)
-    monkeypatch.setattr("meltcore.testing.fake_node.round", lambda seconds: round(seconds / 8), raising=False)
+    monkeypatch.setattr("fake_node._STEPS", 1)
+    monkeypatch.setattr("fake_node.round", lambda seconds: round(seconds / 8), raising=False)
     for hours, codes in ((80.0, set()), (1.0, {"TELEMETRY_UNREADABLE"})):
         folder = tmp_path / f"{hours:.0f}"
         folder.mkdir()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 from certify_tools import certified, demo_run, findings_in, h200s, node_of
+from fake_gpu import FakeGpu
+from fake_node import FakeNode
 
 from meltcore.hardware.certify.checks import inference
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.process import CompletedRun
 from meltcore.results.certificate import Certificate, CheckReport
-from meltcore.testing.fake_gpu import FakeGpu
-from meltcore.testing.fake_node import FakeNode
 
 FLOORED = ("gemm", "memory", "host", "peers", "collectives", "sustained")
 PROBED = (*FLOORED, "corruption")

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from certify_tools import certified, findings_in, h200s, node_of
+from fake_gpu import FakeGpu
 
 from meltcore.errors import ConfigError
 from meltcore.hardware.certify import expectations
@@ -15,7 +16,6 @@ from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.hardware.snapshot import take_snapshot
 from meltcore.results.certificate import read_certificate
 from meltcore.results.snapshot import GpuSnapshot
-from meltcore.testing.fake_gpu import FakeGpu
 
 
 def state(**others: object) -> GpuSnapshot:

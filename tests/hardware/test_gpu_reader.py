@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from fake_gpu import HEALTHY, FakeNvml
 from hardware_tools import LOST, NO_FUNCTION, NO_PERMISSION, NOT_SUPPORTED, FakeReader
 
 from meltcore.hardware.nvml.driver import NoDriverError, Nvml
 from meltcore.hardware.nvml.gpu_types import GpuType, lacks_feature
 from meltcore.hardware.nvml.metrics import METRICS, NOT_APPLICABLE, UNKNOWN, clock_reason_names
 from meltcore.hardware.nvml.reader import MIN_GPM_WINDOW_S, GpmWindow
-from meltcore.testing.fake_gpu import HEALTHY, FakeNvml
 
 GPM_KEYS = [metric.key for metric in METRICS if metric.feature in ("gpm", "gpm_nvlink")]
 

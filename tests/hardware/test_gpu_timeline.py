@@ -1,12 +1,13 @@
 """GPU readings under the latencies of a load run: same clock, same axis, gaps shown as gaps."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu import FakeGpu, ReadingChange, cli_command
 from hardware_tools import INTERVAL_S, sample
+from scripted_server import COMMAND
 from waiting import WAIT_S
 
 from meltcore.cli.main import main
@@ -20,7 +21,6 @@ from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.fleet_load import FleetLevel, FleetLoad
 from meltcore.results.runfolder import read_result
 from meltcore.results.schema import Distribution, LevelResult, TimelinePoint
-from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, cli_command
 
 
 def recording(samples: list, gpus: int = 1, end: RecordingEnd | None = None) -> Recording:  # type: ignore[type-arg]
@@ -140,17 +140,7 @@ def test_monitor_without_driver_leaves_no_folder(
 
 @pytest.mark.slow
 def test_load_monitor_writes_samples_timelines_and_report(tmp_path: Path) -> None:
-    serve = [
-        sys.executable,
-        "-m",
-        "meltcore.testing.scripted_server",
-        "--port",
-        "0",
-        "--itl-ms",
-        "20",
-        "--tokens",
-        "60",
-    ]
+    serve = [*COMMAND, "--port", "0", "--itl-ms", "20", "--tokens", "60"]
     server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

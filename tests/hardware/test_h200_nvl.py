@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from certify_tools import certified, correct_answers, findings_in
+from fake_gpu import FakeGpu
+from fake_node import H200_NVL_VALUES, FakeNode, h200_nvl_board, healthy_result
 
 from meltcore.hardware.certify import expectations
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.results.certificate import Certificate, CertificateRow
 from meltcore.results.snapshot import GpuSnapshot
-from meltcore.testing.fake_gpu import FakeGpu
-from meltcore.testing.fake_node import H200_NVL_VALUES, FakeNode, h200_nvl_board, healthy_result
 
 
 def node(gpus: list[FakeGpu], **factors: float) -> FakeNode:

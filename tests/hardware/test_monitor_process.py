@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from fake_gpu import FakeGpu, ReadingChange, cli_command, sampler_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.errors import ConfigError, MeltcoreError
@@ -17,7 +18,6 @@ from meltcore.hardware.monitor import sampler
 from meltcore.hardware.monitor.recording import read_recording
 from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
 from meltcore.hardware.nvml.reader import Sample
-from meltcore.testing.fake_gpu import FakeGpu, ReadingChange, cli_command, sampler_command
 
 
 def alive(pid: int) -> bool:

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_gpu import FakeNvml
 from waiting import WAIT_S, wait_until
 
 from meltcore.hardware.node import Node, last_line
 from meltcore.hardware.nvml import driver as driver
 from meltcore.hardware.nvml.driver import GpuLostError, Nvml
-from meltcore.testing.fake_gpu import FakeNvml
 
 
 def node() -> Node:

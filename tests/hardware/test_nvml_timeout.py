@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from certify_tools import certified, findings_in, h200s, node_of
+from fake_gpu import FakeGpu, FakeNvml
 from pynvml import NVML_ERROR_NO_PERMISSION, NVML_ERROR_TIMEOUT, NVMLError
 from waiting import WAIT_S
 
 import meltcore
 from meltcore.errors import MeltcoreError
 from meltcore.hardware.nvml.driver import NoDriverError, Nvml, NvmlWithTimeout, connect, map_concurrently
-from meltcore.testing.fake_gpu import FakeGpu, FakeNvml
 
 
 class HangingNvml(FakeNvml):

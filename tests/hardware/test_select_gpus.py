@@ -1,10 +1,10 @@
 """Which GPUs are read: --gpu, else CUDA_VISIBLE_DEVICES, else all."""
 
 import pytest
+from fake_gpu import FakeGpu, FakeNvml
 
 from meltcore.errors import ConfigError
 from meltcore.hardware.nvml.select import select_gpus
-from meltcore.testing.fake_gpu import FakeGpu, FakeNvml
 
 UUIDS = ["GPU-aaaa1111", "GPU-aaaa2222", "GPU-bbbb3333"]
 

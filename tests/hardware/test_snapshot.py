@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from certify_tools import certified, h200s, node_of
+from fake_gpu import FakeGpu, FakeNvml
+from fake_node import FakeNode
 from pynvml import NVML_ERROR_UNKNOWN, NVMLError
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.hardware.snapshot import diff_snapshots, snapshot_lines, take_snapshot
 from meltcore.results.snapshot import NOT_APPLICABLE, UNKNOWN, Snapshot, read_snapshot
-from meltcore.testing.fake_gpu import FakeGpu, FakeNvml
-from meltcore.testing.fake_node import FakeNode
 
 NOT_SUPPORTED, NO_PERMISSION = 3, 4
 

@@ -1,16 +1,16 @@
 """A scripted server in a process of its own, so that its timers do not share the client's event loop."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from scripted_server import COMMAND
 from waiting import WAIT_S
 
 
 class ServerProcess:
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "meltcore.testing.scripted_server", "--port", "0", *arguments]
+        command = [*COMMAND, "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[-1]

@@ -1,13 +1,9 @@
 """Tests of models that need a whole engine have the engine's tools, those of translation have those of its text."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("engine", "text")]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType, GGUFValueType
+from gguf_file import write_gguf
 from gguf_tools import (
     MIXES,
     add_tensors,
@@ -47,9 +47,6 @@ from meltcore.models.loader import TORCH_DTYPES, build_meta_model, build_model, 
 from meltcore.models.model import Model
 from meltcore.models.quantization import weight_dtypes
 from meltcore.protocol.fleet_spec import ModelSection
-
-sys.path.append(str(Path(__file__).parents[1] / "load"))
-from gguf_file import write_gguf
 
 # Settings that GGUF files cannot express are left at what llama.cpp computes.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import engine_tools as tools
 import pytest
 import torch
+from int4_tools import write_int4
 from safetensors.torch import load_file, save_file
 
 from meltcore import LLM, SamplingParams
@@ -22,9 +22,6 @@ from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.models.loader import DUMMY_WEIGHT_STD, build_meta_model, build_model, fill_dummy_weights
 from meltcore.models.model import Model
 from meltcore.models.quantization import weight_dtypes
-
-sys.path.append(str(Path(__file__).parents[1] / "layers"))
-from int4_tools import write_int4
 
 CPU = torch.device("cpu")
 # Whole groups of 32, also on each of two ranks.

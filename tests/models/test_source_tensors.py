@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from fp8_tools import write_fp8 as write_published_fp8
 from gguf_tools import config_of
+from int4_tools import write_int4
 from safetensors.torch import load_file, save_file
 from test_fp8_writer import write as write_folder
 from test_gguf_writer import contents
@@ -19,9 +19,6 @@ from test_gguf_writer import write as write_file
 
 from meltcore.cli.main import main
 from meltcore.errors import ConfigError
-
-sys.path.append(str(Path(__file__).parents[1] / "layers"))
-from int4_tools import write_int4
 
 INT4: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 INT4 |= {"mlp_only_layers": []}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 from test_routed_experts import build
 
 from meltcore.config import EngineConfig
@@ -77,7 +78,7 @@ def test_ordinary_routing_counts_no_experts() -> None:
 def test_benchmark_row_is_valid_within_5_percent_of_the_expected_experts(
     used: float, valid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     from bench_output import Row
     from uniform_routing import ExpertsUsed, expected_experts, record
 

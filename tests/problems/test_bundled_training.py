@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import ROOT
 from torch.nn.functional import log_softmax
 
 pytest.importorskip("sentencepiece", reason="the extras audio and translate have sentencepiece")
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from places import ROOT
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.problems import generate
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from fake_gpu import FakeGpu
+from fake_node import FakeNode, healthy_result
+
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult
 from meltcore.hardware.certify.run import certify
 from meltcore.results.certificate import Certificate, Tier
-from meltcore.testing.fake_gpu import FakeGpu
-from meltcore.testing.fake_node import FakeNode, healthy_result
 
 
 def node(gpus: list[FakeGpu], slow: tuple[int, ...] = ()) -> FakeNode:

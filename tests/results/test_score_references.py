@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from places import ROOT
 from reference_score import trim
 from sample_scores import sample_device, sample_scored_run
 
@@ -18,8 +19,6 @@ from meltcore.results.score_references import (
     ratios,
     shipped_references,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 def named(peak: float = 20_000.0, **changes: object) -> NamedScore:

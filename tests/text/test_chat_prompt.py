@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from places import SHARED
 
 from meltcore.errors import RequestError
 from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, Checkpoint, open_checkpoint
@@ -22,7 +23,7 @@ from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 
-QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+QWEN = SHARED / "data" / "qwen3-tokenizer"
 REAL_MODELS = os.environ.get("REAL_MODELS", "")  # a folder with GGUF files or tokenizers
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from places import SHARED
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.detokenizer import Detokenizer, text_to_continue
 from meltcore.text.tokenizer import Tokenizer
 
-QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+QWEN = SHARED / "data" / "qwen3-tokenizer"
 SPECIAL = 300  # <|end|>
 THINK = 301  # <think>, added but not special
 VOCAB = 302

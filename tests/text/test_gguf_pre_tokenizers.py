@@ -6,7 +6,6 @@ import importlib.util
 import json
 import random
 import socket
-import sys
 import unicodedata
 import urllib.request
 from pathlib import Path
@@ -15,15 +14,13 @@ import gguf
 import numpy as np
 import pytest
 import tokenizers
+from gguf_tools import add_tokenizer, finish
 from tokenizers import models, pre_tokenizers, trainers
 
 from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.gguf_file import GGUFModel
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from gguf_tools import add_tokenizer, finish
 
 TEXT = "It'S x1234 ½Ⅷ  $+ab\n"
 CHINESE = "中\u3000文A，b。カ٣"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,8 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import TokenType
+from gguf_tools import add_tokenizer, export_tokenizer, finish
+from places import SHARED
 
 from meltcore.errors import ConfigError
 from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
@@ -21,10 +22,7 @@ from meltcore.models.gguf_tokens import read_token_ids
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from gguf_tools import add_tokenizer, export_tokenizer, finish
-
-QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+QWEN = SHARED / "data" / "qwen3-tokenizer"
 TEXTS = [
     "",
     "Hello  world,\tit's DON'T \r\n\r\n  123 4567.89\n",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 from gguf import GGUFValueType, GGUFWriter
+from gguf_tools import finish
 from test_gguf_tokenizer import QWEN, TEXTS, check_equal, sentencepiece_vocabulary
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import generate_merges
@@ -23,9 +23,6 @@ from meltcore.models.gguf_file import GGUFModel
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
 from meltcore.text.tokenizer import Tokenizer
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-from gguf_tools import finish
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from pathlib import Path
 from typing import Any
+
+from places import SHARED
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -18,7 +19,7 @@ from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer
 from meltcore.text.tokenizer import Tokenizer
 
-FOLDER = Path(__file__).parents[2].parent / "shared" / "data" / "qwen3-tokenizer"
+FOLDER = SHARED / "data" / "qwen3-tokenizer"
 VOCAB = 151_936  # rows of the published embedding: more than the tokenizer has ids
 END = 151_645  # <|im_end|>
 TEXTS = [

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from places import program
 
 import meltcore
 from meltcore.cli.main import main
 from meltcore.results.tuning import Tuning, TuningPoint
 
-TUNED = f"{sys.executable} {Path(__file__).parent / 'tuned_server.py'} --port {{port}}"
+TUNED = f"{sys.executable} {program('tuned_server.py')} --port {{port}}"
 BUNDLED = str(Path(meltcore.__file__).parent / "bundled" / "sums")
 LENGTH = ["--flag", "max_model_len=--length"]
 

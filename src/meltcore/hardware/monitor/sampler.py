@@ -29,7 +29,7 @@ from meltcore.hardware.nvml.select import GpuDevice, select_gpus
 from meltcore.hardware.nvml.xid import XidWatch
 from meltcore.process import end_group, ended_within, start
 
-# The program that runs `main`. Tests set another, which reads scripted GPUs (meltcore.testing.fake_gpu).
+# The program that runs `main`. Tests set another, which reads scripted GPUs (tests/doubles/fake_gpu.py).
 SAMPLER_COMMAND: Sequence[str] = (sys.executable, "-m", "meltcore.hardware.monitor.sampler")
 # A driver call on a dying GPU may never return; the sampler gets this long to stop.
 _STOP_LIMIT_S = 5.0

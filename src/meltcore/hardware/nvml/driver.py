@@ -1,6 +1,6 @@
 """The only module that calls NVML. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
 
-`meltcore.testing.fake_gpu.FakeNvml` implements the same methods from a script.
+`FakeNvml` of `tests/doubles/fake_gpu.py` implements the same methods from a script.
 """
 
 import ctypes

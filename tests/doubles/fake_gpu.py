@@ -290,7 +290,7 @@ _define_simple_methods()
 
 def sampler_command(gpus: Sequence[FakeGpu]) -> list[str]:
     """Returns a value for `meltcore.hardware.monitor.sampler.SAMPLER_COMMAND` that samples scripted GPUs."""
-    return [sys.executable, "-m", "meltcore.testing.fake_gpu", msgspec.json.encode(list(gpus)).decode()]
+    return [sys.executable, __file__, msgspec.json.encode(list(gpus)).decode()]
 
 
 def cli_command(gpus: Sequence[FakeGpu], *arguments: str) -> list[str]:

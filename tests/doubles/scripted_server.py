@@ -1,7 +1,7 @@
 """A server whose every token has a known time: the reference for the load generator's metrics.
 
 It implements the OpenAI completions and chat APIs without a model, and can misbehave on purpose. Run it alone with
-`python -m meltcore.testing.scripted_server --port 0 --ttft-ms 50 --itl-ms 5 --tokens 32`; it prints its address.
+`python tests/doubles/scripted_server.py --port 0 --ttft-ms 50 --itl-ms 5 --tokens 32`; it prints its address.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import uvloop
 
+COMMAND = (sys.executable, __file__)  # of a server in a process of its own
+COMMAND_LINE = shlex.join(COMMAND)
 Fault = Literal[
     "none",  # serve as scripted
     "429",  # refuse with a rate-limit error

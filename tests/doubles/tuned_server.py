@@ -7,8 +7,7 @@ import asyncio
 import sys
 
 import uvloop
-
-from meltcore.testing.scripted_server import Script, ScriptedServer
+from scripted_server import Script, ScriptedServer
 
 LONGEST, MOST_SEQS = 5000, 5
 ITL_S = {1: 0.02, 2: 0.01, 4: 0.005, 8: 0.005}

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fake_gpu import FakeGpu, FakeNvml
+
 from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult, decode_job, encode
 from meltcore.hardware.node import Node, Telemetry
 from meltcore.hardware.nvml.reader import GpuReader, Sample
 from meltcore.hardware.nvml.select import GpuDevice, select_gpus
 from meltcore.hardware.nvml.xid import XidWatch
 from meltcore.process import CompletedRun
-from meltcore.testing.fake_gpu import FakeGpu, FakeNvml
 
 _STEPS = 4  # samples during a short program; a long one is sampled every second
 
