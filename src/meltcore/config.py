@@ -281,22 +281,14 @@ class ForeignConfig:
     upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
     api_key_variable: str | None = None  # environment variable with the key that the upstream wants
     paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded
-    # A replica is sent a quarter more requests than max_num_seqs (None: max_connections). Others wait in our queue.
+    # A replica is sent a quarter more requests than max_num_seqs (None: 16,384). Others wait in our queue.
     max_queue: int = 16_384  # requests that may wait
     max_queue_tokens: int = 16_777_216  # their prompt tokens, at 4 bytes of a JSON body each
     priority_class: PriorityClass = "standard"  # of requests that name none
-    health_path: str | None = None  # None: /health, or /v1/models where there is none
     health_interval_s: float = 5.0
     start_timeout_s: float = 1800.0  # of `command`, from its start to its first answer
-    stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
     connect_timeout_s: float = 5.0
     first_byte_timeout_s: float = 300.0  # from the request to the first byte of its answer
-    idle_timeout_s: float = 60.0  # between two bytes of an answer
-    max_connections: int = 16_384  # of each API server process to one replica; more requests get status 429
-    keep_alive_s: float = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close theirs after 5 s
-    retries: int = 1  # on other replicas, of a request whose answer has not begun
-    breaker_failures: int = 5  # in a row, after which a replica gets no requests
-    breaker_open_s: float = 10.0  # until one request tries the replica again
 
     def __post_init__(self) -> None:
         name = self.served_model_name[0] if self.served_model_name else ""
@@ -331,11 +323,10 @@ class ForeignConfig:
 # Names that `command` may have instead of a command line.
 FOREIGN_TEMPLATES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 _FOREIGN_LEAST: dict[str, float] = {
-    **dict.fromkeys(("max_queue", "stop_timeout_s", "keep_alive_s", "retries"), 0),
+    "max_queue": 0,
     **dict.fromkeys(("health_interval_s", "start_timeout_s", "connect_timeout_s", "first_byte_timeout_s"), 0.05),
-    **dict.fromkeys(("idle_timeout_s", "breaker_open_s"), 0.05),
     **dict.fromkeys(("replicas", "tensor_parallel_size", "memory_bytes", "max_model_len", "max_num_seqs"), 1),
-    **dict.fromkeys(("max_queue_tokens", "max_connections", "breaker_failures"), 1),
+    "max_queue_tokens": 1,
 }
 
 
@@ -347,7 +338,6 @@ class ResidencyConfig:
     turn_s: float = 20.0  # that a busy one stays while requests of its own class wait for another
     swaps_per_minute: int = 6
     keep: Literal["host", "disk"] = "host"  # where weights are meanwhile
-    wake_timeout_s: float = 120.0  # for an engine's answer, when it is put to sleep or woken
     start_timeout_s: float = 600.0  # of an engine that is started in its turn
     room_bytes: dict[str, int] = field(default_factory=dict)  # for models in turns, by device; empty: of the largest
 

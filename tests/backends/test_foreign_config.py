@@ -24,7 +24,7 @@ URL = "http://127.0.0.1:8001"
         ),
         ({"urls": ("file:///etc/passwd",)}, "url must be an address such as"),
         ({"urls": (URL,), "paths": ("/v1/x HTTP/1.1\r\nx: y",)}, "paths must be like"),
-        ({"urls": (URL,), "idle_timeout_s": 0.0}, "a: idle_timeout_s must be at least 0.05; got 0.0"),
+        ({"urls": (URL,), "first_byte_timeout_s": 0.0}, "a: first_byte_timeout_s must be at least 0.05; got 0.0"),
         ({"urls": (URL,), "connect_timeout_s": float("nan")}, "connect_timeout_s must be at least"),
     ],
 )

@@ -18,6 +18,7 @@ from places import ROOT
 from scripted_server import COMMAND_LINE
 from waiting import WAIT_S
 
+from meltcore.backends import foreign_process
 from meltcore.backends.foreign_command import foreign_command
 from meltcore.backends.foreign_process import ForeignProcess, free_port
 from meltcore.config import FOREIGN_TEMPLATES, ForeignConfig
@@ -179,9 +180,10 @@ def test_start_that_fails_names_the_reason_and_the_output(tmp_path: Path) -> Non
         run(tmp_path, config(SCRIPTED + " --fault 429"))
 
 
-def test_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_process, "STOP_LIMIT_S", 0.3)
     stubborn = program(tmp_path, "stubborn", f"#!/bin/sh\ntrap '' TERM\n{SCRIPTED.format(port='$1')} &\nwait\nwait\n")
-    _, reports = run(tmp_path, config(f"{stubborn} {{port}}", stop_timeout_s=0.3))
+    _, reports = run(tmp_path, config(f"{stubborn} {{port}}"))
     assert reports == ["the server of m did not end within 0.3 s of SIGTERM; killing it"]
 
 

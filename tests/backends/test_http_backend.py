@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from meltcore.api.stats import ServerStats
+from meltcore.backends import http_attempt, http_backend, http_replica
 from meltcore.backends.event_stream import MAX_HELD_BYTES, EventBuffer
 from meltcore.backends.http_backend import HttpBackend
 from meltcore.backends.http_connection import MAX_UNREAD_BYTES
@@ -175,15 +176,20 @@ def test_fault_before_the_first_event_is_a_plain_error(behave: Any, status: int,
         ((stream(EVENT, EVENT[:20]),), "reset", "closed the connection"),
         ((stream(EVENT, EVENT[:20], b""),), "keep", "ended within an event"),
         ((stream(EVENT), b"xyz\r\n"), "keep", "not HTTP"),
-        ((stream(EVENT),), "hang", "sent nothing for 0.2 s (idle_timeout_s)"),
+        ((stream(EVENT),), "hang", "sent nothing for 0.2 s in its answer"),
     ],
 )
-def test_fault_within_a_stream_is_an_error_event_and_the_end(parts: Any, then: str, message: str) -> None:
+def test_fault_within_a_stream_is_an_error_event_and_the_end(
+    parts: Any, then: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half an event is not passed on, and the connection ends after the error."""
+    if then == "hang":
+        for module in (http_attempt, http_backend):
+            monkeypatch.setattr(module, "IDLE_TIMEOUT_S", 0.2)
 
     async def check() -> None:
         # Half a second between the parts is a busy machine's, and not what is judged here.
-        async with served(Upstream(sends(*parts, then=then)), idle_timeout_s=0.2 if then == "hang" else 60.0) as server:
+        async with served(Upstream(sends(*parts, then=then))) as server:
             body = await server.broken_stream()
             assert body.startswith(chunk(EVENT))
             [_, event, end] = body[len(chunk(EVENT)) :].split(b"\r\n")
@@ -346,10 +352,13 @@ def test_connections_are_kept_and_a_closed_one_is_replaced() -> None:
     run(check())
 
 
-def test_retry_only_before_the_first_byte_and_once() -> None:
+def test_retry_only_before_the_first_byte_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request has a connection of its own: on one that was kept, a close is no failure of the server."""
+    monkeypatch.setattr(http_replica.Replica, "release", lambda _, connection: connection.abort())
+
     async def check() -> None:
         bad, good = Upstream(sends(then="close")), Upstream(sends(stream(EVENT, DONE, b"")))
-        async with served(bad, good, keep_alive_s=0.0) as server:
+        async with served(bad, good) as server:
             for _ in range(4):
                 assert await server.ask(stream=True) == (200, EVENT + DONE)
             assert len(good.received) == 4
@@ -420,10 +429,13 @@ def test_two_replicas_share_by_open_requests() -> None:
     run(check())
 
 
-def test_breaker_opens_and_a_probe_closes_it() -> None:
+def test_breaker_opens_and_a_probe_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_replica, "BREAKER_FAILURES", 3)
+    monkeypatch.setattr(http_replica, "BREAKER_OPEN_S", 0.2)
+
     async def check() -> None:
         upstream = Upstream(sends(then="close"))
-        async with served(upstream, breaker_failures=3, breaker_open_s=0.2) as server:
+        async with served(upstream) as server:
             for _ in range(3):
                 assert (await server.error())[0] == 502
             num_requests = len(upstream.received)
@@ -468,12 +480,12 @@ def test_health_follows_the_upstream() -> None:
     run(check())
 
 
-def test_requests_that_are_not_forwarded(caplog: Any) -> None:
-    del caplog
+def test_requests_that_are_not_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_backend, "MAX_CONNECTIONS", 1)
 
     async def check() -> None:
         upstream = Upstream(sends(answer(WHOLE)))
-        async with served(upstream, max_connections=1) as server:
+        async with served(upstream) as server:
             assert (await server.error(model="other"))[:2] == (404, "model_not_found")
             assert (await server.error(path="/v1/embeddings"))[0] == 400
             assert (await server.ask("/v1/nothing"))[0] == 404

@@ -29,6 +29,7 @@ from meltcore.process import LoggedProcess, describe_exit
 
 _GUARD = (sys.executable, "-m", "meltcore.backends.guard")
 _POLL_S = 0.1
+STOP_LIMIT_S = 10.0  # from SIGTERM to SIGKILL
 _PROBES: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "1", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1},
@@ -71,7 +72,7 @@ class ForeignProcess:
                 self._log_path,
                 name=self._name,
                 report=self._report,
-                stop_limit_s=self._config.stop_timeout_s,
+                stop_limit_s=STOP_LIMIT_S,
                 stdin=read_end,
             ).__enter__()
         finally:

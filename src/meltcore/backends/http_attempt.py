@@ -34,6 +34,7 @@ STATUS_OF: dict[FailureKind, tuple[int, str]] = {
     "deadline": (504, "request_timeout"),
     "aborted": (499, "client_closed"),
 }
+IDLE_TIMEOUT_S = 60.0  # between two bytes of an answer
 CLOSE_LIMIT_S = 5.0  # for a client to read the end of an answer that broke off
 _BUSY = (429, 503)  # an upstream that refuses a request: it has computed nothing
 _FAULTY = (500, 502, 504)
@@ -164,8 +165,8 @@ class Exchange:
             if now_s - connection.sent_s >= config.first_byte_timeout_s:
                 limit = f"{config.first_byte_timeout_s:g} s (first_byte_timeout_s)"
                 self.end("first_byte", f"it sent no byte of an answer within {limit}")
-        elif now_s - connection.last_byte_s >= config.idle_timeout_s:
-            self.end("idle", f"it sent nothing for {config.idle_timeout_s:g} s (idle_timeout_s) in its answer")
+        elif now_s - connection.last_byte_s >= IDLE_TIMEOUT_S:
+            self.end("idle", f"it sent nothing for {IDLE_TIMEOUT_S:g} s in its answer")
 
 
 class Attempt:

@@ -25,13 +25,15 @@ from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequ
 from meltcore.api.request_queue import EQUAL_SHARES, EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT, RequestQueue
 from meltcore.api.stats import ModelStats
 from meltcore.api.terms import RequestTerms, current_terms
-from meltcore.backends.http_attempt import STATUS_OF, Attempt, Exchange
+from meltcore.backends.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, Exchange
 from meltcore.backends.http_connection import FailureKind, UpstreamError
 from meltcore.backends.http_replica import Replica
 from meltcore.config import ForeignConfig, Profiler
 from meltcore.errors import ConfigError, RequestError
 from meltcore.protocol.shell import ProfileDone
 
+MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
+RETRIES = 1  # on other replicas, of a request whose answer has not begun
 WAKE_CHECK_S = 0.02  # of requests that have waited for sleeping servers
 WAKING_CHECK_S = 0.1  # of the health of a server that is being started for them
 SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortest limit
@@ -109,7 +111,7 @@ class HttpBackend:
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
         self._limit_s = request_timeout_s
         self._exchanges: set[Exchange] = set()
-        slots = config.max_num_seqs or config.max_connections
+        slots = config.max_num_seqs or MAX_CONNECTIONS
         stats.task = task_of(config)
         self._queue = RequestQueue(
             stats.task,
@@ -163,7 +165,7 @@ class HttpBackend:
 
     async def _watch_limits(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        shortest_s = min(config.first_byte_timeout_s, config.idle_timeout_s, self._limit_s)
+        shortest_s = min(config.first_byte_timeout_s, IDLE_TIMEOUT_S, self._limit_s)
         while True:
             await asyncio.sleep(min(SWEEP_S, shortest_s / 5))
             now_s = loop.time()
@@ -281,7 +283,7 @@ class HttpBackend:
             replica = self._choose(tried)
             tried.add(replica.index)
             exchange.replica = replica.index
-            may_retry = len(tried) <= self.config.retries and bool(self._usable(tried))
+            may_retry = len(tried) <= RETRIES and bool(self._usable(tried))
             self.stats.assign(replica.index, 0)
             replica.num_open += 1
             replica.breaker.begin()
@@ -317,13 +319,12 @@ class HttpBackend:
 
     def _choose(self, tried: set[int]) -> Replica:
         """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
-        config, usable = self.config, self._usable(tried)
-        free = [each for each in usable if each.num_open < config.max_connections]
+        usable = self._usable(tried)
+        free = [each for each in usable if each.num_open < MAX_CONNECTIONS]
         if not free:
             if usable:
                 raise RequestError(
-                    f"the queue is full: each server of {self.names[0]} has {config.max_connections} open requests "
-                    "(max_connections)",
+                    f"the queue is full: each server of {self.names[0]} has {MAX_CONNECTIONS} open requests",
                     status=429,
                     code="queue_full",
                 )

@@ -19,6 +19,9 @@ from meltcore.config import ForeignConfig
 MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is read as a whole
 HEALTH_TIMEOUT_S = 5.0  # also for the answer of a server whose processor is busy
 TIMEOUTS_UNTIL_DOWN = 2  # in a row
+BREAKER_FAILURES = 5  # in a row, after which a replica gets no requests
+BREAKER_OPEN_S = 10.0  # until one request tries the replica again
+KEEP_ALIVE_S = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close theirs after 5 s
 ReplicaState = Literal["starting", "up", "down"]
 
 
@@ -38,7 +41,7 @@ class Replica:
         assert parts.hostname is not None
         self.index = index
         self.url = url
-        self.breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
+        self.breaker = CircuitBreaker(BREAKER_FAILURES, BREAKER_OPEN_S)
         self.state: ReplicaState = "starting"
         self.reason = "it has not answered yet"
         self.leads_back = False  # its address is one of this server
@@ -53,7 +56,7 @@ class Replica:
         # Compressed answers would have to be decoded to find their events.
         self._fixed = f" HTTP/1.1\r\nHost: {host}:{self._port}\r\nAccept-Encoding: identity\r\n{key}"
         self._idle: deque[UpstreamConnection] = deque()
-        self._health_path = config.health_path or "/health"
+        self._health_path = "/health"  # or /v1/models, where a server has no such path
         self._late_answers = 0
 
     def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
@@ -77,7 +80,7 @@ class Replica:
 
     def release(self, connection: UpstreamConnection) -> None:
         """Keep a connection for the next request where it can be used again; else drop it."""
-        if connection.is_reusable and self._config.keep_alive_s > 0:
+        if connection.is_reusable:
             connection.idle_since_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
@@ -85,7 +88,7 @@ class Replica:
 
     def drop_idle(self, now_s: float) -> None:
         """Close connections that have been idle for too long, and forget those that the server has closed."""
-        limit_s = now_s - self._config.keep_alive_s
+        limit_s = now_s - KEEP_ALIVE_S
         while self._idle and (not self._idle[0].is_open or self._idle[0].idle_since_s <= limit_s):
             self._idle.popleft().abort()
 
@@ -119,7 +122,7 @@ class Replica:
         """Ask for the health and set `state`. A busy server may be late once."""
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
-            if answer.status == 404 and self._config.health_path is None and self._health_path == "/health":
+            if answer.status == 404 and self._health_path == "/health":
                 self._health_path = "/v1/models"
                 answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
         except UpstreamError as error:
@@ -160,7 +163,7 @@ class Replica:
         if self.state != "up":
             return self.reason
         if not self.breaker.allows(now_s):
-            return f"it failed {self._config.breaker_failures} times in a row; it is tried again soon"
+            return f"it failed {BREAKER_FAILURES} times in a row; it is tried again soon"
         return None
 
 

@@ -22,6 +22,7 @@ from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
 
 Model = ServedModel | ForeignModel
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
+WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 _LEVELS: dict[Literal["host", "disk"], int] = {"host": 1, "disk": 2}
 
@@ -45,7 +46,7 @@ async def put_to_sleep(model: Model, config: ResidencyConfig, drain_limit_s: flo
             )
         else:
             await asyncio.gather(*(_drain(model, replica.index, drain_limit_s) for replica in model.replicas))
-            keep = await model.sleep_servers(config.keep, config.wake_timeout_s)
+            keep = await model.sleep_servers(config.keep, WAKE_LIMIT_S)
         model.stats.set("sleep_level", _LEVELS[keep])
         model.update_status()
 
@@ -58,7 +59,7 @@ async def wake_up(model: Model, config: ResidencyConfig) -> str:
         problems: list[str] = []
         if isinstance(model, ServedModel):
             warm = [replica for replica in model.replicas if replica.is_asleep]
-            answers = await asyncio.gather(*(_wake(model, replica, config.wake_timeout_s) for replica in warm))
+            answers = await asyncio.gather(*(_wake(model, replica) for replica in warm))
             failed = [(replica, text) for replica, text in zip(warm, answers, strict=True) if text]
             problems = [text for _, text in failed]
             if failed and len(failed) == len(model.replicas):
@@ -68,7 +69,7 @@ async def wake_up(model: Model, config: ResidencyConfig) -> str:
             for replica, _ in failed:
                 await model.end_engine(replica)  # it is started like one that has died
         else:
-            await model.wake_servers(config.wake_timeout_s)
+            await model.wake_servers(WAKE_LIMIT_S)
         await _wait_started(model, config.start_timeout_s)
         model.end_wake(time.monotonic() - began_s)
         return ""
@@ -84,7 +85,7 @@ def refuse_waiting(model: Model, reason: str, until_s: float) -> None:
 
 async def _sleep(model: ServedModel, replica: Replica, config: ResidencyConfig, drain_limit_s: float) -> None:
     await _drain(model, replica.index, drain_limit_s)
-    answer = await _ask(model, replica, Sleep(config.keep), config.wake_timeout_s)
+    answer = await _ask(model, replica, Sleep(config.keep))
     if isinstance(answer, Asleep) and answer.error is None:
         replica.state, replica.is_asleep, replica.resident_bytes = "sleeping", True, answer.resident_bytes
         model.log("engine_asleep", replica, freed_bytes=answer.freed_bytes, seconds=round(answer.seconds, 6))
@@ -96,8 +97,8 @@ async def _sleep(model: ServedModel, replica: Replica, config: ResidencyConfig, 
         await model.end_engine(replica)
 
 
-async def _wake(model: ServedModel, replica: Replica, limit_s: float) -> str:
-    answer = await _ask(model, replica, Wake(), limit_s)
+async def _wake(model: ServedModel, replica: Replica) -> str:
+    answer = await _ask(model, replica, Wake())
     if isinstance(answer, Awake) and answer.error is None:
         replica.is_asleep = False
         replica.state = "ready"
@@ -112,7 +113,7 @@ async def _wake(model: ServedModel, replica: Replica, limit_s: float) -> str:
     return str(reason)
 
 
-async def _ask(model: ServedModel, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
+async def _ask(model: ServedModel, replica: Replica, message: Sleep | Wake) -> Asleep | Awake | str:
     """Return an engine's answer, or why there is none."""
     engine = model.engines[replica.index]
     answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
@@ -121,13 +122,13 @@ async def _ask(model: ServedModel, replica: Replica, message: Sleep | Wake, limi
     ended = asyncio.create_task(engine.wait())
     waited: set[asyncio.Future[Any]] = {answer, ended}
     try:
-        await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waited, timeout=WAKE_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
         if ended.done():
             await asyncio.sleep(POLL_S)  # its model notes the end
             return ended.result()
-        return f"it did not answer within {limit_s:g} s"
+        return f"it did not answer within {WAKE_LIMIT_S:g} s"
     finally:
         ended.cancel()
         replica.answer = None
