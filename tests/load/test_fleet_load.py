@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT
 from task_server import serve_tasks
 
 from meltcore.cli.main import main
@@ -16,7 +17,7 @@ from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts
 from meltcore.load.connection import resolve_target
 from meltcore.load.fleet_config import DEFAULT_MIX, FleetLoadConfig, Sizes, parse_mix, shares_of, split_connections
-from meltcore.load.fleet_experiment import MIXED, choose_models, experiment_gates, load_experiment, stream_workload
+from meltcore.load.fleet_experiment import ExperimentSpec, choose_models, experiment_gates, load_experiment
 from meltcore.load.fleet_health import fleet_health
 from meltcore.load.fleet_models import ServedModel, default_workload
 from meltcore.load.fleet_run import measure_fleet
@@ -181,6 +182,10 @@ def test_refusals_without_an_answer_in_the_end_are_lost(
     assert stream.refusals == (stream.refused if timeout_s == 1.5 else 0)
 
 
+def published_experiment() -> ExperimentSpec:
+    return load_experiment(str(ROOT / "benchmarks" / "interference.yaml"))
+
+
 def config(url: str, **fields: Any) -> FleetLoadConfig:
     return FleetLoadConfig(url=url, **{"parts": ("mixed",), "levels": (2,), "level_s": 0.2, **fields})
 
@@ -194,7 +199,8 @@ def config(url: str, **fields: Any) -> FleetLoadConfig:
     ],
 )
 def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses: list[str]) -> None:
-    spec = MIXED.__class__(name="x", streams=[MIXED.streams[1], MIXED.streams[0]])
+    published = published_experiment().streams
+    spec = ExperimentSpec(name="x", streams=[published[1], published[0]])
     alone = [load("asr", level(100.0)), load("qwen", level(100.0, rate=10.0))]
     together = [load("asr", level(p95_ms)), load("qwen", level(900.0, rate=rate))]
     gates = experiment_gates(spec, alone, together)
@@ -206,16 +212,15 @@ def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses
     assert lost[1].status == "FAIL"
 
 
-def test_preset_chooses_models_by_name_and_clips_of_ten_seconds() -> None:
+def test_experiment_chooses_models_by_name() -> None:
     fleet = [model("indictrans3", languages=[]), model("gemma-3-27b"), model("qwen3-30b"), model("mt", "translation"),
              model("asr", "transcription", languages=["kn"])]  # fmt: skip
-    chosen = choose_models(MIXED, fleet)
+    chosen = choose_models(published_experiment(), fleet)
     assert [each.name for each in chosen] == ["qwen3-30b", "asr", "mt", "gemma-3-27b"]
-    assert stream_workload(MIXED.streams[1], chosen[1], SIZES) == "transcribe:language=kn,seconds=10,clips=64"
     # Without such names the chat takes another one than the busy stream.
-    assert len({each.name for each in choose_models(MIXED, [model("a"), model("b"), *fleet[3:]])}) == 4
+    assert len({each.name for each in choose_models(published_experiment(), [model("a"), model("b"), *fleet[3:]])}) == 4
     with pytest.raises(ConfigError, match="needs another model of the task generation for its stream chat"):
-        choose_models(MIXED, fleet[2:])
+        choose_models(published_experiment(), fleet[2:])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ EXAMPLES = """\
   meltcore load http://127.0.0.1:8000 --workload random:in=128-1024,out=128 --num-prompts 500
   meltcore load http://127.0.0.1:8000 --concurrency 1,32 --monitor
   meltcore load http://127.0.0.1:8000 --fleet --levels 10,100,400   every model of a fleet, alone and mixed
-  meltcore load http://127.0.0.1:8000 --fleet --parts interference --interference mixed
+  meltcore load http://127.0.0.1:8000 --fleet --parts interference --interference experiment.yaml
   meltcore load https://api.example.com --model NAME --api-key KEY --workload prompts.jsonl
 
 workloads:

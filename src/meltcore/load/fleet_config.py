@@ -133,10 +133,9 @@ class FleetLoadConfig:
     )
     interference: str = option(
         PAIRS,
-        "pairs: a matrix of all pairs; mixed: one language model at 256 connections beside speech, translation and "
-        "chat at fixed rates, with limits; or a YAML file of such an experiment.",
+        "pairs: a matrix of all pairs; or a YAML file of an experiment: streams with a load each, and limits.",
         group=_GROUP,
-        metavar="pairs|mixed|FILE",
+        metavar="pairs|FILE",
     )
     interference_s: float = option(
         20.0,

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.errors import ConfigError
-from meltcore.load.fleet_config import Sizes
-from meltcore.load.fleet_models import ServedModel, default_workload
+from meltcore.load.fleet_models import ServedModel
 from meltcore.results.fleet_load import FleetExperiment, FleetTask, first_latency
 from meltcore.results.formatting import format_number, format_percent
 from meltcore.results.percentiles import SAMPLES_NEEDED, TOO_SMALL
@@ -47,27 +46,12 @@ class ExperimentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     streams: Annotated[list[StreamSpec], Meta(min_length=2)]
 
 
-_TWICE = {"e2e": 2.0}
-MIXED = ExperimentSpec(
-    name="mixed",
-    streams=[
-        StreamSpec(name="busy", task="generation", prefer="qwen", concurrency=256, min_throughput_ratio=0.85),
-        StreamSpec(name="transcription", task="transcription", rate=2.0, max_p95_ratio=_TWICE),
-        StreamSpec(name="translation", task="translation", rate=5.0, max_p95_ratio=_TWICE),
-        StreamSpec(name="chat", task="generation", prefer="gemma", rate=1.0, max_p95_ratio={"first": 2.0, **_TWICE}),
-    ],
-)
-_PRESET_CLIP = "seconds=10"
-
-
 def load_experiment(name: str) -> ExperimentSpec:
-    """Return the preset `mixed`, or the experiment of a YAML file. Raises ConfigError."""
-    if name == MIXED.name:
-        return MIXED
+    """Return the experiment of a YAML file. Raises ConfigError."""
     try:
         spec = msgspec.yaml.decode(Path(name).read_bytes(), type=ExperimentSpec)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"--interference {name}: {error}; there are pairs, mixed, or a YAML file") from error
+        raise ConfigError(f"--interference {name}: {error}; there is pairs, or a YAML file") from error
     for stream in spec.streams:
         if (stream.concurrency is None) == (stream.rate is None):
             raise ConfigError(f"{name}: {stream.name} needs concurrency or rate, one of them")
@@ -103,15 +87,6 @@ def choose_models(spec: ExperimentSpec, models: Sequence[ServedModel]) -> list[S
 
 def _has(model: ServedModel, part: str) -> bool:
     return bool(part) and part.lower() in model.name.lower()
-
-
-def stream_workload(spec: StreamSpec, model: ServedModel, sizes: Sizes) -> str:
-    """Return what a stream sends; clips of the preset are all of 10 s, but for small models."""
-    workload = spec.workload or default_workload(model, sizes)
-    if spec in MIXED.streams and model.task == "transcription" and not model.is_small:
-        head, _, clips = workload.partition("seconds=")
-        return f"{head}{_PRESET_CLIP},{clips.partition(',')[2]}"
-    return workload
 
 
 def experiment_gates(spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]) -> list[Gate]:

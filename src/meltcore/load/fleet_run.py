@@ -17,7 +17,6 @@ from meltcore.load.fleet_experiment import (
     choose_models,
     load_experiment,
     make_experiment,
-    stream_workload,
 )
 from meltcore.load.fleet_health import fleet_health
 from meltcore.load.fleet_models import ServedModel, default_workload, find_models
@@ -161,7 +160,7 @@ class _FleetRun:
             Stream(
                 name=stream.name,
                 model=model.name,
-                workload=stream_workload(stream, model, self._config.sizes),
+                workload=stream.workload or default_workload(model, self._config.sizes),
                 connections=stream.concurrency or 0,
                 rate=stream.rate,
             )
