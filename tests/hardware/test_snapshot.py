@@ -10,9 +10,9 @@ from fake_node import FakeNode
 from pynvml import NVML_ERROR_UNKNOWN, NVMLError
 
 from meltcore.cli.main import main
-from meltcore.errors import ConfigError
 from meltcore.hardware.snapshot import diff_snapshots, snapshot_lines, take_snapshot
-from meltcore.results.snapshot import NOT_APPLICABLE, UNKNOWN, Snapshot, read_snapshot
+from meltcore.results.files import read_document
+from meltcore.results.snapshot import NOT_APPLICABLE, UNKNOWN, Snapshot
 
 NOT_SUPPORTED, NO_PERMISSION = 3, 4
 
@@ -87,7 +87,7 @@ def test_command_reads_its_json_and_exits_1_on_difference(tmp_path: Path, capsys
     path = tmp_path / "old.json"
     path.write_text(capsys.readouterr().out)
     assert main(["snapshot", "--diff", str(path)]) == 0
-    old = read_snapshot(path)
+    old = read_document(path, Snapshot)
     old.fingerprint.kernel = "Linux 2.6"
     path.write_bytes(msgspec.json.encode(old))
     assert main(["snapshot", "--diff", str(path)]) == 1
@@ -116,7 +116,7 @@ def test_refusing_driver_is_an_error_not_a_difference(
     assert "does not list its GPUs: Unknown Error" in capsys.readouterr().err
 
 
-def test_file_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_no_snapshot_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a meltcore document"):
-        read_snapshot(tmp_path / "x.json")
+    assert main(["snapshot", "--diff", str(tmp_path / "x.json")]) == 2
+    assert "is not a meltcore document" in capsys.readouterr().err

@@ -7,9 +7,9 @@ import secrets
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -40,6 +40,9 @@ from meltcore.protocol.cluster import (
 )
 from meltcore.protocol.tcp import EngineAddress, KeyPair
 
+if TYPE_CHECKING:
+    from meltcore.fleet.planned import FleetPlanner
+
 _CONNECT_LIMIT_S = 180.0
 _EXIT_LIMIT_S = 15.0  # for the driver to end its actors
 _LINE_BYTES = 2**24
@@ -49,33 +52,10 @@ _START_LIMIT_S = 180.0  # for the driver to start an engine, with all its own li
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluster again
 
 
-class Planner(Protocol):
-    """What knows where else an engine may be."""
-
-    @property
-    def node_names(self) -> dict[str, str]:
-        """The names of the nodes of the plan by their ids, also of those that are left out."""
-
-    def elsewhere(
-        self,
-        start: StartEngine,
-        nodes: Sequence[ClusterNode],
-        places: Mapping[tuple[str, int], Place],
-        failed_nodes: Collection[str] = (),
-    ) -> Place | None:
-        """Return a place for an engine beside the others, which are at `places`; None where it has no room.
-
-        It is on none of `failed_nodes`.
-        """
-
-    def why_nowhere(self, start: StartEngine) -> str:
-        """Return why `elsewhere` has just found no place for an engine."""
-
-
 class ClusterDriver:
     """The driver process of one fleet. When it ends, engines go on, and it is started again."""
 
-    def __init__(self, address: str, planner: Planner, report: Callable[[str], None]) -> None:
+    def __init__(self, address: str, planner: FleetPlanner, report: Callable[[str], None]) -> None:
         """`report` gets a line when the cluster can no longer be changed, and when it can be again."""
         self._planner = planner
         self._address = address

@@ -4,12 +4,11 @@ A fact is a value, NOT_APPLICABLE (the driver reports "not supported", and the G
 UNKNOWN (it should be readable and is not). UNKNOWN never counts as zero.
 """
 
-from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from meltcore.results.files import SCHEMA_VERSION, read_document
+from meltcore.results.files import SCHEMA_VERSION
 from meltcore.results.schema import Fingerprint
 
 UNKNOWN: Final = "UNKNOWN"
@@ -67,8 +66,3 @@ class Snapshot(msgspec.Struct, kw_only=True, tag_field="document", tag="snapshot
     gpus: list[GpuSnapshot] = []
     topology: list[list[str]] = []
     notes: list[str] = []
-
-
-def read_snapshot(path: Path | str) -> Snapshot:
-    """Reads a snapshot. Raises ConfigError as `read_document` does."""
-    return read_document(path, Snapshot)
