@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import check_site
@@ -23,6 +24,15 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in ("docs", "benchmarks") for
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
 # A path of the project in backticks: with a folder of the project first and an ending last.
 PATH = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w./{},*-]+\.(?:py|md|json|html|sh|cu|yml|svg))`")
+
+# A path below the package, such as `kernels/launch.py`, and a module or a name of one: `meltcore.load.runner`.
+INNER_PATH = re.compile(r"`([a-z_]+/[a-z_/]+\.(?:py|cu))`")
+MODULE = re.compile(r"`(?:python -m )?meltcore((?:\.\w+)+)")
+# A class: two words or more, joined by capitals.
+CLASS = re.compile(r"`([A-Z][a-z0-9]+[A-Z][A-Za-z0-9]*)\b")
+# Names of others, and attributes of traces, which have the form of a class or of a module.
+NOT_OURS = re.compile(r".*For(CausalLM|ConditionalGeneration)|NaN|MoE|HuggingFaceTB|QdstrmImporter|Node\w+Strategy")
+TRACE_ATTRIBUTES = (".priority_class", ".replica", ".task")
 
 # A path of a result, also in a command line or a fence. Of one that ends a sentence, the period is no part.
 RESULT = re.compile(r"benchmarks/results/[^\s`\"'|)\],;:]*")
@@ -45,6 +55,33 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
     local = [target.partition("#")[0] for target in links if not re.match(r"[a-z]+:|#", target)]
     missing = [target for target in local if not (document.parent / target).exists()]
     missing += [path for path in PATH.findall(text) if not re.search(r"[*{]", path) and not (ROOT / path).exists()]
+    assert missing == []
+
+
+@cache
+def defined_names() -> frozenset[str]:
+    """Return the names of classes and functions, and of what modules assign, in all Python files of the project."""
+    definition = re.compile(r"\b(?:class|def)\s+(\w+)|^(\w+)(?:: TypeAlias)? = ", re.MULTILINE)
+    sources = (path for folder in ("src", "tests", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+    return frozenset(name for path in sources for pair in definition.findall(path.read_text()) for name in pair)
+
+
+def is_module_or_name(dotted: str) -> bool:
+    """Return whether `.a.b` is a module or a package of meltcore, or a name in one."""
+    path = ROOT / "src/meltcore" / dotted.strip(".").replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()
+
+
+CURRENT = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which has old names
+
+
+@pytest.mark.parametrize("document", CURRENT, ids=name_of)
+def test_classes_and_modules_of_a_document_exist(document: Path) -> None:
+    text = document.read_text()
+    missing = [name for name in CLASS.findall(text) if name not in defined_names() and not NOT_OURS.fullmatch(name)]
+    missing += [name for name in MODULE.findall(text) if name not in TRACE_ATTRIBUTES and not is_module_or_name(name)]
+    roots = (ROOT, ROOT / "src/meltcore", ROOT / "tests")
+    missing += [path for path in INNER_PATH.findall(text) if not any((root / path).exists() for root in roots)]
     assert missing == []
 
 
