@@ -1,6 +1,7 @@
 """Counts and samples the source, for reviews of its language and size.
 
 source_survey.py count                 statements per package (AST nodes of kind `stmt`, without docstrings)
+source_survey.py functions             how long and how branched functions are
 source_survey.py duplicates            public class names that are defined more than once
 source_survey.py sample [--seed N]     200 identifiers and 60 docstrings drawn at random, the seed printed
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import random
+import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "meltcore"
 IDENTIFIERS, DOCSTRINGS = 200, 60
-_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (ast.ClassDef, *_FUNCTIONS)
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
@@ -44,6 +48,23 @@ def count() -> None:
     for package, number in sorted(statements.items()):
         print(f"{number:7,} {package}")
     print(f"{sum(statements.values()):7,} in all")
+
+
+def functions() -> None:
+    """Print the number of functions, the lines of one (median, 95 % have at most) and their cyclomatic complexity."""
+    found = [node for _, tree in modules() for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
+    lines = sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in found)
+    branches = [complexity_of(node) for node in found]
+    print(f"{len(found):,} functions; lines: median {statistics.median(lines):g}, p95 {lines[len(lines) * 95 // 100]}")
+    print(f"complexity: mean {statistics.mean(branches):.2f}; above 20: {sum(count > 20 for count in branches)}")
+
+
+def complexity_of(function: ast.AST) -> int:
+    """Return the cyclomatic complexity: 1, and 1 for each branch. Those of functions within it count too."""
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    comprehensions = sum(1 + len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return 1 + operands + comprehensions + sum(isinstance(node, _BRANCHES) for node in nodes)
 
 
 def duplicates() -> dict[str, list[str]]:
@@ -87,11 +108,13 @@ def sample(seed: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("count", "duplicates", "sample"))
+    parser.add_argument("verb", choices=("count", "functions", "duplicates", "sample"))
     parser.add_argument("--seed", type=int, default=None, help="Seed of the sample (default: drawn, and printed).")
     args = parser.parse_args()
     if args.verb == "count":
         count()
+    elif args.verb == "functions":
+        functions()
     elif args.verb == "duplicates":
         found = duplicates()
         for name, paths in found.items():
