@@ -125,6 +125,7 @@ BROKEN: dict[str, tuple[dict[str, str], str]] = {
     "another layout": ({"tokenizer.model": "", "vocab.json": "{}"}, "tokenizer.model and vocab.json cannot be used"),
     "cut short": ({"tokenizer.json": '{"version": "1.0", "model": {'}, "tokenizer.json cannot be read"),
     "settings": ({"tokenizer.json": GOOD_TOKENIZER, "tokenizer_config.json": "["}, "tokenizer_config.json"),
+    "a field": ({"tokenizer.json": GOOD_TOKENIZER, "special_tokens_map.json": '{"eos_token": 3}'}, "eos_token must be"),
 }
 
 

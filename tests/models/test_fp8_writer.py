@@ -155,12 +155,14 @@ def test_tensors_that_are_not_of_the_text_model_are_copied(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_values_that_are_no_numbers_are_refused(tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize("name", ["layers.1.mlp.down_proj", "layers.0.input_layernorm", "embed_tokens"])
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """Also of tensors that keep their type."""
     source = save(tmp_path / "source", "qwen3")
     tensors = stored(source)
-    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    tensors[f"model.{name}.weight"].view(-1)[5] = value
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"source.*layers\.1\.mlp\.down_proj\.weight has values that are not finite"):
+    with pytest.raises(ConfigError, match=rf"source.*{name}\.weight has values that are not finite"):
         write(source, tmp_path / "fp8")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

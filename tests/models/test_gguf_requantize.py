@@ -127,6 +127,22 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "unreadable.gguf"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("blk.0.norm.weight", np.float32(np.nan)), ("blk.0.w.weight", np.float16(np.inf))]
+)
+def test_tensors_that_are_copied_are_checked_too(tmp_path: Path, name: str, value: np.generic) -> None:
+    """Vectors, and the scale of a block of the format that is written."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "falcon")
+    writer.add_tensor("blk.0.norm.weight", np.ones(64, dtype=np.float32))
+    writer.add_tensor("blk.0.w.weight", quantize(np.ones((4, 64), dtype=np.float32), Q8_0), raw_dtype=Q8_0)
+    source = finish(writer, tmp_path / "model.gguf")
+    content, offset = bytearray(source.read_bytes()), GGUFModel(source).tensors[name].offset
+    content[offset : offset + value.nbytes] = value.tobytes()
+    source.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"model\.gguf: {name} has values that are not finite numbers"):
+        requantize(GGUFModel(source), tmp_path / "new.gguf", Q8_0, lambda *_: None)
+
+
 def test_rows_that_are_no_whole_blocks_stay_unquantized(tmp_path: Path) -> None:
     """With all experts of their layer."""
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")

@@ -79,13 +79,15 @@ def _reasons_of_gguf_tokenizer(path: Path) -> list[str]:
 
 def _reason_of_tokenizer(name: str | None) -> str | None:
     """Return why the tokenizer of --tokenizer cannot be used."""
+    if name is None:
+        return None
     try:
-        if name is not None:
-            folder = find_folder(name, "text")
-            Tokenizer.from_folder(folder)
-            _ = Checkpoint(name, folder, {}, {}).eos_token_ids  # reads the other files
+        folder = find_folder(name, "text")
+        Tokenizer.from_folder(folder)
+        _ = Checkpoint(name, folder, {}, {}).eos_token_ids  # reads the other files
     except ConfigError as error:
-        return f"--tokenizer {error}"
+        reason = str(error)
+        return f"--tokenizer {reason}" if reason.startswith(name) else f"--tokenizer {name}: {reason}"
     return None
 
 
