@@ -98,7 +98,10 @@ def test_terminated_run_leaves_no_file(tmp_path: Path) -> None:
     code = (
         "import sys, time; from meltcore.models import gguf_writer; from meltcore.cli.main import main\n"
         "blocks = gguf_writer._StoredTensor.blocks\n"
-        "gguf_writer._StoredTensor.blocks = lambda self: (print('begun', flush=True), time.sleep(1), blocks(self))[2]\n"
+        "def slow(*args):\n"
+        "    print('begun', flush=True); time.sleep(1)\n"
+        "    return blocks(*args)\n"
+        "gguf_writer._StoredTensor.blocks = slow\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     arguments = ["quantize", BUNDLED_MODEL, "--to", "q8_0", "--out", str(tmp_path / "m.gguf")]
