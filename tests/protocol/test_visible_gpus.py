@@ -97,3 +97,11 @@ def test_words_that_are_no_gpus_are_refused(name: str, before: str, monkeypatch:
         with pytest.raises(ConfigError) as error:
             read()
         assert f"{name!r} is neither a number nor a UUID" in str(error.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "cuda:１", "cuda:1_0", "cuda:-1", "cuda:", "gpu", "CUDA"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_devices_of_another_form_are_refused(device: str, replicas: int) -> None:
+    config = ModelConfig(engine=EngineConfig(model="m", device=device), data_parallel_size=replicas)
+    with pytest.raises(ConfigError, match=f"--device {device}: must be auto, cpu, cuda or cuda:N"):
+        place_replicas(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from meltcore.protocol.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
 
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
+_DEVICE = re.compile(r"auto|cpu|cuda(?::[0-9]+)?")
 MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting thousands of processes
 
 
@@ -31,10 +33,12 @@ class Placement(NamedTuple):
 def place_replicas(config: ModelConfig) -> list[Placement]:
     """Return a placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
 
-    Raises ConfigError for more than MAX_REPLICAS, for too few GPUs, when --device names a single one for several
-    replicas, and as `visible_gpus`.
+    Raises ConfigError for a device of another form, for more than MAX_REPLICAS, for too few GPUs, when --device names
+    a single one for several replicas, and as `visible_gpus`.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
+    if not _DEVICE.fullmatch(engine.device):
+        raise ConfigError(f"--device {engine.device}: must be auto, cpu, cuda or cuda:N")
     if config.replica_nodes:
         return _on_nodes(config)
     if config.replica_gpus:

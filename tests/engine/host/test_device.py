@@ -15,7 +15,7 @@ from meltcore.config import EngineConfig
 from meltcore.engine.core import engine as engine_file
 from meltcore.engine.core.engine import GenerationEngine
 from meltcore.engine.host import device as device_file
-from meltcore.engine.host.device import byte_budget, default_batched_tokens, exit_process, has_mps
+from meltcore.engine.host.device import byte_budget, choose_device, default_batched_tokens, exit_process, has_mps
 from meltcore.errors import ConfigError
 
 
@@ -135,3 +135,26 @@ def test_mps_is_what_the_driver_says_and_absent_where_it_does_not_know(
     assert has_mps(torch.device("cuda", 3)) is found
     assert asked == [(driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED, 3)]
     assert not has_mps(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "torch_error", [RuntimeError("Found no NVIDIA driver."), AssertionError("no CUDA in this build")]
+)
+@pytest.mark.parametrize("gpus", ["0", "GPU-a,MIG-b"])
+def test_gpu_that_torch_cannot_use_is_no_reason_to_take_the_cpu(
+    torch_error: Exception, gpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init() -> NoReturn:
+        raise torch_error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    names, reason = gpus.replace(",", ", "), str(torch_error).rstrip(".")
+    with pytest.raises(
+        ConfigError, match=rf"--device auto: there is GPU {names}, and torch .* cannot use it: {reason};"
+    ):
+        choose_device("auto")
+    assert choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_device("auto") == torch.device("cpu")
