@@ -18,7 +18,7 @@ pytest.importorskip("soxr", reason="the extra audio has soxr")
 import av
 from test_audio_decode import decoded, encoded, tone
 from test_ffmpeg_formats import Recorder, recorded
-from test_odd_files import ID3V1, MAKERS, duration_s, id3v2, is_loud
+from test_odd_files import APE, ID3V1, MAKERS, duration_s, id3v2, is_loud
 
 from meltcore.errors import RequestError
 
@@ -99,6 +99,14 @@ def test_mp3_without_a_tag_behind_flac(rate: int, channels: int) -> None:
     data = flac + encoded(sound, rate, "MP3") + flac
     assert duration_s(data) == pytest.approx(4.0, abs=0.15)
     assert is_loud(data, 1.2, 2.8)
+
+
+@pytest.mark.parametrize("tag", [b"", id3v2(30), ID3V1, APE])
+@pytest.mark.parametrize("first", ["flac", "wav", "m4a", "vorbis", "aiff"])
+def test_short_mp3_behind_a_tag_behind_another_file(first: str, tag: bytes) -> None:
+    data = MAKERS[first](1.0, 48_000) + tag + MAKERS["mp3"](0.5, 22_050)
+    assert duration_s(data) == pytest.approx(1.5, abs=0.1)
+    assert is_loud(data, 1.15, 1.4)
 
 
 def unsized(name: str, seconds: float) -> bytes:
@@ -187,7 +195,6 @@ def with_video(container: str, audio_codec: str, video_codec: str, start_s: floa
 
 WITH_VIDEO = [
     ("ogg", "libopus", "libvpx"),
-    ("ogg", "libvorbis", "libvpx"),
     ("flv", "aac", "flv"),
     ("mpegts", "aac", "mpeg2video"),
     ("asf", "wmav2", "msmpeg4"),
@@ -205,6 +212,43 @@ def test_late_audio_of_a_video_has_silence_before_it(container: str, audio: str,
     assert is_loud(data, start_s + 0.2, start_s + 0.8)
     if start_s:
         assert not is_loud(data, 0.0, start_s - 0.2)
+
+
+def remuxed(audio: bytes, start_s: float, page_us: str) -> bytes:
+    """A file of sound behind `start_s` of a video in Ogg, with pages of this length."""
+    file = io.BytesIO()
+    options = {"page_duration": page_us}
+    with av.open(io.BytesIO(audio)) as source, av.open(file, "w", format="ogg", container_options=options) as output:
+        video: Any = output.add_stream("libvpx", rate=10)
+        video.width, video.height, video.pix_fmt = 32, 32, "yuv420p"
+        stream = output.add_stream_from_template(source.streams.audio[0])
+        packets: list[Any] = []
+        for number in range(60):
+            picture = av.VideoFrame(32, 32, "yuv420p")
+            picture.pts, picture.time_base = number, Fraction(1, 10)
+            packets += video.encode(picture)
+        packets += video.encode(None)
+        for packet in source.demux():
+            if packet.dts is not None and packet.pts is not None:
+                late = round(start_s / packet.time_base)
+                packet.pts, packet.dts, packet.stream = packet.pts + late, packet.dts + late, stream
+                packets.append(packet)
+        output.mux(sorted(packets, key=lambda packet: packet.dts * packet.time_base))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("format", "subtype"), [("OGG", "VORBIS"), ("OGG", "OPUS"), ("FLAC", "PCM_16")])
+@pytest.mark.parametrize("page_us", ["200000", "5000000"])
+@pytest.mark.parametrize(("start_s", "seconds"), [(0.0, 1.0), (1.5, 1.0), (4.0, 3.0)])
+def test_late_audio_in_ogg_of_every_codec(
+    format: str, subtype: str, page_us: str, start_s: float, seconds: float
+) -> None:
+    """FFmpeg knows no first time of FLAC, nor where a single page has all packets."""
+    data = remuxed(encoded(tone(seconds, 48_000), 48_000, format, subtype), start_s, page_us)
+    assert duration_s(data) == pytest.approx(start_s + seconds, abs=0.05)
+    assert is_loud(data, start_s + 0.1, start_s + seconds - 0.1)
+    if start_s:
+        assert not is_loud(data, 0.0, start_s - 0.1)
 
 
 def test_audio_behind_megabytes_of_video_is_found() -> None:

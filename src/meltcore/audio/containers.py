@@ -25,7 +25,8 @@ from meltcore.audio.marks import (
 from meltcore.audio.matroska import split_matroska
 from meltcore.audio.media_files import split_amr, split_asf, split_avi, split_flv, split_ts, split_wavpack
 from meltcore.audio.mp4 import split_mp4
-from meltcore.audio.mpeg import frame_bytes, frame_runs
+from meltcore.audio.mpeg import frame_runs, run_end
+from meltcore.audio.ogg import split_ogg
 from meltcore.audio.sample_files import split_aiff, split_au, split_caf, split_w64, split_wav, with_sizes
 
 
@@ -81,7 +82,7 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], Container], ...] = tuple(
     )
 )
 _MAX_LEAD_BYTES = 1024  # such as a byte order mark, the head of an HTTP response, or the end of a page of Ogg
-_MIN_MP3_BYTES = 4096  # behind another file; less is a tag
+_MAX_TAG_BYTES = 2**24  # with the first frames behind it
 _EXACT = (WAVPACK, AMR)  # whose decoders fail at bytes behind them, such as tags
 _TAGS, _MAX_TRAILER_BYTES = (b"APETAGEX", b"ID3", b"TAG"), 1024
 _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follow one of another container
@@ -100,8 +101,7 @@ def without_lead(data: bytes) -> bytes:
     start = 0
     for _ in each_element():
         if data[start : start + 3] == b"ID3" and len(data) >= start + 10:
-            length = sum((byte & 127) << 7 * place for place, byte in enumerate(data[start + 9 : start + 5 : -1]))
-            start += 10 + length + (10 if data[start + 5] & 0x10 else 0)
+            start = _tag_end(data, start)
             if start >= len(data):
                 raise refusal(f"is truncated: its tag (ID3) ends at byte {start}, and it has {len(data)}")
         elif zeros := _ZEROS.match(data, start):
@@ -121,6 +121,12 @@ def without_lead(data: bytes) -> bytes:
         if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
             return data
     return data[start:] if start else data
+
+
+def _tag_end(data: bytes, start: int) -> int:
+    """Return where a tag (ID3v2) at `start` ends by its own size."""
+    length = sum((byte & 127) << 7 * place for place, byte in enumerate(data[start + 9 : start + 5 : -1]))
+    return start + 10 + length + (10 if data[start + 5] & 0x10 else 0)
 
 
 def parts(data: bytes) -> list[bytes]:
@@ -170,30 +176,11 @@ def _check_tag(data: bytes) -> None:
 
 
 def _container_at(data: bytes, position: int) -> Container | None:
-    """Return the container of a file that begins here, None for a tag or other bytes."""
-    head = data[position : position + 16]
-    is_mp3 = head[:3] == b"ID3" or frame_bytes(head) > 1
-    return container_of(data, position) or (MP3 if is_mp3 and len(data) - position > _MIN_MP3_BYTES else None)
-
-
-def _split_ogg(data: bytes) -> Iterator[int]:
-    """Yield where a stream begins after the pages of another one. Raises RequestError for an incomplete last page."""
-    position, had_data = 0, False
-    for _ in each_element():
-        if (position := data.find(b"OggS", position)) < 0:
-            return
-        header = data[position : position + 27]
-        table = data[position + 27 : position + 27 + header[26]] if len(header) == 27 else b""
-        end = position + 27 + len(table) + sum(table)
-        if len(header) < 27 or len(table) < header[26] or end > len(data):
-            raise refusal(f"is truncated: its last page begins at byte {position} and is not complete")
-        is_first = bool(header[5] & 2)
-        if is_first and had_data:
-            yield position
-        had_data = not is_first
-        position = end
-        if data[end : end + 4] != b"OggS":
-            yield end
+    """Return the container of a file that begins here, None for a tag alone or other bytes."""
+    first = position
+    if data[position : position + 3] == b"ID3" and len(data) > position + 10:
+        first = next(frame_runs(data[: position + _MAX_TAG_BYTES], _tag_end(data, position)), 0)
+    return container_of(data, position) or (MP3 if run_end(data, first) else None)
 
 
 _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
@@ -202,7 +189,7 @@ _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
     MP3: after_mp3,
     AAC: after_aac,
     AMR: split_amr,
-    OGG: _split_ogg,
+    OGG: split_ogg,
     MP4: split_mp4,
     MATROSKA: split_matroska,
     _AIFF: split_aiff,

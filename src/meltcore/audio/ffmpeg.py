@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, WAV, WAVPACK, Container
+from meltcore.audio.containers import AAC, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, OGG, WAV, WAVPACK, Container
 from meltcore.audio.mpeg import announced_samples, frame_bytes
+from meltcore.audio.ogg import first_packets
 
 _BLOCK_S = 10.0  # of samples, which are yielded together
 # A container may announce a little more than its codec gives: encoders delay their signal and fill up frames.
@@ -84,6 +86,7 @@ class FFmpegFile:
         self.num_frames = round(self._announced_s(data) * self.sample_rate) or None
         self._num_read = 0  # samples of each channel, with the silence in gaps
         self._start_s = self._zero_s()
+        self._first_s = self._first_in_ogg_s(data) if container is OGG and self._start_s is not None else 0.0
 
     def _zero_s(self) -> float | None:
         """Return the time at which the file begins, None for that of the first sample."""
@@ -93,6 +96,16 @@ class FFmpegFile:
             float(each.start_time * each.time_base) for each in self._file.streams.video if each.start_time is not None
         ]
         return min(starts, default=None)
+
+    def _first_in_ogg_s(self, data: bytes) -> float:
+        """Return when the audio of a video begins. FFmpeg takes 0 for FLAC, and where all packets are on one page."""
+        end, num_packets = first_packets(data, self._stream.index)
+        with _opened(data, OGG, _MAX_PROBE_BYTES) as file:
+            packets = file.demux(file.streams[self._stream.index])
+            lengths = [packet.duration or 0 for packet in islice(packets, num_packets)]
+        # FFmpeg lets the last packet of a file go to its end, which is the error in question.
+        *earlier, last = lengths or [end]
+        return float((end - sum(earlier) - min(last, max(earlier, default=end))) * self._stream.time_base)
 
     def _announced_s(self, data: bytes) -> float:
         """Return when the audio ends as the header says, 0 where it does not. FFmpeg's own value may be an estimate."""
@@ -182,9 +195,10 @@ class FFmpegFile:
 
     def _silence_before(self, frame: Any) -> Iterator[Floats]:
         """Yield silence from the end of what was read to a frame's time. Raises RequestError beyond the limit."""
-        if not self._container.is_timed or frame.pts is None:
+        at_s = self._first_s if self._num_read == 0 else 0.0
+        if not self._container.is_timed or (frame.pts is None and not at_s):
             return
-        time_s = float(frame.pts * frame.time_base)
+        time_s = max(at_s, float((frame.pts or 0) * frame.time_base))
         is_first = self._num_read == 0 and not self._container.has_zero
         if self._start_s is None or (is_first and time_s < self._start_s):
             self._start_s = time_s

@@ -37,15 +37,15 @@ def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) 
     """Yield where several frames of MP3 or AAC begin from `position` on, the first of each run."""
     end = 0
     for match in syncs.finditer(data, position):
-        if match.start() >= end and (found := _run_end(data, match.start())):
+        if match.start() >= end and (found := run_end(data, match.start())):
             yield match.start()
             end = found
 
 
-def _run_end(data: bytes, position: int) -> int:
+def run_end(data: bytes, position: int) -> int:
     """Return where frames of one kind end that begin at `position`, 0 for fewer than those of a run."""
-    kind, count = data[position + 1], 0
-    while len(head := data[position : position + 6]) == 6 and head[1] == kind and (size := frame_bytes(head)) > 1:
+    kind, count = data[position + 1 : position + 2], 0
+    while (head := data[position : position + 6])[1:2] == kind and (size := frame_bytes(head)) > 1:
         position, count = position + size, count + 1
     return position if count >= _RUN_FRAMES else 0
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from meltcore.audio.checks import cut, each_element, refusal
-from meltcore.audio.marks import later_files
+from meltcore.audio.marks import after_others, later_files
 
 # The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31.
 # The load generator, which may not import this file, judges answers by the same number (load/wav.py).
@@ -47,7 +47,8 @@ def split_wav(data: bytes) -> Iterator[int]:
                 raise refusal(f"is truncated: {size} bytes of samples are announced, {rest} are there")
             end = position + 8 + size
         position += 8 + size + size % 2
-    if end and len(data) - position > _MAX_TRAILER_BYTES and any(data[position:]):
+    has_more = len(data) - position > _MAX_TRAILER_BYTES and any(data[position:])
+    if end and has_more and not any(after_others(data, position)):
         raise refusal(
             f"has {len(data) - end} bytes after the samples that its header announces, which end at byte {end}"
         )
