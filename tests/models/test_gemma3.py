@@ -108,7 +108,7 @@ def test_override_is_for_full_attention() -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131_072}
     for stated in ({"rope_parameters": own}, {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": LINEAR}):
         checkpoint = Checkpoint("small", Path(), SIZES | stated, {})
-        config = Gemma3(apply_overrides(checkpoint, {"rope_parameters": yarn}).config).config
+        config = Gemma3(apply_overrides(checkpoint.config, {"rope_parameters": yarn})).config
         assert config.rope_scaling is not None
         assert config.rope_scaling.rope_type == "yarn"
         assert (config.rope_theta, config.rope_local_theta) == (5e5, 2e4)

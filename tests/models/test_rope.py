@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,27 +227,31 @@ def checkpoint(**changes: Any) -> Checkpoint:
     return Checkpoint("small", Path(), SMALL | changes, {})
 
 
-def read(overridden: Checkpoint) -> DecoderConfig:
-    return DecoderConfig.read(Fields(overridden.config), qkv_bias=False, qk_norm=True)
+def read(given: Checkpoint) -> DecoderConfig:
+    return DecoderConfig.read(Fields(given.config), qkv_bias=False, qk_norm=True)
+
+
+def overridden(given: Checkpoint, overrides: dict[str, Any]) -> Checkpoint:
+    return replace(given, config=apply_overrides(given.config, overrides))
 
 
 def test_override_replaces_the_scaling_and_keeps_theta() -> None:
     own = LLAMA3 | {"rope_theta": 5e5}
     for name in ("rope_parameters", "rope_scaling"):
-        config = read(apply_overrides(checkpoint(rope_theta=None, **{name: own}), {"rope_parameters": YARN}))
+        config = read(overridden(checkpoint(rope_theta=None, **{name: own}), {"rope_parameters": YARN}))
         assert config.rope_theta == 5e5
         assert config.rope_scaling == read_rope_scaling(fields(YARN))
-    assert read(apply_overrides(checkpoint(), {"rope_parameters": YARN | {"rope_theta": 7e5}})).rope_theta == 7e5
-    assert read(apply_overrides(checkpoint(rope_scaling=YARN), {"rope_parameters": {"rope_type": "default"}})) == read(
+    assert read(overridden(checkpoint(), {"rope_parameters": YARN | {"rope_theta": 7e5}})).rope_theta == 7e5
+    assert read(overridden(checkpoint(rope_scaling=YARN), {"rope_parameters": {"rope_type": "default"}})) == read(
         checkpoint()
     )
-    assert apply_overrides(checkpoint(), {}) == checkpoint()
+    assert overridden(checkpoint(), {}) == checkpoint()
 
 
 @pytest.mark.parametrize("overrides", [{"rope_parameters": YARN}, {"text_config": {"rope_parameters": YARN}}])
 def test_override_reaches_the_text_part(overrides: dict[str, Any]) -> None:
     whole = Checkpoint("whole", Path(), {"text_config": dict(SMALL), "vision_config": {}}, {})
-    text = Fields(apply_overrides(whole, overrides).config).nested_fields("text_config")
+    text = Fields(apply_overrides(whole.config, overrides)).nested_fields("text_config")
     assert read_rope_scaling(text) == read_rope_scaling(fields(YARN))
     assert whole.config["text_config"] == SMALL
 
@@ -272,12 +277,12 @@ def test_override_reaches_the_text_part(overrides: dict[str, Any]) -> None:
 )
 def test_wrong_override_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        apply_overrides(checkpoint(), overrides)
+        apply_overrides(checkpoint().config, overrides)
 
 
 def test_published_shape_takes_an_override() -> None:
     """The form that vLLM documents, with Qwen2.5's numbers: two million positions."""
     rope = {"factor": 64.0, ORIGINAL: 32768, "rope_theta": 1000000, "rope_type": "yarn"}
     published = open_checkpoint("Qwen/Qwen2.5-1.5B-Instruct", files="config")
-    config = Fields(apply_overrides(published, {"rope_parameters": rope}).config)
+    config = Fields(apply_overrides(published.config, {"rope_parameters": rope}))
     assert max_context(32768, read_rope_scaling(config)) == 2_097_152

@@ -9,12 +9,10 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from meltcore.errors import ConfigError
 from meltcore.kernels.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
-from meltcore.models.checkpoint import Checkpoint
 from meltcore.models.config_fields import MAX_POSITIONS, Fields
 
 _ROPE_FIELD_NAMES = ("rope_scaling", "rope_parameters")
@@ -85,15 +83,15 @@ def scaling_for(max_model_len: int, max_position_embeddings: int) -> str:
     return f"{_OVERRIDES_OPTION} '{json.dumps({'rope_parameters': rope})}'"
 
 
-def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Checkpoint:
-    """Return the checkpoint with its rope_parameters and rope_scaling replaced by rope_parameters of --hf-overrides.
+def apply_overrides(given: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with its rope_parameters and rope_scaling replaced by rope_parameters of --hf-overrides.
 
     The overrides may nest rope_parameters in `text_config`, as config.json of a multimodal model does. Fields that
     belong to the weights, such as rope_theta, stay as they are unless overridden. Raises ConfigError for any other
     field.
     """
     if not overrides:
-        return checkpoint
+        return given
     override_fields = Fields(overrides, _OVERRIDES_OPTION)
     overridden_fields = (
         override_fields.nested_fields("text_config") if override_fields.has("text_config") else override_fields
@@ -113,7 +111,7 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
             "rope_parameters", f"has an unknown field {unknown_fields[0]}; known: {', '.join(sorted(_KNOWN_FIELDS))}"
         )
 
-    config = dict(checkpoint.config)
+    config = dict(given)
     nested = isinstance(config.get("text_config"), dict)
     text_config = dict(config["text_config"]) if nested else config
     read_rope_scaling(
@@ -130,7 +128,7 @@ def apply_overrides(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Che
     if by_layer_type:
         rope = checkpoint_rope | {"full_attention": rope}
     text_config |= {"rope_parameters": rope, "rope_scaling": None}
-    return replace(checkpoint, config=config | {"text_config": text_config} if nested else text_config)
+    return config | {"text_config": text_config} if nested else text_config
 
 
 def _rope_type(rope_object: Fields) -> str:

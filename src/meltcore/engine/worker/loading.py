@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,7 +67,7 @@ def load(
 
     Raises ConfigError for a setting that cannot work, if possible before any weight is read.
     """
-    checkpoint = apply_overrides(checkpoint, config.hf_overrides)
+    checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_model(checkpoint, dtype, device, config.quantization, group)
     max_model_len = _context_limit(config, model)
@@ -150,7 +151,7 @@ def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
 
     Called before any rank loads: the user gets one message, and not after all ranks have joined the group.
     """
-    checkpoint = apply_overrides(checkpoint, config.hf_overrides)
+    checkpoint = replace(checkpoint, config=apply_overrides(checkpoint.config, config.hf_overrides))
     dtype = _choose_dtype(checkpoint, config, device)
     model = build_meta_model(
         checkpoint, dtype, device, config.quantization, TensorParallelGroup(0, config.tensor_parallel_size)
