@@ -16,10 +16,10 @@ from meltcore.cli.main import main
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts
 from meltcore.load.connection import resolve_target
-from meltcore.load.fleet_config import DEFAULT_MIX, FleetLoadConfig, Sizes, parse_mix, shares_of, split_connections
+from meltcore.load.fleet_config import DEFAULT_MIX, FleetLoadConfig, parse_mix, shares_of, split_connections
 from meltcore.load.fleet_experiment import ExperimentSpec, choose_models, experiment_gates, load_experiment
 from meltcore.load.fleet_health import fleet_health
-from meltcore.load.fleet_models import ServedModel, default_workload
+from meltcore.load.fleet_models import ServedModel, Sizes, default_workload
 from meltcore.load.fleet_run import measure_fleet
 from meltcore.load.fleet_streams import NUM_WARMUPS, Stream, StreamRunner
 from meltcore.load.record import RecordFile

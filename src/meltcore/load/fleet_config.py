@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange, Timeouts, parse_range, parse_slo
+from meltcore.load.fleet_models import ServedModel, Sizes
 from meltcore.options import option, read_number
 from meltcore.results.fleet_load import FleetTask
 from meltcore.results.schema import Part
-
-if TYPE_CHECKING:
-    from meltcore.load.fleet_models import ServedModel
 
 DEFAULT_MIX = {"generation": 70.0, "translation": 15.0, "transcription": 12.0, "synthesis": 3.0}
 PAIRS = "pairs"
@@ -51,15 +49,6 @@ def _lengths(flag: str) -> Any:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of requests to models that are not small: tokens of generation, seconds of a clip."""
-
-    input_len: IntRange
-    output_len: IntRange
-    clip_s: IntRange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import msgspec
 from meltcore.errors import ConfigError
 from meltcore.load.config import IntRange
 from meltcore.load.connection import HttpRequestError, Target, request
-from meltcore.load.fleet_config import Sizes
 from meltcore.load.probe import PROBE_TIMEOUT_S
 from meltcore.load.workload import RANDOM_HIGH_ID
 from meltcore.results.fleet_load import FleetTask
@@ -22,6 +21,15 @@ _PREFERRED = ("kan_Knda", "hin_Deva")
 _SMALL = {"generation": ("8-64", "16"), "translation": "3-8", "transcription": "2-4", "synthesis": "2-4"}
 _WORDS = {"translation": "8-40", "synthesis": "8-16"}
 _SMALL_CLIPS, _CLIPS = 16, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of requests to models that are not small: tokens of generation, seconds of a clip."""
+
+    input_len: IntRange
+    output_len: IntRange
+    clip_s: IntRange
 
 
 @dataclass(frozen=True, kw_only=True)
