@@ -26,8 +26,8 @@ from meltcore.api.http_server import EmbeddedServer
 from meltcore.api.metrics import Metrics
 from meltcore.api.origins import host_name, is_loopback
 from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.fleet.daemon import SOCKET_NAME
 from meltcore.fleet.operations import FleetOperations
+from meltcore.protocol.sockets import ADMIN_SOCKET
 
 _START_LIMIT_S, _START_POLL_S = 10.0, 0.005
 _CLOSE_LIMIT_S = 2.0
@@ -59,7 +59,7 @@ class AdminServer:
             ]
         )
         settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
-        unix_config = uvicorn.Config(app, uds=str(folder / SOCKET_NAME), **settings)
+        unix_config = uvicorn.Config(app, uds=str(folder / ADMIN_SOCKET), **settings)
         self._servers: list[tuple[EmbeddedServer, list[socket.socket] | None]] = [(EmbeddedServer(unix_config), None)]
         if listener is not None:
             self._servers.append((EmbeddedServer(uvicorn.Config(app, **settings)), [listener]))

@@ -29,13 +29,13 @@ from meltcore.fleet.logs import LOG_LIMIT_BYTES
 from meltcore.process import loading_modules, start_ticks
 from meltcore.process import start as start_process
 from meltcore.process_output import log_tail
+from meltcore.protocol.sockets import ADMIN_SOCKET
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
 
 POLL_S = 0.1
-SOCKET_NAME = "admin.sock"
 HEALTH_TIMEOUT_S = 5.0
 
 
@@ -275,7 +275,7 @@ def serve_recorded(
             model=", ".join([*own, *(model.names[0] for model in config.foreign)]),
             log=log,
             fleet="" if fleet is None else str(fleet),
-            admin="" if fleet is None else str(sockets / SOCKET_NAME),
+            admin="" if fleet is None else str(sockets / ADMIN_SOCKET),
         )
         unfinished = path.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(written))

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,15 +16,16 @@ from meltcore.config import ForeignConfig, ModelConfig, ServerConfig
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.channel import EndRequests
 from meltcore.fleet.foreign_model import ForeignModel, check_foreign
-from meltcore.fleet.placement import place_replicas, placed_gpus
+from meltcore.fleet.placement import Placement, place_replicas, placed_gpus
 from meltcore.fleet.replica import Replica
+from meltcore.fleet.running_fleet import Running
 from meltcore.fleet.served_model import ServedModel
 from meltcore.fleet.supervised_model import POLL_S
+from meltcore.fleet.turns import Turns
 from meltcore.process_output import one_line
 
 if TYPE_CHECKING:
     from meltcore.fleet.planned import FleetPlanner
-    from meltcore.fleet.supervisor import Supervisor
 
 Model = ServedModel | ForeignModel
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
@@ -58,10 +59,37 @@ class ReloadResult(msgspec.Struct, frozen=True):
     unchanged: list[str]
 
 
+class FleetModels(Protocol):
+    """The part of the supervisor that operations read and change."""
+
+    config: ServerConfig
+    port: int
+    models: dict[int, Model]
+    turns: Turns
+
+    async def read_running(self, checkpoints: Sequence[str]) -> Running:
+        """Return the settings and the engines of the fleet. Raises ConfigError where its cluster cannot be read."""
+
+    async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
+        """Add a model and begin to load it."""
+
+    def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
+        """Add a foreign model and begin to load it."""
+
+    def forget_model(self, model: Model) -> None:
+        """Leave out a model that has ended."""
+
+    def change_config(self, config: ServerConfig) -> None:
+        """Take the configuration of a reload."""
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message to all API servers."""
+
+
 class FleetOperations:
     """Changes a running fleet, one operation at a time."""
 
-    def __init__(self, supervisor: Supervisor, planner: FleetPlanner | None) -> None:
+    def __init__(self, supervisor: FleetModels, planner: FleetPlanner | None) -> None:
         """`planner`: of the fleet.yaml; None: there is none."""
         self._supervisor = supervisor
         self._planner = planner

@@ -18,6 +18,7 @@ from typing import Literal
 from meltcore.errors import ConfigError
 
 # The longest name of a socket in a folder of each kind. An address has at most 107 bytes and a terminator (unix(7)).
+ADMIN_SOCKET = "admin.sock"  # of a fleet, in the folder of its server
 _LONGEST_SOCKET_NAME = {"server": "/99999/from-engine-999.sock", "group": "/rank-7.sock"}
 _MAX_ADDRESS_BYTES = 107
 _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
