@@ -31,12 +31,19 @@ from meltcore.report.page import (
     numeric_columns,
 )
 from meltcore.results import formatting
-from meltcore.results.certificate import CERTIFICATE_FILE, Certificate, CertificateRow, CheckReport, RowVerdict, worst
+from meltcore.results.certificate import (
+    CERTIFICATE_FILE,
+    CERTIFICATE_PAGE,
+    Certificate,
+    CertificateRow,
+    CheckReport,
+    RowVerdict,
+    worst,
+)
 from meltcore.results.files import write_document
 from meltcore.results.formatting import format_percent
 from meltcore.results.snapshot import GpuSnapshot
 
-CERTIFICATE_PAGE = "certificate.html"
 VERDICT_STYLES: dict[RowVerdict, Style] = {
     "PASS": "good",
     "WARN": "unsure",

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import cast, get_args
 
 from meltcore.errors import ConfigError
-from meltcore.report.certificate import CERTIFICATE_PAGE
 from meltcore.results.backends import BackendComparison
 from meltcore.results.card import CARD_FILE, CARD_PAGE, Card, EvidenceType
-from meltcore.results.certificate import CERTIFICATE_FILE, Certificate
+from meltcore.results.certificate import CERTIFICATE_FILE, CERTIFICATE_PAGE, Certificate
 from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
 from meltcore.results.files import REQUESTS_FILE, read_document
 from meltcore.results.fleet_load import FleetLoad

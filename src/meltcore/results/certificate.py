@@ -13,6 +13,7 @@ from meltcore.results.files import SCHEMA_VERSION, read_document
 from meltcore.results.snapshot import Snapshot
 
 CERTIFICATE_FILE = "certificate.json"
+CERTIFICATE_PAGE = "certificate.html"
 
 Tier = Literal["quick", "standard", "full", "soak"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full", "soak")
