@@ -15,6 +15,9 @@ Profiler = Literal["torch", "cuda"]
 Task = Literal["generation", "translation", "transcription", "synthesis"]  # of a model: what its engines do
 KVCacheDType = Literal["auto", "fp8"]
 PriorityClass = Literal["interactive", "standard", "batch"]  # of a request, the most urgent first
+# Of a model. "restarting": its engines have died or are replaced; "failed": they are not started again by themselves;
+# "dead": the server goes down with the model. "sleeping", "waking": its memory is given to others; requests wait.
+ModelStatus = Literal["loading", "ready", "sleeping", "waking", "restarting", "draining", "failed", "dead"]
 DebugSwitch = Literal[
     "reference-kernels",
     "no-prefill-graphs",

@@ -20,8 +20,9 @@ for package in ("python_multipart", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
 
 from meltcore.api.forms import read_multipart  # noqa: E402 - after the checks for extras
-from meltcore.api.http import header, read_body, send_bytes  # noqa: E402
+from meltcore.api.http import read_body, send_bytes  # noqa: E402
 from meltcore.api.http_server import HttpServer  # noqa: E402
+from meltcore.api.request_fields import header  # noqa: E402
 from meltcore.api.stats import EVENT_LOOP_LAG, ServerStats  # noqa: E402
 from meltcore.audio.pool import AudioWorkers  # noqa: E402
 

@@ -9,17 +9,14 @@ from typing import Any, Literal, Protocol
 from starlette.types import Scope
 
 from meltcore.api.generation import Generation
-from meltcore.api.log import shorten
 from meltcore.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.api.request_fields import shorten
 from meltcore.api.stats import ModelStats
-from meltcore.config import Profiler
+from meltcore.config import ModelStatus, Profiler
 from meltcore.errors import RequestError
 from meltcore.protocol.shell import ProfileDone
 from meltcore.routes_config import RoutesConfig
 
-# Of a model. "restarting": its engines have died or are replaced; "failed": they are not started again by themselves;
-# "dead": the server goes down with the model. "sleeping", "waking": its memory is given to others; requests wait.
-ModelStatus = Literal["loading", "ready", "sleeping", "waking", "restarting", "draining", "failed", "dead"]
 # In which requests are accepted.
 SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
 

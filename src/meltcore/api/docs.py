@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from meltcore.api.http import header, send_bytes
+from meltcore.api.http import send_bytes
 from meltcore.api.openapi import document
 from meltcore.api.page import page_headers
 from meltcore.api.paths import SWAGGER_PATHS
+from meltcore.api.request_fields import header
 
 PACKAGE = "flask_swagger_ui"  # for the files that it ships; it is never imported, and so neither is Flask
 _CONTENT_TYPES = {".css": b"text/css; charset=utf-8", ".js": b"text/javascript; charset=utf-8"}

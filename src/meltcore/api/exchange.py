@@ -16,7 +16,6 @@ from meltcore.api.http import (
     ClientDisconnectedError,
     Headers,
     error_json,
-    header,
     read_body,
     request_id,
     send_bytes,
@@ -24,6 +23,7 @@ from meltcore.api.http import (
 )
 from meltcore.api.log import Log
 from meltcore.api.model_choice import ModelChoice
+from meltcore.api.request_fields import header
 from meltcore.config import ServerConfig
 from meltcore.errors import RequestError
 

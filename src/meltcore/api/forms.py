@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from meltcore.api.http import join_pieces
-from meltcore.api.log import shorten
+from meltcore.api.request_fields import shorten
 from meltcore.errors import RequestError
 
 # Parsed or copied before other connections get their turn: 25 MB together would stop the event loop for 40 ms.

@@ -18,8 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore.api.backend import Backend, ModelTable
-from meltcore.api.http import ClientDisconnectedError, Headers, discard_body, header, read_body, request_id, send_error
-from meltcore.api.log import Log, shorten
+from meltcore.api.http import ClientDisconnectedError, Headers, discard_body, read_body, request_id, send_error
+from meltcore.api.log import Log
+from meltcore.api.request_fields import header, shorten
 from meltcore.api.task_backends import SpeechBackend, SynthesisBackend, TranslationBackend
 from meltcore.errors import RequestError
 from meltcore.routes_config import RoutesConfig

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meltcore.api.hops import check_hops
-from meltcore.api.http import header, request_id, send_error
+from meltcore.api.http import request_id, send_error
 from meltcore.api.keys import ApiKeys
-from meltcore.api.log import Log, shorten
+from meltcore.api.log import Log
 from meltcore.api.origins import OriginCheck
 from meltcore.api.paths import OPEN_PATHS
+from meltcore.api.request_fields import header, shorten
 from meltcore.api.stats import CLASSES
 from meltcore.api.terms import RequestTerms, set_terms
 from meltcore.config import PriorityClass
@@ -22,7 +23,8 @@ from meltcore.errors import RequestError
 from meltcore.options import read_number
 
 if TYPE_CHECKING:
-    from meltcore.api.tracing import RequestSpan, Tracing
+    from meltcore.api.request_span import RequestSpan
+    from meltcore.api.tracing import Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from meltcore.api.log import shorten
+from meltcore.api.request_fields import header, shorten
 from meltcore.errors import RequestError
 
 Headers = list[tuple[bytes, bytes]]
@@ -38,15 +38,6 @@ _REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 class ClientDisconnectedError(Exception):
     """The client disconnected while its request was being read."""
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first header of a name (in lower case), None without one."""
-    for key, value in scope["headers"]:
-        if key == name:
-            header_value: bytes = value
-            return header_value
-    return None
 
 
 def request_id(scope: Scope) -> str:

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from meltcore.api.http import error_json, request_id
 from meltcore.api.http_responses import JoinedWrites, Refusal, ResponseBeforeBody, ResponseOfHttp10, head_problem
-from meltcore.api.log import shorten
+from meltcore.api.request_fields import shorten
 from meltcore.api.stats import ServerStats
 from meltcore.errors import RequestError
 

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from meltcore.api.http import header, request_id, send_error
-from meltcore.api.log import shorten
+from meltcore.api.http import request_id, send_error
+from meltcore.api.request_fields import header, shorten
 from meltcore.errors import RequestError
 
 

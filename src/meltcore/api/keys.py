@@ -17,7 +17,7 @@ from pathlib import Path
 
 from starlette.types import Scope
 
-from meltcore.api.http import header
+from meltcore.api.request_fields import header
 from meltcore.api.stats import CLASSES, ServerStats
 from meltcore.config import KeyConfig, PriorityClass, ServerConfig
 from meltcore.errors import ConfigError, RequestError

@@ -11,13 +11,11 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from meltcore.api.request_fields import shorten
 from meltcore.api.stats import ServerStats
 from meltcore.api.terms import current_terms
 
 MAX_LINES_WAITING = 16_384
-MAX_FIELD_CHARS = (
-    256  # clients choose the contents of some fields; of a longer one the line has the start and the length
-)
 # Lines are gathered for so long: a thread that wakes for each takes Python's lock from the requests.
 GATHER_S = 0.02
 RATE_LIMIT_S = 60.0  # between two lines of an event that may come thousands of times
@@ -116,13 +114,6 @@ def _format_second(second: int) -> str:
     servers (2026-11-21).
     """
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-
-
-def shorten(value: Any) -> Any:
-    """Return a text of at most about MAX_FIELD_CHARS characters; any other value unchanged."""
-    if not isinstance(value, str) or len(value) <= MAX_FIELD_CHARS:
-        return value
-    return f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from meltcore.api.log import shorten
+from meltcore.api.request_fields import shorten
 from meltcore.errors import RequestError
 
 ANY = "*"

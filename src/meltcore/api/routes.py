@@ -34,7 +34,7 @@ from meltcore.api.http import (
     while_connected,
 )
 from meltcore.api.keys import ApiKeys
-from meltcore.api.log import Log, shorten
+from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
 from meltcore.api.origins import OriginCheck
 from meltcore.api.page import Page
@@ -46,6 +46,7 @@ from meltcore.api.protocol import (
     TokenizeRequest,
     decode_request,
 )
+from meltcore.api.request_fields import shorten
 from meltcore.api.speech import SpeechEndpoint
 from meltcore.api.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.api.status import Status

@@ -9,8 +9,8 @@ from typing import Any
 from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, no_file_name, read_multipart
 from meltcore.api.http import while_connected
-from meltcore.api.log import shorten
 from meltcore.api.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.api.request_fields import shorten
 from meltcore.api.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.errors import RequestError
 from meltcore.text.visible import is_visible

@@ -9,8 +9,9 @@ import msgspec
 from meltcore.api.dwani_chat import answer_in, check_mode
 from meltcore.api.exchange import Endpoint, Exchange
 from meltcore.api.forms import is_multipart, no_file_name, read_multipart
-from meltcore.api.http import header, while_connected
+from meltcore.api.http import while_connected
 from meltcore.api.protocol import SpeechToSpeechFields, convert_fields
+from meltcore.api.request_fields import header
 from meltcore.api.speech import send_speech
 from meltcore.api.task_backends import SpokenPart, SynthesisRequest
 from meltcore.api.transcription_form import speech_request

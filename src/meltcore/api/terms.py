@@ -15,8 +15,8 @@ from meltcore.errors import RequestError
 if TYPE_CHECKING:
     from meltcore.api.fair_queue import Waiting
     from meltcore.api.keys import ApiKey
+    from meltcore.api.request_span import RequestSpan
     from meltcore.api.stats import ModelStats
-    from meltcore.api.tracing import RequestSpan
 
 
 MODEL_ASLEEP = "model_asleep"

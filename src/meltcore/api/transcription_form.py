@@ -10,7 +10,7 @@ from typing import Any, get_args
 import msgspec
 
 from meltcore.api.forms import is_multipart, no_file_name, read_multipart
-from meltcore.api.log import shorten
+from meltcore.api.request_fields import shorten
 from meltcore.api.task_backends import ResponseFormat, SpeechRequest
 from meltcore.errors import RequestError
 from meltcore.options import read_number

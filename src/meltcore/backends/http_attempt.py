@@ -12,7 +12,8 @@ from typing import Any
 from meltcore.api.fair_queue import Waiting
 from meltcore.api.forward import ForwardedRequest, ForwardOutcome
 from meltcore.api.hops import via_lines
-from meltcore.api.http import error_json, header, send_bytes
+from meltcore.api.http import error_json, send_bytes
+from meltcore.api.request_fields import header
 from meltcore.api.stats import ModelStats
 from meltcore.api.terms import current_terms
 from meltcore.api.tracing import CONTEXT_HEADERS

@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meltcore.api.backend import ModelStatus
-from meltcore.config import ForeignConfig, ModelConfig, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig, Task
 from meltcore.protocol.engines import ServedReady
 from meltcore.routes_config import RoutesConfig
 

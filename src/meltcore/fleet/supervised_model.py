@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from meltcore.api.backend import ModelStatus
 from meltcore.api.stats import ModelStats
-from meltcore.config import ForeignConfig, ModelConfig
+from meltcore.config import ForeignConfig, ModelConfig, ModelStatus
 from meltcore.errors import MeltcoreError
 from meltcore.fleet.channel import EndRequests, StatusChanged
 from meltcore.fleet.replica import ReplicaState, ServerParts

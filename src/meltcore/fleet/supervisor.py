@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from meltcore.api.backend import ModelStatus
 from meltcore.api.http_server import tune_gc
 from meltcore.api.log import Log
 from meltcore.api.metrics import Metrics
@@ -29,7 +28,7 @@ from meltcore.api.stats import ServerStats
 from meltcore.backends.engine_process import ENGINE_COMMAND
 from meltcore.backends.stuck_watch import StuckWatch
 from meltcore.backends.text_model import find_task
-from meltcore.config import ForeignConfig, ModelConfig, PriorityClass, ServerConfig, Task
+from meltcore.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig, Task
 from meltcore.errors import ConfigError, MeltcoreError
 from meltcore.fleet.admin import AdminServer
 from meltcore.fleet.channel import EndRequests

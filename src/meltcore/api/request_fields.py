@@ -1,0 +1,25 @@
+"""Reads what clients choose: headers of a request, and values that errors and log lines may show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Scope
+
+MAX_FIELD_CHARS = 256  # clients choose the contents of some fields; a longer one is shown with its start and length
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Return the first header of a name (in lower case), None without one."""
+    for key, value in scope["headers"]:
+        if key == name:
+            header_value: bytes = value
+            return header_value
+    return None
+
+
+def shorten(value: Any) -> Any:
+    """Return a text of at most about MAX_FIELD_CHARS characters; any other value unchanged."""
+    if not isinstance(value, str) or len(value) <= MAX_FIELD_CHARS:
+        return value
+    return f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"
