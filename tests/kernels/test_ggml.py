@@ -293,12 +293,23 @@ def test_gemm_multiplies_dequantized_values(
 
 
 @pytest.mark.slow
-@FORMATS
-@pytest.mark.parametrize("tokens", [40, 150])
+@pytest.mark.parametrize(
+    ("ggml_type", "tokens"),
+    [
+        *((each, 40) for each in (*HELD_TYPES, *INT4_TYPES)),
+        (GgmlType.Q8_0, 150),
+        (GgmlType.Q4_K, 150),
+        (INT4_TYPES[1], 150),
+    ],
+    ids=lambda each: getattr(each, "name", str(each)),
+)
 def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
     tokens: int, ggml_type: BlockType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 tokens take the longer side of a tile (not in Q6_K), 150 the library's GEMM in slices; and the torch body."""
+    """40 tokens take the longer side of a tile (not in Q6_K), 150 the library's GEMM in slices; and the torch body.
+
+    Slices are alike in all formats, whose kernels that dequantize have a test of their own.
+    """
     monkeypatch.setattr(linear_file, "_CPU_SLICE_VALUES", 64 * 512)
     monkeypatch.setattr(linear_file, "_TILE_ROWS", 16)
     torch.manual_seed(tokens)

@@ -54,6 +54,7 @@ def config_of(model_type: str, **changes: Any) -> DecoderConfig:
     return DECODER_CONFIGS[CLASSES[model_type]](SIZES | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CLASSES)
 def test_logits_of_mixed_batches_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """Prompts of several lengths in chunks, then decode steps, and one from the prefix cache."""
@@ -74,6 +75,7 @@ def test_logits_of_mixed_batches_are_those_of_transformers(tmp_path: Path, famil
         assert tools.relative_error(torch.stack(seen.logits[name]), theirs) <= TOLERANCE, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_folder_gives_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
     """The published fields, with a small network's sizes."""

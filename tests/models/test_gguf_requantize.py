@@ -79,6 +79,7 @@ def test_values_are_rounded_once_more_and_the_rest_is_copied(tmp_path: Path, to:
     assert after.texts("tokenizer.ggml.tokens") == ["a", "b", "ü"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "store"), [("llama", "Q5_K"), ("qwen3_moe", "Q4_1"), ("gemma3_text", "Q4_K_M"), ("qwen2", "F16")]
 )

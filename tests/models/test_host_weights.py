@@ -54,6 +54,7 @@ def with_half(_: pytest.MonkeyPatch) -> None:
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
 @pytest.mark.parametrize("store", ["Q8_0", "Q4_1", "BF16", "F16", "F32"])
 @pytest.mark.parametrize(
