@@ -167,7 +167,7 @@ def test_replicas_get_neighboring_visible_gpus(monkeypatch: pytest.MonkeyPatch) 
 def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(17)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
     alone, pair = (model_config(dp=replicas, tensor_parallel_size=1, device="cpu") for replicas in (1, 2))
     on_gpu = model_config(dp=1, tensor_parallel_size=1)
     asleep = [dataclasses.replace(alone, sleepable=True)] * 5
@@ -204,11 +204,11 @@ def test_engines_on_gpus_know_how_many_ranks_may_compile(monkeypatch: pytest.Mon
 def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that take turns in host memory share the room of the largest, so several small ones run beside each other.
 
-    Before, each of them got all cores but one: threads that share a core wait for each other at every operation.
+    Before, each of them got all cores: threads that share a core wait for each other at every operation.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(17)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
 
     def model(name: str, gib: int, replicas: int = 1, *, sleepable: bool = True) -> ModelConfig:
         engine = EngineConfig(model=name, device="cpu", memory_bytes=gib * 2**30)

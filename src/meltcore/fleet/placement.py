@@ -101,7 +101,7 @@ def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
 
 
 def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
-    """Return the threads of an engine on the CPU: the cores but one, shared by those that run together.
+    """Return the most threads of an engine on the CPU: the cores, shared by those that run together.
 
     Of models that take turns, those count that are awake beside it at most. Empty for an engine on a GPU, and where the
     environment of the server names the number.
@@ -118,7 +118,7 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
     own = dataclasses.replace(placement.engine, sharing=None)
     member = next((each for each in in_turns if dataclasses.replace(each.engine, sharing=None) == own), None)
     num_engines = max(1, resident + _most_awake(in_turns, member))
-    return {_THREADS: str(max(1, (len(os.sched_getaffinity(0)) - 1) // num_engines))}
+    return {_THREADS: str(max(1, len(os.sched_getaffinity(0)) // num_engines))}
 
 
 def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> int:

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meltcore.config import SharingConfig
 from meltcore.engine.host.client_sockets import open_sockets
+from meltcore.engine.host.cpu_threads import CpuThreads, core_limit
 from meltcore.engine.host.sleep import SleepMessage, SleepState
 from meltcore.engine.host.step_pacing import StepPacing, StepTurn
 from meltcore.errors import MeltcoreError, RankError, RequestError
@@ -122,6 +123,7 @@ class EngineShell:
         self._finished = 0  # requests, since memory was given back
         self._sharing = sharing
         self._pacing: StepPacing | None = None
+        self._threads: CpuThreads | None = None
 
     def close(self) -> None:
         """Send the last messages, and close the sockets."""
@@ -151,7 +153,10 @@ class EngineShell:
         # The objects of the loaded engine live as long as the process: the collector need not traverse them again.
         gc.collect()
         gc.freeze()
-        self.send(engine.ready())
+        ready = engine.ready()
+        if ready.device == "cpu":
+            self._threads = CpuThreads(core_limit())
+        self.send(ready)
         try:
             while self._receive(engine):
                 if engine.has_work:
@@ -177,6 +182,8 @@ class EngineShell:
             outputs = engine.step()
         if pacing is not None:
             pacing.end_step(has_work=engine.has_work)
+        if self._threads is not None:
+            self._threads.end_step()
         self.send_outputs(outputs)
 
     def send(self, message: msgspec.Struct, client_index: int = 0) -> None:
@@ -319,10 +326,6 @@ def serve(
     build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1, sharing: SharingConfig | None = None
 ) -> int:
     """Serve clients until one of them sends Shutdown. Returns the exit status."""
-    # API servers and clients need a core too: torch's CPU threads wait for each other at every GEMM, and a thread that
-    # shares its core slows them all. Several engines on the CPU share the cores: their server sets the variable.
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     keep_freed_memory()
     shell = EngineShell(socket_dir, to_engine, client_count, sharing)
     try:
