@@ -21,7 +21,7 @@ class Machine:
         return CpuTime(self.running, self.waiting)
 
     def run(self, seconds: float) -> int:
-        """Return the number of threads after so many seconds of steps."""
+        """Return the number of threads after these seconds of steps."""
         for _ in range(round(seconds / 0.3)):
             self.now += 0.3
             count = self.counts[-1]
