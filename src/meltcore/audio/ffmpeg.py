@@ -67,7 +67,11 @@ def _opened(data: bytes, container: Container | None, probe_bytes: int, probe_us
     except av.FFmpegError as error:
         if container is None:
             return None
-        raise refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}") from error
+        raise _damaged(container, error) from error
+
+
+def _damaged(container: Container, error: Any) -> Exception:
+    return refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}")
 
 
 def _audio_stream(file: Any) -> Any:
@@ -99,10 +103,15 @@ class FFmpegFile:
 
     def _first_in_ogg_s(self, data: bytes) -> float:
         """Return when the audio of a video begins. FFmpeg takes 0 for FLAC, and where all packets are on one page."""
+        import av
+
         end, num_packets = first_packets(data, self._stream.index)
         with _opened(data, OGG, _MAX_PROBE_BYTES) as file:
             packets = file.demux(file.streams[self._stream.index])
-            lengths = [packet.duration or 0 for packet in islice(packets, num_packets)]
+            try:
+                lengths = [packet.duration or 0 for packet in islice(packets, num_packets)]
+            except av.FFmpegError as error:
+                raise _damaged(OGG, error) from error
         # FFmpeg lets the last packet of a file go to its end, which is the error in question.
         *earlier, last = lengths or [end]
         return float((end - sum(earlier) - min(last, max(earlier, default=end))) * self._stream.time_base)
@@ -171,12 +180,27 @@ class FFmpegFile:
             self._num_read += converted.samples
             yield converted.to_ndarray().reshape(converted.samples, -1)
 
+    def _packets(self) -> Iterator[Any]:
+        """Yield the packets of the stream, and last an empty one.
+
+        PyAV fails at each packet of a stream that begins later; these are left out.
+        """
+        while True:
+            try:
+                for packet in self._file.demux(self._stream):
+                    yield packet
+                    if packet.size == 0 and packet.dts is None:
+                        return
+            except IndexError:
+                continue
+            return
+
     def _frames(self) -> Iterator[Any]:
         """Yield decoded frames. Tags between and after the frames of MP3 and AAC are no packets."""
         import av
 
         has_frames = self._container in (MP3, AAC)
-        for packet in self._file.demux(self._stream):
+        for packet in self._packets():
             try:
                 frames = packet.decode()
             except av.InvalidDataError:
