@@ -85,7 +85,6 @@ def test_files_of_other_containers_behind_them(first: str, second: str) -> None:
 @pytest.mark.parametrize("first", ["flac", "mp3", "wav", "aac"])
 @pytest.mark.parametrize("second", ["wma", "avi", "wavpack", "amr", "flv", "ts", "caf", "au", "w64", "mp3", "aac"])
 def test_files_behind_frames_whose_lengths_are_not_known(first: str, second: str) -> None:
-    """Also MP3 without a tag behind FLAC, and AAC beside MP3."""
     rate = 16_000 if second == "w64" else 48_000
     other = made(second, 2.5) if second in FORMATS else MAKERS[second](2.5, rate)
     assert duration_s(MAKERS[first](1.5, 48_000) + other) == pytest.approx(4.0, abs=0.25)
@@ -146,7 +145,6 @@ def test_transport_streams_of_cameras() -> None:
 
 
 def amr_wb(frames: int) -> bytes:
-    """Frames of noise in AMR-WB, for which PyAV has no encoder."""
     rng = np.random.default_rng(0)
     return b"#!AMR-WB\n" + b"".join(b"\x04" + rng.bytes(17) + b"\x14" + rng.bytes(32) for _ in range(frames // 2))
 
@@ -260,7 +258,6 @@ def test_audio_behind_megabytes_of_video_is_found() -> None:
 
 @pytest.mark.parametrize("seconds", [15.0, 20.0])
 def test_stream_that_begins_behind_megabytes_of_audio_is_left_out(seconds: float) -> None:
-    """As a camera that is switched on during a call."""
     packet = b"\x09" + struct.pack(">I", 20)[1:] + struct.pack(">I", 1000)[1:] + bytes(4) + b"\x12" + bytes(19)
     sound = recorded(tone(seconds, 44_100), "flv", "pcm_s16le", 44_100)
     assert duration_s(sound + (packet + struct.pack(">I", 31)) * 3) == pytest.approx(seconds, abs=0.1)
