@@ -17,6 +17,7 @@ from meltcore.errors import ConfigError
 from meltcore.models.finite_check import FiniteCheck, seems_finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ PADDED: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("family", "store"),

@@ -73,6 +73,7 @@ def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_file_is_that_of_the_independent_writer(tmp_path: Path, family: str) -> None:
     """Names, types, shapes and bytes of all tensors, and the configuration."""
@@ -195,6 +196,7 @@ def test_stacked_experts_and_a_nested_text_model_are_read(tmp_path: Path) -> Non
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

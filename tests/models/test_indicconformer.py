@@ -226,6 +226,7 @@ def test_ctc_tokens_have_their_probabilities(clip: int) -> None:
     assert found.blank_logprobs == pytest.approx(logprobs[:, BLANK].tolist())
 
 
+@pytest.mark.slow
 def test_rnnt_parity_notices_other_settings() -> None:
     """The blank's id, the limit of symbols, the first input and the language's head all matter."""
     # The blank's id within the language is another row of the embedding than the global one.

@@ -71,6 +71,7 @@ def merge_experts(tensors: dict[str, torch.Tensor]) -> None:
             tensors[f"{prefix}down_proj{suffix}"] = torch.stack(down)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "strategy", "change"),
     [

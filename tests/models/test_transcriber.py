@@ -57,6 +57,7 @@ def alone(archive: str, samples: np.ndarray, decoder: Decoder = "rnnt") -> Trans
     return transcript
 
 
+@pytest.mark.slow
 def test_every_form_of_audio_is_transcribed_in_order(archive: str, transcriber: Transcriber, tmp_path: Path) -> None:
     (tmp_path / "a.flac").write_bytes(encoded(clip(2.0), "FLAC"))
     stereo = np.stack([clip(3.0, 2)] * 2, axis=1)
@@ -72,6 +73,7 @@ def test_every_form_of_audio_is_transcribed_in_order(archive: str, transcriber: 
     assert single.text == alone(archive, clip(2.0), "ctc").text != results[0].text
 
 
+@pytest.mark.slow
 def test_long_audio_is_transcribed_while_it_is_read(transcriber: Transcriber, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 s are cut to clips, of which no more wait than a batch holds. Words are in order and reach to the end."""
     most = 0

@@ -177,6 +177,7 @@ def test_configuration_alone_needs_no_weights(folder: Path, downloaded: set[str]
 # --- tensors that follow from the configuration
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

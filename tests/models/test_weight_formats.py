@@ -14,6 +14,7 @@ def table() -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
+@pytest.mark.slow
 def test_cells_are_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     found = table()
     [blocks] = [name for name in found if "quantized formats" in name]
@@ -25,6 +26,7 @@ def test_cells_are_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table()[blocks]["`Qwen3`"] == "no"
 
 
+@pytest.mark.slow
 def test_format_that_is_refused_has_neither_gpus_nor_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(code_tables._PUBLISHED, "awq", {"bits": 3, "group_size": 128})
     assert set(list(table()[code_tables._PUBLISHED_NAMES["awq"]].values())[2:]) == {"no", "none"}

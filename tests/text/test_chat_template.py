@@ -168,6 +168,7 @@ def test_null_leaves_a_variable_at_its_default(value: bool | None) -> None:
     assert template.render(HELLO, {"enable_thinking": value, "other": None}) == f"{value is not True} True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -60,6 +60,7 @@ def test_bundled_vocabulary_tokenizes_as_its_source(tmp_path: Path) -> None:
     assert ours.special_ids == source.special_ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not QWEN.exists(), reason="needs Qwen3's tokenizer beside the repository")
 def test_qwen3_vocabulary_tokenizes_as_its_source(tmp_path: Path) -> None:
     """With the 151,936 rows of the published embedding, of which the last 267 are no tokens."""

@@ -69,6 +69,7 @@ def tokenizer_of(written: GGUFModel) -> Tokenizer:
     return Tokenizer.from_checkpoint(Checkpoint("m", written.path.parent, {}, {}, written))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rows"), [(BUNDLED_MODEL, 824), (BUNDLED_HYBRID, 826), (BUNDLED_MODEL, 900), ("qwen3", 151_936)]
 )
