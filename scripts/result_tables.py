@@ -250,12 +250,14 @@ def _of(row: dict[str, Any] | None) -> str:
 
 def speeds() -> list[str]:
     """Lines of a table: output tokens per second of each model that offline.py measured, by concurrent requests."""
-    columns = ("1 request", "16 requests", "64 requests", "100 requests")
+    columns = ("1 request", "4 requests", "16 requests", "64 requests", "100 requests")
     lines = [
-        f"| model | prompt / answer tokens | {' | '.join(columns)} | date |",
-        f"|---|---|{'--:|' * (len(columns) + 1)}",
+        f"| model | on | prompt / answer tokens | {' | '.join(columns)} | date |",
+        f"|---|---|---|{'--:|' * (len(columns) + 1)}",
     ]
-    for run in _read("offline/h200.json")["runs"]:
+    runs = [(machine, run) for machine in ("h200", "cpu") for run in _read(f"offline/{machine}.json")["runs"]]
+    for machine, run in runs:
+        on = "H200" if machine == "h200" else f"{run['machine']['cores']} cores, {run['machine']['cpu']}"
         rates: dict[str, dict[str, float]] = {}
         for row in run["rows"]:
             requests, _, lengths = row["work"].partition(", ")
@@ -264,7 +266,7 @@ def speeds() -> list[str]:
         for lengths, found in rates.items():
             cells = [_number(found.get(column)) for column in columns]
             if any(cells):
-                lines.append(f"| {run['subject']} | {lengths} | {' | '.join(cells)} | {run['date']} |")
+                lines.append(f"| {run['subject']} | {on} | {lengths} | {' | '.join(cells)} | {run['date']} |")
     return lines
 
 
