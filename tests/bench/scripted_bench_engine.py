@@ -1,7 +1,8 @@
 """A scripted engine behind the JSON lines protocol, faults included.
 
 Every step gives one token to each running request and is written to `log` as it is sent, after the configuration and
-the environment. A fault comes `after_s` after the first request, where `only` is None or the GPU that it sees.
+the environment. A fault comes `after_s` after the first request behind a warm-up, or with the first request of all
+where that is 0. It comes where `only` is None or the GPU that the engine sees.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Engine:
         self.limits: dict[int, int] = {}
         self.waiting: list[int] = []
         self.began_s: float | None = None
+        self.num_ended = 0
         self.faulted = False
 
     def send(self, line: dict[str, Any]) -> None:
@@ -60,7 +62,8 @@ class Engine:
             if message["type"] == "abort":
                 self.abort(message["ids"])
                 continue
-            if self.began_s is None:
+            # On a busy machine the warm-up takes any time. A fault that comes later is due when it has ended.
+            if self.began_s is None and (self.num_ended or not self.script["after_s"]):
                 self.began_s = time.monotonic()
             self.waiting.append(message["id"])
             self.limits[message["id"]] = message["max_tokens"]
@@ -82,6 +85,7 @@ class Engine:
             if self.running[number] == self.limits[number]:
                 ended.append([number, "length"])
                 del self.running[number]
+                self.num_ended += 1
         step = {"type": "step", "t_s": time.monotonic(), "ids": ids, "tokens": [[5] for _ in ids], "ended": ended}
         if self.due():
             self.faulted = True

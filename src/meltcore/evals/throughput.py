@@ -10,11 +10,10 @@ from pathlib import Path
 from meltcore.evals.api import Api
 from meltcore.evals.config import ThroughputConfig
 from meltcore.evals.throughput_prompts import NUM_WARMUPS, Plan, PlannedRequest, TextGenerator, make_plan
-from meltcore.load.config import LoadConfig
+from meltcore.load.config import RANDOM_HIGH_ID, LoadConfig
 from meltcore.load.record import RequestRecord
 from meltcore.load.run import worst_level_verdict
 from meltcore.load.runner import OnProgress, run_levels
-from meltcore.load.workload import RANDOM_HIGH_ID
 from meltcore.results.fingerprint import take_fingerprint
 from meltcore.results.schema import Gate, LevelChecks, LevelResult, RunResult, Verdict, WeightedThroughput
 from meltcore.results.served_model import model_notes

@@ -12,8 +12,9 @@ import msgspec
 
 from meltcore.errors import ConfigError
 from meltcore.evals.config import NUM_SPOT_CHECKS, ThroughputConfig
+from meltcore.load.config import RANDOM_HIGH_ID, RANDOM_LOW_ID
 from meltcore.load.token_counter import TokenCounter
-from meltcore.load.workload import IGNORE_EOS_FIELDS, RANDOM_HIGH_ID, RANDOM_LOW_ID
+from meltcore.load.workload import IGNORE_EOS_FIELDS
 
 NUM_WARMUPS = 2
 NUM_REUSED_PROMPTS = 128

@@ -16,6 +16,8 @@ ArrivalProcess = Literal["poisson", "constant"]
 
 FIRST_AUDIO = "first_audio"
 SLO_METRICS = ("ttft", "tpot", "itl", "e2e", FIRST_AUDIO)
+# Above all control ids and below the vocabulary of any published model; a server refuses an id that it does not have.
+RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency would cost as much as the level
 
 _Number = TypeVar("_Number", int, float)

@@ -9,10 +9,9 @@ from typing import Any, cast, get_args
 import msgspec
 
 from meltcore.errors import ConfigError
-from meltcore.load.config import IntRange
+from meltcore.load.config import RANDOM_HIGH_ID, IntRange
 from meltcore.load.connection import HttpRequestError, Target, request
 from meltcore.load.probe import PROBE_TIMEOUT_S
-from meltcore.load.workload import RANDOM_HIGH_ID
 from meltcore.results.fleet_load import FleetTask
 
 _TASK_WORDS = {"text": "generation"}  # of cards of other servers

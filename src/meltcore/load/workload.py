@@ -18,7 +18,7 @@ import msgspec
 from meltcore import problems
 from meltcore.errors import ConfigError
 from meltcore.load.clips import Clip
-from meltcore.load.config import IntRange, LoadConfig, parse_fields, parse_range
+from meltcore.load.config import RANDOM_HIGH_ID, RANDOM_LOW_ID, IntRange, LoadConfig, parse_fields, parse_range
 from meltcore.load.connection import Target
 from meltcore.load.record import TaskWork
 from meltcore.results.schema import Task
@@ -28,8 +28,6 @@ COMPLETIONS_PATH = "/v1/completions"
 
 PROBLEM_KINDS = ("short", "long", "mixed")
 PROBLEM_MAX_TOKENS = 512
-# Above all control ids and below the vocabulary of any published model; a server refuses an id that it does not have.
-RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 # Fields that a line of a file may set for its request.
