@@ -10,7 +10,7 @@ from kernel_tools import in_triton
 
 from meltcore.kernels.gemm import gemv as gemv_file
 from meltcore.kernels.gemm import split_k as split_k_file
-from meltcore.kernels.gemm.gemv import MAX_K, gemv, supports
+from meltcore.kernels.gemm.gemv import MAX_GATED_K, MAX_K, gemv, supports
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.gemm.split_k import split_k_gemm
 from meltcore.kernels.norm import Norm
@@ -169,6 +169,21 @@ def test_linear_writes_to_a_given_tensor(tokens: int, triton: bool, device: torc
     assert (kept[tokens:] == 7.0).all()
 
 
+@TYPES
+@pytest.mark.parametrize(("tokens", "n"), [(1, 24), (5, 24), (129, 24), (3, split_k_file.MAX_ROWS + 8)])
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+def test_sums_in_float32_are_not_rounded(
+    tokens: int, n: int, triton: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As a head needs them: by each kernel, and by the library for many tokens or rows."""
+    hidden, weight = random_matmul(tokens, tokens, n, 128, dtype)
+    kept = torch.full((tokens + 1, n), 7.0, device=device)
+    output = (in_triton(linear) if triton else linear)(hidden.to(device), weight.to(device), out=kept[:tokens])
+    assert output.data_ptr() == kept.data_ptr()
+    torch.testing.assert_close(output.cpu().double(), exact(hidden, weight), rtol=1e-5, atol=1e-5)
+    assert (kept[tokens:] == 7.0).all()
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_rows_past_the_end_are_not_written(tokens: int, device: torch.device) -> None:
     """Tokens and outputs are both padded inside the kernel; memory behind the result must not change."""
@@ -186,6 +201,10 @@ def test_gemv_supports() -> None:
     assert not supports(hidden.repeat(2, 1), weight)
     assert supports(hidden.new_empty(1, MAX_K), hidden.new_empty(5, MAX_K))
     assert not supports(hidden.new_empty(1, 2 * MAX_K), hidden.new_empty(5, 2 * MAX_K))
+    for gated, most in ((True, MAX_GATED_K), (False, MAX_K)):
+        for columns in (MAX_GATED_K, MAX_GATED_K + 64, MAX_K):
+            given = hidden.new_empty(1, columns), hidden.new_empty(6, columns)
+            assert supports(*given, gated=gated) == (columns <= most)
     assert not supports(hidden.float(), weight.float())
     assert not supports(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
     assert not supports(hidden[:, :64].contiguous(), weight[:, :64])

@@ -89,3 +89,13 @@ def test_split_k_supports() -> None:
     assert not supports(hidden.float(), weight.float())
     assert not supports(hidden[:, :96].contiguous(), weight[:, :96].contiguous())
     assert not supports(hidden[:, :64], weight[:, :64].contiguous())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [(4096, 4096, True), (4160, 4096, False), (5376, 21504, False), (12352, 2048, True), (1024, 14336, True)],
+)
+def test_large_weights_of_long_rows_are_left_to_the_library(rows: int, columns: int, expected: bool) -> None:
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    for tokens in (1, 2, 16, 64):
+        assert supports(torch.empty(tokens, columns, dtype=torch.bfloat16, device="meta"), weight) == expected

@@ -18,11 +18,12 @@ from meltcore.kernels.norm import Norm
 
 # Divides K, so that no load needs a mask on columns and every row starts on a cache line.
 K_MULTIPLE = 64
-# A program holds all columns of its rows in registers.
-MAX_K = 4096
+# A program holds all columns of its rows in registers. 8 rows of gate and 8 of up would take 256 per thread for 4,096
+# columns: 77 us for 28,672 of them, where cuBLAS takes 62 without norm and SwiGLU (H200).
+MAX_K, MAX_GATED_K = 4096, 2048
 
 
-def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+def supports(hidden: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
     """Return whether the kernel supports this weight and token.
 
     It needs one token of a 16-bit type, rows that fit into registers, and 16-byte reads.
@@ -31,7 +32,7 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
         hidden.shape[0] == 1
         and hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[1] <= MAX_K
+        and weight.shape[1] <= (MAX_GATED_K if gated else MAX_K)
         and weight.shape[1] % K_MULTIPLE == 0
         and hidden.is_contiguous()
         and weight.is_contiguous()
@@ -141,8 +142,8 @@ def gemv(
     """Compute norm(hidden) W^T: hidden [1, K], weight [N, K] -> [1, N].
 
     gated: the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. residual: [1, N],
-    contiguous; the result is added to it in place and it is returned. out: [1, N], takes the result. The weight is read
-    before the previous kernel has ended: that kernel must not write it.
+    contiguous; the result is added to it in place and it is returned. out: [1, N], of the type of `hidden` or float32;
+    takes the result. The weight is read before the previous kernel has ended: that kernel must not write it.
     """
     k = hidden.shape[1]
     output_size = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -28,21 +28,33 @@ def linear(
 
     At most one of the following may be given. gated: the result is silu(gate) * up, where gate and up are its halves,
     [tokens, N / 2]. residual: [tokens, N], contiguous; the result is added to it in place and it is returned. out:
-    [tokens, N], contiguous; takes the result.
+    [tokens, N], contiguous; takes the result. In float32 it takes the sums without rounding them to the type of
+    `hidden`.
     """
     in_triton = use_triton(hidden)
-    if in_triton and gemv_kernel.supports(hidden, weight):
+    if in_triton and gemv_kernel.supports(hidden, weight, gated=gated):
         return gemv_kernel.gemv(hidden, weight, norm, gated=gated, residual=residual, out=out)
     use_split_k = in_triton and split_k.supports(hidden, weight)
     hidden = rms_norm(hidden, *norm) if norm else hidden
     if use_split_k:
-        output = split_k.split_k_gemm(hidden, weight, gated=gated, residual=residual)
-        return output if out is None else out.copy_(output)
+        return split_k.split_k_gemm(hidden, weight, gated=gated, residual=residual, out=out)
     if gated and in_triton and tma.is_faster(len(hidden), len(weight)) and tma.supports(hidden, weight):
         return tma.tma_gemm(hidden, weight, hidden.dtype, gated=True)
     if residual is not None:
         return residual.addmm_(hidden, weight.t())
     if out is not None:
-        return torch.mm(hidden, weight.t(), out=out)
+        return multiply_into(hidden, weight, out)
     output = torch.nn.functional.linear(hidden, weight)
     return swiglu(output) if gated else output
+
+
+def multiply_into(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write hidden W^T to `out` by the library's GEMM: hidden [tokens, K], weight [N, K], out [tokens, N].
+
+    out: of the type of `hidden`, or float32 for sums that are not rounded. Its rows may be strided.
+    """
+    if out.dtype == hidden.dtype:
+        return torch.mm(hidden, weight.t(), out=out)
+    if hidden.device.type == "cpu":  # torch has no such GEMM there
+        return torch.mm(hidden.to(out.dtype), weight.to(out.dtype).t(), out=out)
+    return torch.mm(hidden, weight.t(), out.dtype, out=out)

@@ -23,6 +23,9 @@ from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
 # weights of 2**23 numbers or more, of which GEMMs of 100 tokens and 2,048 columns took 28 to 52 us, cuBLAS 20 to 27.
 MAX_TOKENS = 128
 _LARGE_WEIGHT_ELEMENTS, _MAX_TOKENS_LARGE_WEIGHT = 2**23, 64
+# From this many columns on, cuBLAS is faster for larger weights whatever the number of tokens: 16 tokens and 5,376 rows
+# of 21,504 columns took 87 us, cuBLAS 60 (H200, docs/decisions/small-batch-gemm.md).
+_LONG_ROWS, _MAX_ELEMENTS_LONG_ROWS = 4096, 2**24
 # Divides K, so that no load needs a mask on columns.
 K_MULTIPLE = 64
 # Of a weight: the library's tiles of a larger one, such as an output head, use all SMs.
@@ -35,6 +38,7 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     max_tokens = _MAX_TOKENS_LARGE_WEIGHT if weight.numel() >= _LARGE_WEIGHT_ELEMENTS else MAX_TOKENS
     return (
         1 <= hidden.shape[0] <= max_tokens
+        and (weight.shape[1] < _LONG_ROWS or weight.numel() <= _MAX_ELEMENTS_LONG_ROWS)
         and hidden.dtype == weight.dtype
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[0] <= MAX_ROWS
@@ -246,17 +250,19 @@ def split_k_gemm(
     *,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
     gated: the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. residual: [tokens,
-    N], contiguous; the result is added to it in place and it is returned. The weight is read before the previous kernel
-    has ended: that kernel must not write it.
+    N], contiguous; the result is added to it in place and it is returned. out: [tokens, N], contiguous, of the type of
+    `hidden` or float32; takes the result. The weight is read before the previous kernel has ended: that kernel must not
+    write it.
     """
     tokens, k = hidden.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    output = residual
+    output = out if residual is None else residual
     if output is None:
         output = torch.empty(tokens, n, dtype=hidden.dtype, device=hidden.device)
     sms, shared_bytes = sm_count(hidden.device), shared_memory_bytes(hidden.device)
