@@ -330,6 +330,9 @@ def test_linear_fuses_norm_and_activation_for_every_number_of_tokens(
         assert function(*given, residual=residual) is residual
         assert_near(residual, before.double() + exact(hidden, weight), dtype)
         assert_near(function(*given), exact(hidden, weight), dtype)
+        sums = torch.full((tokens, rows), float("nan"), device=device)
+        assert function(*given, out=sums) is sums
+        torch.testing.assert_close(sums.cpu().double(), exact(hidden, weight), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

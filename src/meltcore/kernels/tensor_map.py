@@ -23,10 +23,10 @@ def tensor_map(matrix: torch.Tensor, columns: int, rows: int, *, swizzled: bool 
 
 
 def row_group_map(matrix: torch.Tensor, columns: int, groups: int, *, gated: bool) -> CUtensorMap:
-    """Return the map of bytes [rows, columns], copied in swizzled boxes of `groups` x 16 rows by 64 or 128 columns.
+    """Return the map of bytes [rows, columns], copied in swizzled boxes of `groups` x 16 rows.
 
-    Of 16 rows, the first and the last 8 are neighbors in the matrix, or the same 8 of its first and its second half if
-    it is gated. Coordinates: the column, 0, 0, and the group.
+    columns: of a box, 32, 64 or 128. Of 16 rows, the first and the last 8 are neighbors in the matrix, or the same 8 of
+    its first and its second half if it is gated. Coordinates: the column, 0, 0, and the group.
     """
     return _encode_groups(matrix.data_ptr(), tuple(matrix.shape), matrix.stride(0), columns, groups, gated)
 
@@ -49,7 +49,7 @@ def _encode_groups(
         [driver.cuuint32_t(each) for each in (columns, 8, 2, groups)],
         [driver.cuuint32_t(1)] * 4,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if columns == 128 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{columns}B"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -174,8 +174,9 @@ def ggml_gemm(
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
     gated: the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. residual: [tokens,
-    N]; the result is added to it in place and it is returned. out: [tokens, N], takes the result. Rows of both may be
-    strided. The weight is read before the previous kernel has ended: that kernel must not write it.
+    N]; the result is added to it in place and it is returned. out: [tokens, N], of the type of `hidden` or float32;
+    takes the result. Rows of both may be strided. The weight is read before the previous kernel has ended: that kernel
+    must not write it.
     """
     (tokens, k), rows = hidden.shape, len(weight.values)
     n = rows // 2 if gated else rows

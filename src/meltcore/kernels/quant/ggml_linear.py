@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.gemm.linear import multiply_into
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant import ggml_gemm, ggml_skinny_gemm, ggml_wgmma_gemm
@@ -72,5 +73,5 @@ def _multiply_slices(hidden: torch.Tensor, weight: GgmlTensor, output: torch.Ten
         if add:
             columns.addmm_(hidden, dense.t())
         else:
-            torch.mm(hidden, dense.t(), out=columns)
+            multiply_into(hidden, dense, columns)
     return output

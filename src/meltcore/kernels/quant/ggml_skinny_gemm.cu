@@ -3,12 +3,13 @@ constexpr int TOKEN_BYTES = SHARED_TOKENS ? TOKEN_TILES * 8 * TOKEN_STRIDE * 2 :
 constexpr int STAGE_BYTES = WARPS * WARP_BYTES + TOKEN_BYTES;
 constexpr int WARP_SUMS = TOKEN_TILES * 32;  // of 4 numbers
 
-// hidden: [tokens, k]; output: [tokens, ...] with `output_stride`; outputs: columns of it that are written. A gated
+// hidden: [tokens, k]; output: [tokens, ...] with `output_stride`, float32 with FLOAT_OUTPUT, else of the type of
+// `hidden`; outputs: columns of it that are written. A gated
 // weight has `outputs` gate rows and as many up rows below. An item of work is ROW_WARPS x 16 rows of the weight and one
 // of `splits` of the columns; a block takes every gridDim.x-th. partial: float32 for every item; counters: zeros before
 // and after, one per ROW_WARPS x 16 rows. Sums have a fixed order: of chunks, of warps that share rows, of splits.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    ggml_skinny_gemm(const u16* hidden, const u8* values, const u8* scales, const u8* subscales, u16* output,
+    ggml_skinny_gemm(const u16* hidden, const u8* values, const u8* scales, const u8* subscales, void* output,
                     float* partial, int* counters, int token_count, int outputs, int k, int output_stride, int splits,
                     int flags) {
   extern __shared__ uint4 shared[];
@@ -162,15 +163,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int j = 0; j < 2; j++) {
         const int token = 8 * tile + 2 * t + j;
         if (token >= token_count) continue;
-        u16* out = output + (i64)token * output_stride;
+        const i64 start = (i64)token * output_stride;
 #pragma unroll
         for (int which = 0; which < 2; which++) {
           const int column = gated ? row_tile * 8 + g : row_tile * 16 + which * 8 + g;
           if (column >= outputs || (gated && which)) continue;
           float value = acc[tile][2 * which + j];
           if (gated) value = value / (1.0f + __expf(-value)) * acc[tile][2 + j];
-          if (flags & RESIDUAL) value += to_float(out[column]);
-          out[column] = from_float(value);
+          if (flags & FLOAT_OUTPUT) {
+            ((float*)output)[start + column] = value;
+            continue;
+          }
+          u16* const out = (u16*)output + start + column;
+          *out = from_float(flags & RESIDUAL ? value + to_float(*out) : value);
         }
       }
   }

@@ -29,9 +29,10 @@ _Q8_0_CHUNK = 128
 _PADDING = 16  # columns between tokens in shared memory
 _INT4_FORMAT = 4
 # Formats of GGUF files that ggml_tile.cu decodes. Triton's kernels decode the others.
-DECODED_TYPES = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q4_K, GgmlType.Q6_K)
+WITH_MINIMA = (GgmlType.Q4_1, GgmlType.Q5_1, GgmlType.Q4_K, GgmlType.Q5_K)
+DECODED_TYPES = (GgmlType.Q4_0, GgmlType.Q8_0, GgmlType.Q6_K, *WITH_MINIMA)
 MAX_WEIGHT_BYTES = 2**32  # of one array: offsets of kernels have 32 bits
-GATED, RESIDUAL = 1, 2  # flags of a launch
+GATED, RESIDUAL, FLOAT_OUTPUT = 1, 2, 4  # flags of a launch
 
 _FILES = "ggml_bits", "ggml_tile", "ggml_skinny_gemm"
 KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES], "ggml_skinny_gemm")
@@ -89,6 +90,11 @@ def format_macros(block_type: BlockType, dtype: torch.dtype) -> tuple[tuple[str,
 def chunk_columns(block_type: BlockType) -> int:
     """Return the columns that a warp takes at a time: those of 128 bytes."""
     return _Q8_0_CHUNK if block_type == GgmlType.Q8_0 else CHUNK
+
+
+def launch_flags(hidden: torch.Tensor, output: torch.Tensor, residual: torch.Tensor | None, *, gated: bool) -> int:
+    """Return the flags of a launch that writes `output`, of the type of `hidden` or float32."""
+    return GATED * gated | RESIDUAL * (residual is not None) | FLOAT_OUTPUT * (output.dtype != hidden.dtype)
 
 
 def _warp_bytes(block_type: BlockType) -> int:
@@ -175,7 +181,7 @@ def ggml_skinny_gemm(
         config.macros(weight.type, k, hidden.dtype, pdl),
         [
             *(hidden, *weight.arrays, output, partial, counters),
-            *(tokens, n, k, output.stride(0), config.splits, GATED * gated | RESIDUAL * (residual is not None)),
+            *(tokens, n, k, output.stride(0), config.splits, launch_flags(hidden, output, residual, gated=gated)),
         ],
         device,
         shared_bytes=config.shared_bytes(weight.type),

@@ -14,8 +14,7 @@
 // Tokens: up to 8 are read through the L1 cache (SHARED_TOKENS 0), and the warps of a block share rows. More are copied
 // to shared memory by the whole block, whose warps have rows of their own, so that the L2 cache is asked once per block.
 //
-// Compiled with these macros: FORMAT (Q8_0, Q4_0, Q4_K, Q6_K or INT4, with GROUP and BF16_SCALES), HALF (1: float16 tokens, 0: bfloat16), TOKEN_TILES (of
-// 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, TAIL (1: the columns
+// Compiled with the macros of ggml_bits.cu and these: TOKEN_TILES (of 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, TAIL (1: the columns
 // are no multiple of a chunk), BLOCKS_PER_SM, PDL.
 
 constexpr int CHUNK = FORMAT == Q8_0 ? 128 : 256;
@@ -23,7 +22,7 @@ constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int THREADS = 32 * WARPS;
 
 // Flags of a launch.
-constexpr int GATED = 1, RESIDUAL = 2;
+constexpr int GATED = 1, RESIDUAL = 2, FLOAT_OUTPUT = 4;
 
 // --- 16-bit arithmetic on pairs; integers up to 256 are exact in both types ---
 
@@ -78,10 +77,16 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 
 // --- the weights of a warp's 16 rows and a chunk of columns ---
 
-// In shared memory: 128 bytes of values per row, for Q6_K 64 bytes with the high bits, then the scales.
-constexpr int HIGH_PLACE = 16 * 128, SCALES_PLACE = HIGH_PLACE + (FORMAT == Q6_K ? 16 * 64 : 0);
+// In shared memory: 128 bytes of values per row, the high bits, then the scales.
+constexpr int HIGH_PLACE = 16 * 128, SCALES_PLACE = HIGH_PLACE + 16 * ROW_HIGH_BYTES;
 constexpr int GROUPS = 256 / GROUP, ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // of INT4, per chunk
-constexpr int SCALE_BYTES = FORMAT == Q8_0 ? 8 : FORMAT == Q6_K ? 20 : FORMAT == INT4 ? 2 * GROUPS + ZERO_BYTES : 16;
+constexpr bool HAS_PAIRS = FORMAT == Q4_1 || FORMAT == Q5_1;  // of a scale and a minimum for 32 columns
+constexpr bool HAS_SUBSCALES = FORMAT == Q4_K || FORMAT == Q5_K;
+constexpr int SCALE_BYTES = FORMAT == Q8_0   ? 8
+                            : FORMAT == Q6_K ? 20
+                            : FORMAT == INT4 ? 2 * GROUPS + ZERO_BYTES
+                            : HAS_PAIRS      ? 32
+                                             : 16;
 constexpr int WARP_BYTES = SCALES_PLACE + 16 * SCALE_BYTES;
 
 // Where row `row` has its piece of 16 bytes, and of its high bits.
@@ -89,6 +94,7 @@ __device__ __forceinline__ int value_place(int row, int piece) {
   return row * 128 + (piece ^ (FORMAT == Q8_0 ? row % 4 * 2 : row % 2 * 4)) * 16;
 }
 __device__ __forceinline__ int high_place(int row, int piece) {
+  if (HAS_FIFTH_BIT) return HIGH_PLACE + row * 32 + piece * 16;
   return HIGH_PLACE + row * 64 + (piece ^ row / 2 % 2 * 2) * 16;
 }
 
@@ -99,14 +105,16 @@ struct Source {
   template <typename RowOf>
   __device__ __forceinline__ void select(const RowOf& row_of, int lane, int k) {
     const u32 chunks = (k + CHUNK - 1) / CHUNK;
-    const u32 stride = FORMAT == Q8_0 ? k : FORMAT == Q6_K ? 192 * chunks : 128 * chunks;
+    const u32 stride = FORMAT == Q8_0 ? k : (128 + ROW_HIGH_BYTES) * chunks;
 #pragma unroll
     for (int i = 0; i < 4; i++) values[i] = row_of(4 * i + lane / 8) * stride + lane % 8 * 16;
     const u32 row = row_of(lane % 16);
     if (FORMAT == Q8_0) scales = row_of(lane / 2) * ((k / 32 + 1) / 2 * 4) + lane % 2 * 4;
     if (FORMAT == Q4_0) scales = row * chunks * 16;
     if (FORMAT == INT4) scales = row * chunks * (lane < 16 ? 2 * GROUPS : ZERO_BYTES);
-    if (FORMAT == Q4_K) {
+    if (HAS_FIFTH_BIT) high[0] = row_of(lane / 2) * stride + 128 * chunks + lane % 2 * 16;
+    if (HAS_PAIRS) scales = row_of(lane / 2) * chunks * 32 + lane % 2 * 16;
+    if (HAS_SUBSCALES) {
       scales = row * chunks * (lane < 16 ? 4 : 12);  // scales, then the first words of the sub-scales
       further = row * chunks * 12 + (lane < 16 ? 4 : 8);
     }
@@ -134,7 +142,9 @@ struct Source {
         copy_async<ZERO_BYTES>(scale_to + 32 * GROUPS + lane % 16 * ZERO_BYTES,
                                subscales_ptr + (scales + chunk * ZERO_BYTES));
     }
-    if (FORMAT == Q4_K) {
+    if (HAS_FIFTH_BIT) copy_async<16>(to + high_place(lane / 2, lane % 2), values_ptr + (high[0] + chunk * 32));
+    if (HAS_PAIRS) copy_async<16>(scale_to + lane * 16, scales_ptr + (scales + chunk * 32));
+    if (HAS_SUBSCALES) {
       const u8* first = lane < 16 ? scales_ptr + (scales + chunk * 4) : subscales_ptr + (scales + chunk * 12);
       copy_async<4>(scale_to + lane % 16 * 16 + lane / 16 * 4, first);
       copy_async<4>(scale_to + lane % 16 * 16 + lane / 16 * 4 + 8, subscales_ptr + (further + chunk * 12));
@@ -185,15 +195,69 @@ struct Raw<Q4_0> : Words {
   }
 };
 
-template <>
-struct Raw<Q4_K> : Words {
-  u32 scale, subscales[3];
-  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
-    read_words(from, row, t);
-    const uint4 all = *(const uint4*)(from + SCALES_PLACE + row * 16);
-    scale = all.x, subscales[0] = all.y, subscales[1] = all.z, subscales[2] = all.w;
+// The fifth bits of values, of each half of 16 bytes: 4t to 4t + 3.
+struct FifthBits {
+  u32 fifth[2];
+  __device__ __forceinline__ void read_bits(const u8* from, int row, int t) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) fifth[half] = *(const u32*)(from + high_place(row, half) + t * 4);
   }
 };
+
+struct Subscales {
+  u32 both, subscales[3];
+  __device__ __forceinline__ void read_scales(const u8* from, int row) {
+    const uint4 all = *(const uint4*)(from + SCALES_PLACE + row * 16);
+    both = all.x, subscales[0] = all.y, subscales[1] = all.z, subscales[2] = all.w;
+  }
+  __device__ __forceinline__ u32 low(int plane) const { return subscales[plane / 4] >> (8 * (plane % 4)); }
+  __device__ __forceinline__ u32 top(int plane) const { return subscales[2] >> (8 * (plane % 4) + 4 * (plane / 4)); }
+  __device__ __forceinline__ float scale(int plane) const {
+    return half_to_float(both) * (float)((low(plane) & 15) | (top(plane) & 3) << 4);
+  }
+  // What is added to each value after scaling.
+  __device__ __forceinline__ float minimum(int plane) const {
+    return -half_to_float(both >> 16) * (float)((low(plane) >> 4 & 15) | (top(plane) >> 2 & 3) << 4);
+  }
+};
+
+struct Pairs {
+  u32 pairs[8];
+  __device__ __forceinline__ void read_scales(const u8* from, int row) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4 four = *(const uint4*)(from + SCALES_PLACE + row * 32 + i * 16);
+      pairs[4 * i] = four.x, pairs[4 * i + 1] = four.y, pairs[4 * i + 2] = four.z, pairs[4 * i + 3] = four.w;
+    }
+  }
+  __device__ __forceinline__ float scale(int plane) const { return half_to_float(pairs[plane]); }
+  __device__ __forceinline__ float minimum(int plane) const { return half_to_float(pairs[plane] >> 16); }
+};
+
+template <typename Scales>
+struct WithMinima : Words, Scales {
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+    this->read_words(from, row, t);
+    this->read_scales(from, row);
+  }
+};
+
+template <typename Scales>
+struct WithFifthBits : WithMinima<Scales>, FifthBits {
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int chunk) {
+    WithMinima<Scales>::read(from, row, t, chunk);
+    this->read_bits(from, row, t);
+  }
+};
+
+template <>
+struct Raw<Q4_1> : WithMinima<Pairs> {};
+template <>
+struct Raw<Q4_K> : WithMinima<Subscales> {};
+template <>
+struct Raw<Q5_1> : WithFifthBits<Pairs> {};
+template <>
+struct Raw<Q5_K> : WithFifthBits<Subscales> {};
 
 template <>
 struct Raw<INT4> : Words {
@@ -256,14 +320,19 @@ __device__ __forceinline__ void decode_bytes(u32 word, u32& first, u32& second) 
 #endif
 }
 
-// Two values of 4 or 6 bits, of the plane in the low (odd 0) or the high (odd 1) halves of the bytes. `top`: the high
-// bits of Q6_K, by bytes as `bytes`: those of the low half at bits 0 and 1, those of the high half at bits 2 and 3.
+// Two values of 4 to 6 bits, of the plane in the low (odd 0) or the high (odd 1) halves of the bytes. `top`: their high
+// bits, by bytes as `bytes`. Q6_K: those of the low half at bits 0 and 1, those of the high half at bits 2 and 3; a
+// fifth bit: that of the low half at bit 0, that of the high half at bit 1.
 // `minus_zero`: of INT4.
 __device__ __forceinline__ u32 decode_nibbles(u32 bytes, u32 top, u32 minus_zero, int odd) {
   const u32 nibbles = odd ? bytes >> 4 : bytes;
   if (FORMAT == INT4) return fma_pair(and_xor(nibbles, 0x000F000F, BASE_PAIR | 0x00080008), ONES, minus_zero);
   if (FORMAT == Q4_0) return fma_pair(and_xor(nibbles, 0x000F000F, BASE_PAIR | 0x00080008), ONES, minus_base(8));
-  if (FORMAT == Q4_K) return fma_pair(and_or(nibbles, 0x000F000F, BASE_PAIR), ONES, minus_base(0));
+  if (FORMAT == Q4_K || FORMAT == Q4_1) return fma_pair(and_or(nibbles, 0x000F000F, BASE_PAIR), ONES, minus_base(0));
+  if (HAS_FIFTH_BIT) {
+    const u32 fifth = and_or(odd ? top << 3 : top << 4, 0x00100010, BASE_PAIR);
+    return fma_pair(and_or(nibbles, 0x000F000F, fifth), ONES, minus_base(0));
+  }
   const u32 moved = and_xor(odd ? top << 2 : top << 4, 0x00300030, BASE_PAIR | 0x00200020);
   return fma_pair(and_or(nibbles, 0x000F000F, moved), ONES, minus_base(32));
 }
@@ -294,6 +363,7 @@ __device__ __forceinline__ void add_scaled(Sums& acc, const float (&sums)[TILES]
 template <int KIND, int TILES = TOKEN_TILES>  // FORMAT: a template discards the branches of other formats
 __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
                                          const Tokens& tokens, int columns, int t) {
+  constexpr bool HAS_MINIMA = KIND == Q4_1 || KIND == Q5_1 || KIND == Q4_K || KIND == Q5_K;
   if constexpr (KIND == Q8_0) {
 #pragma unroll
     for (int block = 0; block < 4; block++) {
@@ -353,6 +423,11 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             top[which] = high.x >> (4 * byte) & 0x000F000F;
             top[which + 2] = high.y >> (4 * byte) & 0x000F000F;
           }
+          if constexpr (KIND == Q5_1 || KIND == Q5_K) {
+            const u32 bits = raw[which].fifth[half] >> (2 * byte);
+            top[which] = __byte_perm(bits, 0, 0x4140);
+            top[which + 2] = __byte_perm(bits, 0, 0x4342);
+          }
         }
 #pragma unroll
         for (int odd = 0; odd < 2; odd++) {
@@ -382,7 +457,7 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             add_scaled(acc, sums[odd], scales[0], scales[1]);
           }
         }
-        if constexpr (KIND == Q4_K) {
+        if constexpr (HAS_MINIMA) {
           const u32 ones[4] = {ONES, ONES, ONES, ONES};
 #pragma unroll
           for (int odd = 0; odd < 2; odd++)
@@ -409,12 +484,8 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
             float minima[2];
 #pragma unroll
             for (int which = 0; which < 2; which++) {
-              const Raw<KIND>& row = raw[which];
               const int plane = 2 * byte + odd;
-              const u32 low = row.subscales[plane / 4] >> (8 * (plane % 4));
-              const u32 high = row.subscales[2] >> (8 * (plane % 4) + 4 * (plane / 4));
-              scales[which] = half_to_float(row.scale) * (float)((low & 15) | (high & 3) << 4);
-              minima[which] = -half_to_float(row.scale >> 16) * (float)((low >> 4 & 15) | (high >> 2 & 3) << 4);
+              scales[which] = raw[which].scale(plane), minima[which] = raw[which].minimum(plane);
             }
             add_scaled(acc, totals[odd], minima[0], minima[1]);
           }

@@ -8,7 +8,7 @@
 //         other registers
 //
 // A decoded value is rounded once, to the type of the tokens: bits of a quantized value are put into the mantissa of a
-// float32 number, and what a fused multiply-add makes of it and the scale is exact (Q4_K: rounded to float32).
+// float32 number, and what a fused multiply-add makes of it and the scale is exact (with minima: rounded to float32).
 //
 // Macros: FORMAT, GROUP, BF16_SCALES, HALF (ggml_bits.cu); TOKENS of a tile; WARP_GROUPS that multiply; WEIGHT_STAGES,
 // TOKEN_STAGES; SHARED_BYTES.
@@ -18,7 +18,7 @@ constexpr int BOX = 64;                            // columns of 128 bytes of a 
 constexpr int BOXES = CHUNK / BOX;
 constexpr int ROWS = 64 * WARP_GROUPS;
 constexpr int SUMS = TOKENS / 2;  // of a thread
-constexpr int GATED = 1, RESIDUAL = 2;  // flags of a launch
+constexpr int GATED = 1, RESIDUAL = 2, FLOAT_OUTPUT = 4;  // flags of a launch
 constexpr int WARPS = 4 * WARP_GROUPS;  // that multiply
 constexpr int THREADS = 128 + 32 * WARPS, SCALE_THREADS = 64;
 // Registers per thread after the warp groups have divided them anew. Their sum may not exceed the registers that the
@@ -27,14 +27,16 @@ constexpr int COMPUTE_REGISTERS = WARP_GROUPS == 2 ? 232 : 160, LOADER_REGISTERS
 
 // --- shared memory ---------------------------------------------------------------------------------------------------
 
-// Values are stored with the swizzle for rows of 128 bytes, and the high bits of Q6_K with the swizzle for rows of 64
-// bytes. The scales of one row in one chunk form a record: it begins with words of scales, and words of sub-scales or
+// Values are stored with the swizzle for rows of 128 bytes, and high bits with the one for rows of their bytes. The scales of one row in one chunk form a record: it begins with words of scales, and words of sub-scales or
 // zero points follow.
 constexpr int GROUPS = 256 / GROUP, ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // of INT4, per chunk
-constexpr int RECORD = FORMAT == Q8_0 || (FORMAT == INT4 && GROUP == 128)  ? 8
-                       : FORMAT == Q6_K || (FORMAT == INT4 && GROUP == 32) ? 32
-                                                                           : 16;
-constexpr int VALUE_BYTES = ROWS * 128, HIGH_BYTES = FORMAT == Q6_K ? ROWS * 64 : 0;
+constexpr bool HAS_PAIRS = FORMAT == Q4_1 || FORMAT == Q5_1;  // of a scale and a minimum for 32 columns
+constexpr bool HAS_SUBSCALES = FORMAT == Q4_K || FORMAT == Q5_K;
+constexpr int RECORD = FORMAT == Q8_0 || (FORMAT == INT4 && GROUP == 128)               ? 8
+                       : FORMAT == Q6_K || HAS_PAIRS || (FORMAT == INT4 && GROUP == 32) ? 32
+                                                                                        : 16;
+constexpr bool HAS_MINIMA = HAS_PAIRS || HAS_SUBSCALES;
+constexpr int VALUE_BYTES = ROWS * 128, HIGH_BYTES = ROWS * ROW_HIGH_BYTES;
 constexpr int AT_HIGH = VALUE_BYTES, AT_SCALES = AT_HIGH + HIGH_BYTES;
 constexpr int ALIGNMENT = 1024;  // of the swizzle's pattern
 constexpr int WEIGHT_BYTES = (AT_SCALES + ROWS * RECORD + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -49,7 +51,7 @@ static_assert(ALIGNMENT + AT_ARRIVED + 4 <= SHARED_BYTES, "");
 struct Params {
     const TensorMap *values, *high, *tokens;
     const char *scales, *subscales;
-    u16* output;
+    void* output;
     float* partial;
     int* counters;
     int token_count, outputs, k, output_stride, chunks, token_tiles, units, flags;
@@ -105,8 +107,8 @@ __device__ __forceinline__ void load_values(const Params& params, u32 shared) {
         wait(shared + AT_BARRIERS + 8 * (WEIGHT_EMPTY + ring.slot), ring.phase ^ 1);
         expect(full, VALUE_BYTES + HIGH_BYTES);
         copy_rows(stage, params.values, units.chunk() * 128, units.row_tile() * (ROWS / 16), full);
-        if (FORMAT == Q6_K)
-            copy_rows(stage + AT_HIGH, params.high, units.chunk() * 64, units.row_tile() * (ROWS / 16), full);
+        if (HIGH_BYTES > 0)
+            copy_rows(stage + AT_HIGH, params.high, units.chunk() * ROW_HIGH_BYTES, units.row_tile() * (ROWS / 16), full);
     }
 }
 
@@ -139,7 +141,11 @@ __device__ __forceinline__ void load_record(const Params& params, u32 to, u32 ro
         }
     } else if (FORMAT == Q4_0) {
         copy_async<16>(to, params.scales + (u64)(row * chunks + chunk) * 16);
-    } else if (FORMAT == Q4_K) {
+    } else if (HAS_PAIRS) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            copy_async<16>(to + 16 * i, params.scales + (u64)(row * chunks + chunk) * 32 + 16 * i);
+    } else if (HAS_SUBSCALES) {
         copy_async<4>(to, params.scales + (u64)(row * chunks + chunk) * 4);
 #pragma unroll
         for (int word = 0; word < 3; ++word)
@@ -181,7 +187,7 @@ __device__ __forceinline__ u32 load_half_word(u32 at) {
 // every 16 columns 2t, 2t + 1, 2t + 8 and 2t + 9.
 struct Raw {
     u32 words[2][2][4];  // the words of these columns, in a row and in each half of its 32 words; unused for Q8_0
-    u32 high[2][2][2];   // of Q6_K: half words 2t and 2t + 1, then 2t + 8 and 2t + 9
+    u32 high[2][2][2];   // half words of Q6_K, or fifth bits in bytes, 2t and 2t + 1, then 2t + 8 and 2t + 9
     u32 record[2][RECORD / 4];
     u32 values;  // Q8_0: where row g begins
     int g, t;
@@ -209,6 +215,9 @@ struct Raw {
                     if (FORMAT == Q6_K)
                         high[which][half][i] =
                             load_word(stage + AT_HIGH + row * 64 + ((2 * half + i) ^ row / 2 % 4) * 16 + t * 4);
+                    if (HAS_FIFTH_BIT)
+                        high[which][half][i] =
+                            load_half_word(stage + AT_HIGH + row * 32 + (half ^ row / 4 % 2) * 16 + 8 * i + 2 * t);
                 }
         }
     }
@@ -219,7 +228,7 @@ struct Raw {
         return value;
     }
 
-    // Value `index` of a plane of 4 or 6 bits, plus `base(plane)`: moved to bits 8, 12 or 16, below the exponent that
+    // Value `index` of a plane of 4 to 6 bits, plus `base(plane)`: moved to bits 8, 12 or 16, below the exponent that
     // makes that bit a one.
     __device__ __forceinline__ static int position(int plane) {
         return 4 * (plane < 2 ? plane + 2 : plane < 5 ? plane : plane - 3);
@@ -236,7 +245,13 @@ struct Raw {
             const u32 top = from < to ? pair << (to - from) : pair >> (from - to);
             return __uint_as_float(and_or(moved, 15 << at, and_xor(top, 3 << to, exponent | 2 << to)));
         }
-        if (FORMAT == Q4_K) return __uint_as_float(and_xor(moved, 15 << at, exponent));
+        if (HAS_FIFTH_BIT) {
+            const int from = plane + 8 * (index % 2), to = at + 4;
+            const u32 bits = high[which][half][index / 2];
+            const u32 top = from < to ? bits << (to - from) : bits >> (from - to);
+            return __uint_as_float(and_or(moved, 15 << at, and_or(top, 1 << to, exponent)));
+        }
+        if (HAS_MINIMA) return __uint_as_float(and_xor(moved, 15 << at, exponent));
         return __uint_as_float(and_xor(moved, 15 << at, exponent | 8 << at));
     }
 
@@ -245,7 +260,8 @@ struct Raw {
         const u32* words = record[which];
         if (FORMAT == Q6_K)
             return half_to_float(words[4]) * (float)(signed char)(words[plane / 2] >> (16 * (plane % 2) + 8 * half));
-        if (FORMAT == Q4_K) {
+        if (HAS_PAIRS) return half_to_float(words[plane]);
+        if (HAS_SUBSCALES) {
             const u32 low = words[1 + plane / 4] >> (8 * (plane % 4));
             const u32 high = words[3] >> (8 * (plane % 4) + 4 * (plane / 4));
             return half_to_float(words[0]) * (float)((low & 15) | (high & 3) << 4);
@@ -256,9 +272,10 @@ struct Raw {
         return half_to_float(bits >> (16 * (index % 2)));
     }
 
-    // What Q4_K subtracts from a product, negative.
-    __device__ __forceinline__ float minus_minimum(int which, int plane) const {
+    // What is added to a value after scaling.
+    __device__ __forceinline__ float minimum(int which, int plane) const {
         const u32* words = record[which];
+        if (HAS_PAIRS) return half_to_float(words[plane] >> 16);
         const u32 low = words[1 + plane / 4] >> (8 * (plane % 4) + 4);
         const u32 high = words[3] >> (8 * (plane % 4) + 4 * (plane / 4) + 2);
         return -half_to_float(words[0] >> 16) * (float)((low & 15) | (high & 3) << 4);
@@ -266,7 +283,7 @@ struct Raw {
 
     // What is added to `number` to get the value before scaling; zero points of INT4 are stored as 8 - zero.
     __device__ __forceinline__ float offset(int which, int plane) const {
-        if (FORMAT == Q4_K) return -base(plane);
+        if (HAS_MINIMA) return -base(plane);
         if (FORMAT == Q6_K) return -base(plane) - 32.0f;
         if (FORMAT == Q4_0) return -base(plane) - 8.0f;
         const int index = plane * GROUPS / 8;
@@ -296,9 +313,9 @@ struct Raw {
                         const float plus = offset(which, plane);
                         if (FORMAT == Q4_0) {
                             first = fmaf(first, by, plus * by), second = fmaf(second, by, plus * by);
-                        } else if (FORMAT == Q4_K) {
-                            const float minus = minus_minimum(which, plane);
-                            first = fmaf(first + plus, by, minus), second = fmaf(second + plus, by, minus);
+                        } else if (HAS_MINIMA) {
+                            const float least = minimum(which, plane);
+                            first = fmaf(first + plus, by, least), second = fmaf(second + plus, by, least);
                         } else {
                             first = (first + plus) * by, second = (second + plus) * by;
                         }
@@ -477,7 +494,7 @@ struct Group {
 #pragma unroll
             for (int j = 0; j < 2; ++j, ++token) {
                 if (token >= params.token_count) continue;
-                u16* out = params.output + (i64)token * params.output_stride + row;
+                const i64 out = (i64)token * params.output_stride + row;
                 const float value = sums[4 * i + j], next = sums[4 * i + 2 + j];
                 if (has_row) store_one(out, IS_GATED ? value / (1.0f + __expf(-value)) * next : value);
                 if (has_next) store_one(out + 8, next);
@@ -485,7 +502,12 @@ struct Group {
         }
     }
 
-    __device__ __forceinline__ void store_one(u16* out, float value) const {
+    __device__ __forceinline__ void store_one(i64 index, float value) const {
+        if (params.flags & FLOAT_OUTPUT) {
+            ((float*)params.output)[index] = value;
+            return;
+        }
+        u16* const out = (u16*)params.output + index;
         *out = from_float(params.flags & RESIDUAL ? value + to_float(*out) : value);
     }
 
@@ -513,12 +535,13 @@ struct Group {
     }
 };
 
-// hidden: by the map `tokens`, [token_count, k]; output: [token_count, outputs], rows `output_stride` apart. A gated weight
+// hidden: by the map `tokens`, [token_count, k]; output: [token_count, outputs], rows `output_stride` apart, float32 with
+// FLOAT_OUTPUT, else of the type of `hidden`. A gated weight
 // has `outputs` gate rows and as many up rows below. partial: float32, the tile that a block begins with, of all blocks, then the tiles
 // that they end with; counters: zeros before and after, one for every block.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ggml_wgmma_gemm(
     const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap high,
-    const __grid_constant__ TensorMap tokens, const char* scales, const char* subscales, u16* output, float* partial,
+    const __grid_constant__ TensorMap tokens, const char* scales, const char* subscales, void* output, float* partial,
     int* counters, int token_count, int outputs, int k, int output_stride, int token_tiles, int units,
     int flags) {
     extern __shared__ char memory[];

@@ -18,7 +18,7 @@ from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.gemm.split_k import split_counters
 from meltcore.kernels.nvrtc import INSTRUCTIONS, WGMMA, CudaKernel
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
-from meltcore.kernels.quant.ggml_skinny_gemm import GATED, RESIDUAL, chunk_columns, format_macros, is_decoded
+from meltcore.kernels.quant.ggml_skinny_gemm import WITH_MINIMA, chunk_columns, format_macros, is_decoded, launch_flags
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
 from meltcore.kernels.tensor_map import row_group_map, tensor_map
@@ -44,7 +44,9 @@ _GROUP_THREADS = 128
 _ALIGNMENT_BYTES, _BARRIER_BYTES = 1024, 512  # at most, of shared memory
 _BOX_COLUMNS = 64  # of a copy of tokens
 _GROUP_ROWS = 64  # of wgmma's first operand, for a warp group
-_COPY_BYTES, _HIGH_COPY_BYTES = 128, 64  # of a row's values, and of Q6_K's high bits
+_COPY_BYTES = 128  # of a row's values
+_HIGH_BYTES = {GgmlType.Q6_K: 64, GgmlType.Q5_1: 32, GgmlType.Q5_K: 32}  # of a row and a chunk, after all values
+_RECORD_BYTES = {GgmlType.Q8_0: 8, GgmlType.Q6_K: 32, GgmlType.Q4_1: 32, GgmlType.Q5_1: 32}  # of scales; others have 16
 _MAX_WEIGHT_STAGES, _MAX_TOKEN_STAGES = 6, 12
 
 
@@ -87,7 +89,7 @@ def _row_bytes(block_type: BlockType) -> int:
     """Return the bytes of shared memory of a row and a chunk of columns."""
     if isinstance(block_type, Int4Type):
         return _COPY_BYTES + {128: 8, 64: 16, 32: 32}[block_type.group_size]
-    return _COPY_BYTES + {GgmlType.Q8_0: 8, GgmlType.Q6_K: _HIGH_COPY_BYTES + 32}.get(block_type, 16)
+    return _COPY_BYTES + _HIGH_BYTES.get(block_type, 0) + _RECORD_BYTES.get(block_type, 16)
 
 
 def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
@@ -114,7 +116,7 @@ def is_faster(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 
 
 def _has_much_to_decode(values: int, block_type: BlockType) -> bool:
-    return values >= _MANY_K_QUANT_VALUES and block_type in (GgmlType.Q4_K, GgmlType.Q6_K)
+    return values >= _MANY_K_QUANT_VALUES and block_type in (GgmlType.Q6_K, *WITH_MINIMA)
 
 
 @cache
@@ -167,19 +169,20 @@ def ggml_wgmma_gemm(
     grid = grid_size(tiles, chunks, config.tokens, sm_count(device))
     parts = 0 if grid == tiles else 2 * grid if grid % tiles else grid
     partial = torch.empty(parts * config.rows * config.tokens, dtype=torch.float32, device=device)
-    low_bytes = _COPY_BYTES * chunks if weight.type == GgmlType.Q6_K else weight.values.shape[1]
-    low, high = weight.values[:, :low_bytes], weight.values[:, low_bytes if weight.type == GgmlType.Q6_K else 0 :]
+    high_bytes = 0 if isinstance(weight.type, Int4Type) else _HIGH_BYTES.get(weight.type, 0)
+    low_bytes = weight.values.shape[1] - high_bytes * chunks
+    low, high = weight.values[:, :low_bytes], weight.values[:, low_bytes if high_bytes else 0 :]
     KERNEL.launch(
         (grid,),
         (1 + config.warp_groups) * _GROUP_THREADS,
         config.macros(weight.type, hidden.dtype),
         [
             row_group_map(low, _COPY_BYTES, config.rows // 16, gated=gated),
-            row_group_map(high, _HIGH_COPY_BYTES, config.rows // 16, gated=gated),
+            row_group_map(high, high_bytes or _COPY_BYTES, config.rows // 16, gated=gated),
             tensor_map(hidden, _BOX_COLUMNS, config.tokens, swizzled=True),
             *(weight.scales, weight.subscales, output, partial, split_counters(device)),
             *(tokens, n, k, output.stride(0), token_tiles, tiles * chunks),
-            GATED * gated | RESIDUAL * (residual is not None),
+            launch_flags(hidden, output, residual, gated=gated),
         ],
         device,
         shared_bytes=SHARED_BYTES,
