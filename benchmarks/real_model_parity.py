@@ -54,11 +54,15 @@ _LLAMA_CPP_LIMIT_S = 600
 
 
 class Perplexity(NamedTuple):
-    """Holds the two perplexities of a text, and the largest difference of a token's log-probability."""
+    """Holds the two perplexities of a text, and the largest difference of a token's log-probability.
+
+    equal_choices: the share of positions at which both choose the same next token.
+    """
 
     ours: float
     reference: float
     largest_difference: float
+    equal_choices: float
 
     @property
     def relative_difference(self) -> float:
@@ -118,15 +122,22 @@ class _Reference:
             yield self.model.lm_head(rows).float().log_softmax(-1)
 
 
-def measure(path: Path, device: str, *, long_prompts: Sequence[int] = LONG_PROMPTS, llama_cpp: bool = False) -> Parity:
-    """Return the parity of a GGUF file or a safetensors folder on `device`, cpu or cuda."""
-    llm = LLM(str(path), device=device, max_model_len=max((2_000, *long_prompts)) + OUTPUT_TOKENS)
+def measure(
+    path: Path,
+    device: str,
+    *,
+    dtype: str = "auto",
+    long_prompts: Sequence[int] = LONG_PROMPTS,
+    llama_cpp: bool = False,
+) -> Parity:
+    """Return the parity of a GGUF file or a safetensors folder on `device`, cpu or cuda, computed in `dtype`."""
+    llm = LLM(str(path), device=device, dtype=dtype, max_model_len=max((2_000, *long_prompts)) + OUTPUT_TOKENS)
     try:
         texts = {"English": ENGLISH, "Hindi": HINDI}
         prompts = {name: llm.tokenizer.encode(text, add_special_tokens=True) for name, text in texts.items()}
         license_ids = llm.tokenizer.encode(_LICENSE.read_text(encoding="utf-8") * 2, add_special_tokens=True)
         prompts |= {f"{length:,} tokens": license_ids[:length] for length in long_prompts}
-        scored = llm.generate(list(prompts.values()), SamplingParams(max_tokens=1, prompt_logprobs=0))
+        scored = llm.generate(list(prompts.values()), SamplingParams(max_tokens=1, prompt_logprobs=1))
         greedy = llm.generate(list(PROMPTS), SamplingParams(max_tokens=OUTPUT_TOKENS))
         long_ids = [license_ids[:length] for length in long_prompts]
         greedy += llm.generate(long_ids, SamplingParams(max_tokens=LONG_OUTPUT_TOKENS)) if long_ids else []
@@ -146,9 +157,15 @@ def _perplexity(reference: _Reference, completion: Completion) -> Perplexity:
     ours = torch.tensor([each.logprob for each in completion.prompt_logprobs], dtype=torch.float64)
     token_ids = completion.prompt_token_ids
     next_ids = torch.tensor(token_ids[1:]).split(_LOGITS_ROWS)
-    parts = zip(reference.logprobs(token_ids), next_ids, strict=True)
-    theirs = torch.cat([rows.gather(1, ids[:, None].to(rows.device))[:, 0] for rows, ids in parts]).double().cpu()
-    return Perplexity(math.exp(-ours.mean()), math.exp(-theirs.mean()), float((ours - theirs).abs().max()))
+    chosen, parts = [], []
+    for rows, ids in zip(reference.logprobs(token_ids), next_ids, strict=True):
+        parts.append(rows.gather(1, ids[:, None].to(rows.device))[:, 0])
+        chosen += rows.argmax(-1).tolist()
+    theirs = torch.cat(parts).double().cpu()
+    equal = sum(each.top_token_ids == [best] for each, best in zip(completion.prompt_logprobs, chosen, strict=True))
+    return Perplexity(
+        math.exp(-ours.mean()), math.exp(-theirs.mean()), float((ours - theirs).abs().max()), equal / len(chosen)
+    )
 
 
 def _first_difference(reference: _Reference, prompt: int, completion: Completion) -> Difference | None:
@@ -191,6 +208,10 @@ def rows(format_name: str, parity: Parity, device: str) -> list[Row]:
         )
         for text, each in parity.perplexities.items()
     ]
+    found += [
+        Row(work=f"{format_name}, {text}, equal first choices", unit="%", value=each.equal_choices * 100)
+        for text, each in parity.perplexities.items()
+    ]
     worst = max(each.relative_difference for each in parity.perplexities.values())
     found.append(
         Row(
@@ -216,6 +237,7 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join((AS_IS, *FORMATS, SAFETENSORS)))
     parser.add_argument("--folder", type=Path, help="Where stored formats are kept (default: a temporary folder).")
     parser.add_argument("--device", choices=sorted(TOLERANCE), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="auto", help="Type of activations (default: the engine's choice).")
     args = parser.parse_args()
     import transformers
 
@@ -236,11 +258,13 @@ def main() -> None:
             parity = measure(
                 path,
                 args.device,
+                dtype=args.dtype,
                 long_prompts=LONG_PROMPTS if format_name in (AS_IS, SAFETENSORS) else (),
                 llama_cpp=llama_cpp and format_name != SAFETENSORS,
             )
-            notes = [f"{format_name}: {each}" for each in parity.differences]
-            found = rows(format_name, parity, args.device)
+            title = format_name if args.dtype == "auto" else f"{format_name} in {args.dtype}"
+            notes = [f"{title}: {each}" for each in parity.differences]
+            found = rows(title, parity, args.device)
             write_result(found, versions, notes, subject=args.model.name, gpus=args.device == "cuda")
 
 

@@ -97,7 +97,7 @@ def test_512_engines_that_do_not_fit_get_the_nearest_plan_in_seconds_and_a_short
     assert found.plan is None
     assert found.nearest is not None
     assert found.nearest.changes == tuple(f"models.m{at}.max_num_seqs: 22 (was 44)" for at in range(8))
-    needed = ", ".join(f"m{at} 64 x 40.34 GiB" for at in range(8))
+    needed = ", ".join(f"m{at} 64 x 40.38 GiB" for at in range(8))
     text = does_not_fit(found, there.machine)
     assert f"on GPUs it needs {needed}, and there are 512 GPUs of 40.00 GiB. The nearest" in text
 

@@ -99,6 +99,16 @@ def test_signs_zeros_and_masked_tokens(device: torch.device) -> None:
     assert thresholds(torch.tensor(rows), settings, device) == [1, 3, 1, 2]
 
 
+@pytest.mark.usefixtures("implementation")
+def test_neighboring_numbers_and_a_single_token(device: torch.device) -> None:
+    """Logits that differ in their last bit alone need every pass; one token needs none."""
+    row = torch.arange(40, dtype=torch.int32).add(0x40490FDB).view(torch.float32)
+    logits = torch.stack([row, -row])
+    assert thresholds(logits, [(3, 1.0, 0.0), (5, 1.0, 0.0)], device) == [37, 4]
+    assert thresholds(logits, [(0, 0.51, 0.0), (0, 0.26, 0.0)], device) == [19, 10]
+    assert thresholds(torch.tensor([[-7.5]]), [(3, 0.5, 0.1)], device) == [0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 def test_implementations_agree_on_a_full_vocabulary(dtype: torch.dtype) -> None:

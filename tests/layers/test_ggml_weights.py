@@ -10,6 +10,7 @@ import torch
 from meltcore.errors import ConfigError
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.ggml import quantize_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.feed_forward import SparseMoeBlock
@@ -143,6 +144,25 @@ def test_embedding_and_head_dequantize_rows(ggml_type: GgmlType) -> None:
         assert head.local_vocab_size == 20
     assert_close(torch.cat(logits, 1), hidden @ wide.T)
     assert torch.equal(rows[0] + rows[1], wide[token_ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("ggml_type", [None, Q8_0], ids=["unquantized", "Q8_0"])
+def test_logits_are_float32_whatever_the_type_of_the_model(ggml_type: GgmlType | None, dtype: torch.dtype) -> None:
+    """Logits of 254 and 254 - 1 / 128 are equal in 16 bits."""
+    torch.set_default_dtype(dtype)
+    try:
+        head = ParallelLMHead(40, 256)
+        head.quantize(ggml_method(ggml_type))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    weight = torch.full((40, 256), 127 / 128)
+    weight[8, 3] = 126 / 128
+    head.tensors()["weight"].copy_(weight if ggml_type is None else quantize_blocks(weight, ggml_type))
+    logits = head.logits(torch.ones(2, 256, dtype=dtype))
+    assert logits.dtype == torch.float32
+    assert (logits[:, 7] == 254.0).all()
+    assert (logits[:, 8] == 254.0 - 1 / 128).all()
 
 
 @pytest.mark.parametrize("types", [(Q4_K, Q4_K, Q6_K), (Q8_0, Q4_0, Q8_0)], ids=str)

@@ -151,7 +151,7 @@ def test_slices_of_experts_are_those_that_kernels_dequantize(name: str) -> None:
     assert largest_expert_slice(config) == experts_scratch_values([gate_up], down)
     assert MIN_DEQUANTIZED_PAIRS == ggml_experts.MIN_DEQUANTIZED_PAIRS
     step = decoder_step(config, 2, is_packed=True)
-    needed = partial(plan_workspace, step, vocab_size=1, element_size=2, max_num_seqs=1, max_model_len=64, logit_rows=1)
+    needed = partial(plan_workspace, step, vocab_size=1, max_num_seqs=1, max_model_len=64, logit_rows=1)
     below, at = (
         needed(max_num_batched_tokens=tokens, penalty_slots=1, has_graphs=False).step
         for tokens in (step.expert_tokens - 1, step.expert_tokens)

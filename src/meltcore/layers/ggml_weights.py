@@ -87,7 +87,7 @@ class GgmlWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings and logits, which is the model's."""
+        """The type of embeddings, which is the model's."""
         return self._dtype
 
     @property

@@ -52,7 +52,7 @@ class LinearWeight(Protocol):
 
         norm: None for an input that is normalized already. At most one of the following may be given. gated: return
         silu(first half) * second half of the outputs. residual: [tokens, output_size], to which the result is added in
-        place. out: memory for the result, whose rows may be strided; None: new memory.
+        place. out: memory for the result, whose rows may be strided; None: new memory. That of a head is float32.
         """
 
 
@@ -61,7 +61,7 @@ class EmbeddingWeight(LinearWeight, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings and logits, which is the model's."""
+        """The type of embeddings, which is the model's."""
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +127,7 @@ class DenseWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of embeddings and logits, which is the model's."""
+        """The type of embeddings, which is the model's."""
         return self.values.dtype
 
     @property

@@ -219,7 +219,7 @@ class Decoder(Model):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of hidden states and logits, and of unquantized weights unless a layer needs another."""
+        """The type of hidden states, and of unquantized weights unless a layer needs another."""
         return self.embedding.weight.dtype
 
     @property
@@ -321,7 +321,7 @@ class Decoder(Model):
         return self.local_rotary if layer_idx in self.config.sliding_layers else self.rotary
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the model's type.
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] float32.
 
         A rank computes logits of its own part of the vocabulary only.
         """

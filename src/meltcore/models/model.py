@@ -49,7 +49,7 @@ class Model(nn.Module, ABC):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The type of hidden states and logits, and of unquantized weights unless a layer needs another."""
+        """The type of hidden states, and of unquantized weights unless a layer needs another."""
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] in the model's type.
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] float32.
 
         A rank computes logits of its own part of the vocabulary only.
 

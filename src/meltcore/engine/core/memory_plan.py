@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
-from meltcore.engine.core.workspace import MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
+from meltcore.engine.core.workspace import LOGIT_BYTES, MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
 from meltcore.errors import ConfigError
 from meltcore.models.kv_cache_specs import KVCacheGroups
 from meltcore.models.step_sizes import StepShape
@@ -23,9 +23,9 @@ RESERVE_FRACTION = 0.08
 # 0.7 MiB per sequence: 1,024 sequences on 80 GB, and 78 on 6 GB, where 78 sequences have pages for 480 tokens each
 # (Qwen3-0.6B).
 PENALTY_FRACTION = 0.125
-# At most this fraction of the reserve holds logits of sequences that are not greedy, which are sampled in blocks.
+# At most this fraction of the reserve holds logits of sequences that are not greedy, which are sampled in blocks, and
+# their log-probabilities.
 LOGITS_FRACTION = 0.25
-LOGIT_BYTES = 6  # in 16 bits as the model computes them, and in float32 for penalties
 # At most this fraction of what weights and reserve leave holds recurrent states, unless --max-num-seqs asks for more:
 # a sequence of a few thousand tokens takes about as much in pages (Qwen3.5-35B-A3B: 62 MiB, and 20 KiB per token).
 RECURRENT_FRACTION = 0.5
@@ -131,7 +131,7 @@ def plan_memory(
     tables = table_entries * TABLE_ENTRY_BYTES if layout.column_pages > 1 else 0
     reserve = int(memory_bytes * RESERVE_FRACTION)
     penalty_slots = max(1, min(max_num_seqs, int(reserve * PENALTY_FRACTION) // (PENALTY_BYTES * model.vocab_size)))
-    logit_rows = max(1, int(reserve * LOGITS_FRACTION) // (LOGIT_BYTES * model.vocab_size))
+    logit_rows = max(1, int(reserve * LOGITS_FRACTION) // (2 * LOGIT_BYTES * model.vocab_size))
     workspace = None
     if has_graphs is not None:
         needed = partial(
@@ -235,7 +235,6 @@ def _workspace(
     return plan_workspace(
         model.step,
         vocab_size=model.vocab_size,
-        element_size=model.element_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,

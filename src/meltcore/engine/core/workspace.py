@@ -12,8 +12,9 @@ from meltcore.models.step_sizes import FUSED_ROWS, StepShape
 
 # Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
 PENALTY_BYTES = 5
-# Logits that are sampled in a block: in 16 bits, in float32, and as log-probabilities in float32.
-SAMPLED_LOGIT_BYTES = 12
+LOGIT_BYTES = 4  # float32, as a head computes them
+# Logits that are sampled in a block: those of its rows, of rows with log-probabilities again, and these.
+SAMPLED_LOGIT_BYTES = 3 * LOGIT_BYTES
 MAX_LOGIT_ROWS = 64  # more are sampled in several blocks
 # cuBLAS keeps a workspace of 32 MiB for each stream, on GPUs of capability 9.0: of steps and of captures.
 LIBRARY_BYTES = 2 * 32 * 2**20 + 8 * 2**20
@@ -58,7 +59,6 @@ def plan_workspace(
     step: StepShape,
     *,
     vocab_size: int,
-    element_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
@@ -75,7 +75,7 @@ def plan_workspace(
             scratch_bytes = max(scratch_bytes, step.head_scratch_bytes)
         if tokens >= step.expert_tokens:
             scratch_bytes = max(scratch_bytes, step.scratch_bytes + step.expert_bytes)
-        return tokens * step.token_bytes + step.fixed_bytes + scratch_bytes + rows * vocab_size * element_size
+        return tokens * step.token_bytes + step.fixed_bytes + scratch_bytes + rows * vocab_size * LOGIT_BYTES
 
     eager = activations(max_num_batched_tokens, max_num_seqs)
     graphs = nodes = 0
@@ -85,7 +85,7 @@ def plan_workspace(
         tokens = max([max_num_seqs, *map(sum, shapes)])
         rows = max([max_num_seqs, *(decodes + max_prefills(prompts) for decodes, prompts in shapes)])
         # The logits of decode graphs are one tensor; those of a bucket live in the graphs' memory.
-        graphs = activations(tokens, rows) + max_num_seqs * vocab_size * element_size
+        graphs = activations(tokens, rows) + max_num_seqs * vocab_size * LOGIT_BYTES
         nodes = (len(shapes) + len(sizes)) * step.layers * GRAPH_LAYER_BYTES
     sampling = logit_rows * vocab_size * SAMPLED_LOGIT_BYTES + penalty_slots * vocab_size * PENALTY_BYTES
     tables = max_model_len * step.position_bytes

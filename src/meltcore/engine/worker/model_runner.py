@@ -43,7 +43,7 @@ _SCORED_TOKENS = 256
 
 # Of prompt tokens [n]: their log-probabilities [n], and the highest ones and their ids [n, num_logprobs].
 PromptLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] in the model's type.
+# From indices of sampled rows ([rows] int64 on the device) to their logits [rows, vocab] float32.
 LogitsAt = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -174,7 +174,7 @@ class ModelRunner:
         """
         shape = self._config.max_num_seqs, self.model.local_vocab_size
         with memory_pool("kv_cache"):
-            self._logits = torch.empty(shape, dtype=self.model.dtype, device=self.device)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
         graphs = self._make_decode_graphs()
         graphs.capture(progress)
         self._decode_graphs = graphs
@@ -324,7 +324,7 @@ class ModelRunner:
         ):
             logits = self.all_logits(self.model.logits(hidden[token_indices]))
             if logits is not None:
-                blocks.append(select_logprobs(logits.float().log_softmax(-1), block_token_ids, targets.num_logprobs))
+                blocks.append(select_logprobs(logits.log_softmax(-1), block_token_ids, targets.num_logprobs))
         if not blocks:
             return None
         logprobs, values, ids = zip(*blocks, strict=True)
