@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign_tools import Upstream, answer, sends
 from server_harness import RunningServer, make_model, running, serve_command, server_config
 from waiting import wait_until
 
 from meltcore.api import hops
 from meltcore.backends.foreign_process import free_port
+from meltcore.backends.http_replica import Replica
 from meltcore.config import EngineConfig, ForeignConfig, ServerConfig
 from meltcore.errors import RequestError
 from meltcore.fleet.replica import RestartPolicy
@@ -44,18 +48,18 @@ def chat(server: RunningServer, model: str) -> Any:
     return server.post("/v1/chat/completions", {"model": model, "messages": MESSAGES, "max_tokens": 4})
 
 
-def pipe(source: socket.socket, target: socket.socket) -> None:
+def pipe(source: socket.socket, target: socket.socket, header: bytes) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
-            target.sendall(data)
+            target.sendall(data.replace(b"Via: ", header))
     for each in (source, target):
         with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
-def forwarded(port: int) -> Iterator[int]:
-    """A port of its own that leads to `port`."""
+def forwarded(port: int, *, header: bytes = b"Via: ") -> Iterator[int]:
+    """A port of its own that leads to `port`, and gives the header `Via` another name."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -64,7 +68,7 @@ def forwarded(port: int) -> Iterator[int]:
                     near, _ = listener.accept()
                     there = socket.create_connection(("127.0.0.1", port))
                     for each in ((near, there), (there, near)):
-                        threading.Thread(target=pipe, args=each, daemon=True).start()
+                        threading.Thread(target=pipe, args=(*each, header), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
         yield int(listener.getsockname()[1])
@@ -74,8 +78,9 @@ def forwarded(port: int) -> Iterator[int]:
 def test_model_whose_address_is_the_fleets_own_fails_at_the_start(tmp_path: Path) -> None:
     """Also with several forms of it; other models are served, and a model with another address beside it is."""
     port, other = free_port(), free_port()
-    with forwarded(port) as around, serving(tmp_path, "other", other):
-        forms = [f"http://127.0.0.2:{port}/v1/", f"http://localhost:{port}", f"http://127.0.0.1:{around}"]
+    without_via = forwarded(port, header=b"X-Dropped: ")
+    with forwarded(port) as around, without_via as unseen, serving(tmp_path, "other", other):
+        forms = [f"http://127.0.0.2:{port}/v1/", *(f"http://localhost:{each}" for each in (port, around, unseen))]
         loops = [far(f"loop{at}", url) for at, url in enumerate(forms)]
         half = far("half", forms[0], f"http://127.0.0.1:{other}", upstream_model="other")
         with serving(tmp_path, "first", port, *loops, half) as server:
@@ -144,6 +149,25 @@ def test_fleet_that_another_one_waits_for_may_wait_for_more_than_that(tmp_path: 
         for server in servers:
             wait_until(lambda server=server: chat(server, "late").status == 200, "an answer over the others")
             assert "could not be loaded" not in server.stderr
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_upstream_that_lists_its_models_under_our_name_is_not_used(*, is_whole: bool) -> None:
+    """What a gateway answers that drops `Via`: as it came, or written anew; at the start, and once it serves."""
+    fields = {"object": "list", "data": [], "server": hops.own_name()}
+
+    async def check() -> None:
+        upstream = Upstream(sends(b""))
+        await upstream.start()
+        replica = Replica(0, upstream.url, far("far", upstream.url), None)
+        for lists, state in ((True, "starting"), (False, "up"), (True, "down"), (False, "up")):
+            named = fields if is_whole else {"models": {"meta": fields}}
+            upstream.health = answer(json.dumps(named if lists else {**fields, "server": "other"}, indent=1).encode())
+            await replica.check_health()
+            assert (replica.state, replica.leads_back, replica.problem(0.0)) == (state, lists, BACK if lists else None)
+        await upstream.stop()
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize(

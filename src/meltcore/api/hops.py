@@ -1,7 +1,8 @@
 """Requests that come back to the server that sent them on, whatever form its address had.
 
 Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of what it sends to its upstreams, and refuses
-requests that have been here before, also those that took a way over others.
+requests that have been here before, also those that took a way over others. `/v1/models` states the name too, since
+gateways may drop the header.
 """
 
 from __future__ import annotations

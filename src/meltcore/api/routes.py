@@ -23,7 +23,7 @@ from meltcore.api.dwani_chat import DwaniChatEndpoint
 from meltcore.api.exchange import Endpoint
 from meltcore.api.forward import FOREIGN_PATHS, FORWARDED_PATHS, LANGUAGE_PATHS, ForwardingEndpoint, default_model
 from meltcore.api.gate import Gate
-from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, may_probe
+from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
 from meltcore.api.http import (
     ClientDisconnectedError,
     error_json,
@@ -240,7 +240,7 @@ class _Handlers:
         self._models.check_ready()
         ready = (backend for backend in self._models.backends if backend.health.status in SERVING)
         cards = [_model_card(backend, name) for backend in ready for name in backend.names]
-        return {"object": "list", "data": cards}
+        return {"object": "list", "data": cards, "server": own_name()}
 
     async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         name = scope["path_params"]["name"]

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 from starlette.types import Scope
 
-from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, via_lines
+from meltcore.api.hops import CIRCLE_CODE, LOOP_STATUS, own_name, via_lines
 from meltcore.backends.circuit_breaker import CircuitBreaker
 from meltcore.backends.http_connection import UpstreamConnection, UpstreamError, connect
 from meltcore.config import ForeignConfig
@@ -132,14 +132,22 @@ class Replica:
                 self._set_down(str(error))
             return
         self._late_answers = 0
-        self.leads_back = answer.status == LOOP_STATUS
-        if answer.status == 200:
-            self.state, self.reason = "up", ""
-        elif self.leads_back:
+        self.leads_back = answer.status == LOOP_STATUS or (answer.status == 200 and await self._is_this_server())
+        if self.leads_back:
             circle = _circle_of(answer)
             self._set_down(f"it waits in a circle: {circle}" if circle else "its address leads back to this server")
+        elif answer.status == 200:
+            self.state, self.reason = "up", ""
         else:
             self._set_down(f"{self._health_path} answers with status {answer.status}")
+
+    async def _is_this_server(self) -> bool:
+        """Return whether its list of models has the name of this server, as behind a gateway that drops `Via`."""
+        try:
+            answer = await self.ask("GET", "/v1/models", limit_s=HEALTH_TIMEOUT_S)
+        except UpstreamError:
+            return False
+        return own_name().encode() in answer.body
 
     async def circle(self, scope: Scope) -> str | None:
         """Return where the circle of upstreams that wait for each other goes on from here, None where there is none."""
