@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import sys
 from collections.abc import Callable
@@ -239,6 +240,24 @@ def test_audio_that_begins_late_has_silence_before_it(container: str, codec: str
     assert duration_s(data) == pytest.approx(start_s + 1, abs=0.15)
     assert not is_loud(data, 0.0, start_s - 0.1)
     assert is_loud(data, start_s + 0.1, start_s + 0.9)
+
+
+FRAGMENTS = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "frag_duration": "500000"}
+
+
+@pytest.mark.parametrize(("rate", "first", "last"), [(16_000, 2, 3), (44_100, 1, 99), (48_000, 3, 99)])
+def test_late_fragments_have_silence_before_them(rate: int, first: int, last: int) -> None:
+    """A player's first part and some later ones, as HLS and DASH have them."""
+    data = recorded(tone(2.5, rate), "mp4", "aac", rate, is_live=True, **FRAGMENTS)
+    start, *fragments = re.split(rb"(?=....moof)", data[: data.rindex(b"mfra") - 4], flags=re.DOTALL)
+    late = start + b"".join(fragments[first:last])
+    end_s = 0.5 * min(last, 5)
+    assert duration_s(late) == pytest.approx(end_s, abs=0.15)
+    assert not is_loud(late, 0.0, 0.5 * first - 0.15)
+    assert is_loud(late, 0.5 * first + 0.1, end_s - 0.1)
+    assert duration_s(start + fragments[0] + late) == pytest.approx(0.5 + end_s, abs=0.2)
+    with pytest.raises(RequestError, match="is truncated"):
+        decoded(late[:-20])
 
 
 @pytest.mark.parametrize(("container", "codec"), TIMED)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
 from meltcore.audio.containers import AAC, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, OGG, WAV, WAVPACK, Container
+from meltcore.audio.mp4 import has_fragments
 from meltcore.audio.mpeg import announced_samples, frame_bytes
 from meltcore.audio.ogg import first_packets
 
@@ -126,7 +127,9 @@ class FFmpegFile:
             return (self._file.duration or 0) / 1e6 if is_written else 0.0
         if self._container not in (FLAC, MP4, WAVPACK):  # the size of the others is checked before
             return 0.0
-        start = max(self._stream.start_time or 0, 0) if self._container.is_timed else 0
+        # FFmpeg counts the duration of MP4 from the first packet, with fragments from zero.
+        is_from_first = self._container is MP4 and not has_fragments(data)
+        start = max(self._stream.start_time or 0, 0) if is_from_first else 0
         return float(((self._stream.duration or 0) + start) * self._stream.time_base)
 
     def blocks(self) -> Iterator[Floats]:

@@ -30,6 +30,11 @@ def split_mp4(data: bytes) -> Iterator[int]:
             raise refusal(f"announces {num_samples:,} packets in {len(data):,} bytes")
 
 
+def has_fragments(data: bytes) -> bool:
+    """Return whether a file has its packets in fragments (moof), as segments for streaming do."""
+    return any(name == b"moof" for _, _, name in _boxes(data, 0, len(data), each_element()))
+
+
 def _boxes(data: bytes, position: int, end: int, steps: Iterator[None]) -> Iterator[tuple[int, int, bytes]]:
     """Yield position, size and name of each box. The last one may be longer than the data, or go to its end."""
     for _ in steps:
