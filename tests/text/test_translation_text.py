@@ -23,7 +23,9 @@ from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
 from meltcore.text.visible import is_visible
 
-ENGLISH, HINDI, TAMIL, URDU = (find_language(name, "src_lang") for name in ("English", "Hindi", "Tamil", "Urdu"))
+ENGLISH, HINDI, TAMIL, URDU, SINDHI, KASHMIRI = (
+    find_language(name, "src_lang") for name in ("English", "Hindi", "Tamil", "Urdu", "snd_Arab", "kas_Arab")
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,14 @@ def test_text_in_another_script_is_an_error(text: str, spoken: Any, is_wrong: bo
          ["ن۔ م۔ راشد نے نظم لکھی۔", "وہ آئی۔", "اس نے چائے پی۔"]),
         ("بی۔ جے۔ پی۔ جیتی۔ ڈاکٹر اے۔پی۔جے۔ کلام", URDU, ["بی۔ جے۔ پی۔ جیتی۔", "ڈاکٹر اے۔پی۔جے۔ کلام"]),
         ("1۔ پہلا کام۔ جی۔ میں ہوں۔", URDU, ["1۔ پہلا کام۔", "جی۔", "میں ہوں۔"]),
+        # Initials of Sindhi and Kashmiri, with vowel signs too, and words that are no initials alone
+        ("ڊاڪٽر. جي. ايم. سيد آيو. هو ويو.", SINDHI, ["ڊاڪٽر. جي. ايم. سيد آيو.", "هو ويو."]),
+        ("ايم. اِي. شيخ ۽ ٽي. ايڇ. ڪي. آيا۔ هن ڪم ڪيو. ها، جي. هو ويو.", SINDHI,
+         ["ايم. اِي. شيخ ۽ ٽي. ايڇ. ڪي. آيا۔", "هن ڪم ڪيو.", "ها، جي.", "هو ويو."]),
+        ("جي. م. سيد ڪتاب لکيو. اهي ٽي. مان ويس.", SINDHI, ["جي. م. سيد ڪتاب لکيو.", "اهي ٽي.", "مان ويس."]),
+        ("ڈاکٹر. ایٖم. اے۔ شیخ آو۔ سُہ گوو۔", KASHMIRI, ["ڈاکٹر. ایٖم. اے۔ شیخ آو۔", "سُہ گوو۔"]),
+        ("پروفيسر. ايم. كے. خان آئے. وہ ہے ڈاکٹر۔ مسٹر. رام آئے۔", URDU,
+         ["پروفيسر. ايم. كے. خان آئے.", "وہ ہے ڈاکٹر۔", "مسٹر. رام آئے۔"]),
         ("one\n\n two  \r\n\tthree", ENGLISH, ["one", "two", "three"]),
         ("", ENGLISH, []), (" \n ", ENGLISH, []), ("...", ENGLISH, ["..."]),
         # Prefixes of numbers, which end a sentence elsewhere

@@ -23,9 +23,14 @@ _TITLES = (
 )
 _BEFORE_NUMBERS = "क्र नं सं पृ अनु धा खं"  # number, page, article, section, volume
 # English letters in Arabic script, and those that are words too: such a one is an initial only beside another one
-_URDU = "اے ڈی ای ایف ایچ جے ایل ایم این او کیو آر ایس ٹی یو وی ڈبلیو ایکس وائی زیڈ"
-_URDU_WORDS = "بی پی سی جی آئی کے"  # also lady, drank, like, yes, came and of
-URDU_INITIALS, URDU_INITIALS_AND_WORDS = frozenset(_URDU.split()), frozenset(_URDU_WORDS.split())
+_ARABIC = "اے ڈی ای ایف ایچ جے ایل ایم این او کیو آر ایس ٹی یو وی ڈبلیو ایکس وائی زیڈ ڊی ایڇ ڊبلیو ایڪس زیڊ واء"
+_ARABIC_WORDS = "بی پی سی جی آئی کے آء ڪی ڪیو ٽی"  # also lady, drank, like, yes, came, of, I, some, did, three
+_ARABIC_TITLES = "ڈاکٹر ڊاڪٽر پروفیسر پروف مسٹر مسٽر مسز شری شریمتی پنڈت پنڊت"
+ARABIC_INITIALS_AND_WORDS = frozenset(_ARABIC_WORDS.split())
+_ARABIC_INITIALS, ARABIC_TITLES = frozenset(_ARABIC.split()), frozenset(_ARABIC_TITLES.split())
+# Sindhi writes ي for Urdu's ی, and ڪ for Urdu's ک. The latter two differ in the lists, as Sindhi has both letters.
+_ARABIC_LETTERS = {ord("ي"): "ی", ord("ى"): "ی", ord("ك"): "ک"}
+_VOWEL_SIGNS = dict.fromkeys([*range(0x64B, 0x653), *range(0x656, 0x660), 0x670])
 # Beside Moses' own: titles, what names of places begin with, and words that Moses does not expect before a number
 _ENGLISH_TITLES = "Smt Shri Sri Kum Pt Md Mohd Er Fr Mt Ft"
 _ENGLISH_BEFORE_NUMBERS = "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art"
@@ -51,11 +56,21 @@ def english_abbreviations() -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(always), frozenset(before_numbers)
 
 
+def plain_arabic(word: str) -> str:
+    """Return a word without Arabic vowel signs, and with Urdu's letters for those that look like them."""
+    return unicodedata.normalize("NFC", word).translate(_ARABIC_LETTERS | _VOWEL_SIGNS)
+
+
+def may_be_arabic_initial(word: str) -> bool:
+    """Return whether a plain word in Arabic letters names a letter, be it a word too."""
+    return len(word) == 1 or word in _ARABIC_INITIALS or word in ARABIC_INITIALS_AND_WORDS
+
+
 def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> bool:
     """Return whether a sentence goes on after this word and a period. Initials of all scripts are abbreviations."""
     if len(word) == 1:
         return word.isalpha()
-    if word in URDU_INITIALS:
+    if word in _ARABIC_INITIALS:
         return True
     if text_code == "en" or word.isascii():
         always, before_numbers = english_abbreviations()

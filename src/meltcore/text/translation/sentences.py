@@ -6,9 +6,11 @@ import regex
 
 from meltcore.text.languages import Language
 from meltcore.text.translation.abbreviations import (
-    URDU_INITIALS,
-    URDU_INITIALS_AND_WORDS,
+    ARABIC_INITIALS_AND_WORDS,
+    ARABIC_TITLES,
     is_abbreviation,
+    may_be_arabic_initial,
+    plain_arabic,
 )
 from meltcore.text.translation.indic_sentences import indic_ends
 from meltcore.text.visible import is_visible
@@ -22,7 +24,7 @@ _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
 _LAST_WORD = regex.compile(r"[\w\p{M}.-]*$")
 _LOWERCASE_NEXT = regex.compile(r"\s*[\"'“‘(\[]*\p{Ll}")
 _NUMBER_NEXT = regex.compile(r"\s+\p{N}")
-_NEXT_ALONE = regex.compile(r"\s*(\p{L}+)[.۔]")
+_NEXT_ALONE = regex.compile(r"\s*([\p{L}\p{M}]+)[.۔]")
 _MAX_WORD_CHARS = 40  # of an abbreviation
 
 
@@ -89,13 +91,16 @@ def _ends(line: str, language: Language) -> list[int]:
 def _goes_on(line: str, match: regex.Match[str], start: int, initial_end: int, language: Language) -> bool:
     """Return whether the sentence from `start` goes on after this period: it ends an abbreviation or a list number."""
     found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
-    word = found.group() if found else ""
-    if word.isdecimal() and not line[start : match.start()].removesuffix(word).strip():
+    written = found.group() if found else ""
+    word = plain_arabic(written)
+    if word.isdecimal() and not line[start : match.start()].removesuffix(written).strip():
         return True  # a number of a list
-    if word in URDU_INITIALS_AND_WORDS:
-        is_behind = initial_end > start and line[initial_end : match.start()].strip() == word
+    if word in ARABIC_INITIALS_AND_WORDS:
+        is_behind = initial_end > start and line[initial_end : match.start()].strip() == written
         following = _NEXT_ALONE.match(line, match.end())
-        return is_behind or (following is not None and following.group(1) in URDU_INITIALS | URDU_INITIALS_AND_WORDS)
+        return is_behind or (following is not None and may_be_arabic_initial(plain_arabic(following.group(1))))
+    if word in ARABIC_TITLES and match.group() == ".":  # a whole word, which Urdu's own full stop does end
+        return True
     is_before_number = _NUMBER_NEXT.match(line, match.end()) is not None
     is_known = is_abbreviation(word, language.text_code, is_before_number=is_before_number)
     return is_known or regex.fullmatch(r"(?:\p{L}\.)+\p{L}", word) is not None
