@@ -239,6 +239,10 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(TOLERANCE), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="auto", help="Type of activations (default: the engine's choice).")
     args = parser.parse_args()
+    if find_spec("accelerate") is None:
+        parser.error("transformers reads GGUF files with the package accelerate only: pip install --group real")
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     import transformers
 
     versions: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}

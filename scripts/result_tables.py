@@ -252,10 +252,13 @@ def speeds() -> list[str]:
     """Lines of a table: output tokens per second of each model that offline.py measured, by concurrent requests."""
     columns = ("1 request", "4 requests", "16 requests", "64 requests", "100 requests")
     lines = [
-        f"| model | on | prompt / answer tokens | {' | '.join(columns)} | date |",
+        f"| model or file | on | prompt / answer tokens | {' | '.join(columns)} | date |",
         f"|---|---|---|{'--:|' * (len(columns) + 1)}",
     ]
     runs = [(machine, run) for machine in ("h200", "cpu") for run in _read(f"offline/{machine}.json")["runs"]]
+    # Files that can be fetched come first. A subject with a comma names a switch of the engine.
+    runs = [each for each in runs if "," not in each[1]["subject"]]
+    runs.sort(key=lambda each: not each[1]["subject"].startswith(("gemma-3-270m", "smollm2")))
     for machine, run in runs:
         on = "H200" if machine == "h200" else f"{run['machine']['cores']} cores, {run['machine']['cpu']}"
         rates: dict[str, dict[str, float]] = {}

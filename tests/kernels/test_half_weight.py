@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,3 +66,16 @@ def test_values_that_float16_cannot_hold_are_refused(value: float) -> None:
     values[16, 19] = value
     with pytest.raises(ValueError, match="float16 holds up to 65504"):
         PackedHalf(values)
+
+
+@pytest.mark.parametrize("columns", [576, 640, 1536])
+def test_planned_bytes_are_those_that_a_packed_weight_takes(columns: int) -> None:
+    def anonymous_bytes() -> int:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+    values = torch.randn(16_384, columns).half().float()
+    before = anonymous_bytes()
+    weight = PackedHalf(values)
+    assert anonymous_bytes() - before == pytest.approx(weight.nbytes, abs=2**21)

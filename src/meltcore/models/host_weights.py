@@ -26,6 +26,7 @@ from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight
 from meltcore.models.decoder import Decoder
+from meltcore.models.loader import Progress
 from meltcore.models.model import Model
 from meltcore.models.quantization import tensors_of_layers
 
@@ -48,9 +49,10 @@ class HostWeights(NamedTuple):
         """A description, for the user, of the form in which these weights are held."""
         return describe_host_weights(in_half=self.in_half, in_two_parts=any(map(_in_two_parts, self.layers)))
 
-    def convert(self) -> None:
+    def convert(self, progress: Progress) -> None:
         """Convert the loaded weights, layer by layer, so that two forms of one layer exist at a time."""
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            progress("converting weights", index / len(self.layers))
             if not self.in_half:
                 layer.weight = _dense(layer)
                 continue

@@ -68,7 +68,7 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
     note = f"p95 needs {SAMPLES_NEEDED['p95']} samples, p99 {SAMPLES_NEEDED['p99']}."
     x_title = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
     steady = [None if level.steady is None else rate_of(level.steady) for level in levels]
-    rates: list[float | None] = [throughput(level) for level in levels]
+    rates = [throughput(level) if level.requests else None for level in levels]  # an interruption sends none
     unit_words = throughput_unit(levels[0])
     panels = [
         (

@@ -183,7 +183,7 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
             failed_cell(level),
             f"{level.peak_in_flight:,}",
             format_percent(level.accuracy),
-            format_number(level.output_tokens_per_s),
+            format_number(level.output_tokens_per_s if level.requests else None),
             Cell("none", "faint") if level.steady is None else format_number(level.steady.output_tokens_per_s),
             *latencies,
             *([format_number(level.goodput_per_s)] if has_slo else []),

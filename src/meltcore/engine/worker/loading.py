@@ -82,7 +82,7 @@ def load(
             _report_formats(checkpoint.gguf, dtype, note, held, ranks=config.tensor_parallel_size)
     fill_weights(model, config, checkpoint, progress)
     if held is not None:
-        held.convert()
+        held.convert(progress)
         trim_memory()
     free_cached_memory(device)
     model.prepare(max_model_len)

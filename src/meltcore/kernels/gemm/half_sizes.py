@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 _HALF_TYPES = {"F16", "BF16", "float16", "bfloat16"}  # of safetensors and GGUF, and of config.json
 _PACKED_ROWS = 16  # of a weight, which FBGEMM packs together
+_PACKED_COLUMNS = 512  # a shorter last block is padded, and the padding is written too
 
 
 def processor_packs_half() -> bool:
@@ -30,7 +31,11 @@ def describe_host_weights(*, in_half: bool, in_two_parts: bool) -> str:
 
 def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
     """Return the bytes of a packed weight [rows, columns]."""
-    return (1 + in_two_parts) * 2 * columns * -(-rows // _PACKED_ROWS) * _PACKED_ROWS
+    padded_rows, padded_columns = (
+        -(-rows // _PACKED_ROWS) * _PACKED_ROWS,
+        -(-columns // _PACKED_COLUMNS) * _PACKED_COLUMNS,
+    )
+    return (1 + in_two_parts) * 2 * padded_columns * padded_rows
 
 
 def converted_bytes(
