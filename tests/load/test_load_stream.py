@@ -313,6 +313,24 @@ def test_first_token_comes_with_the_first_output_of_any_kind(delta: dict[str, ob
     assert without_usage.output_tokens == 1
 
 
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"content": [{"type": "text", "text": ""}]},
+        {"content": [{"type": "output_text", "text": "", "annotations": []}, {"type": "text"}, {}, None, ""]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": ""}]}]},
+        {"content": "", "thinking_blocks": [{"type": "thinking", "thinking": "", "signature": None}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "", "format": "x", "index": 0}]},
+        {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": ""}}], "function_call": {"name": ""}},
+        {"audio": {"id": "x", "expires_at": 1729018505}, "images": [{"type": "image_url", "image_url": {"url": ""}}]},
+    ],
+)
+def test_part_without_content_is_no_first_token(empty: dict[str, object]) -> None:
+    ends = event(finish="stop") + DONE
+    record = play((2.0, chunk(empty)), (3.0, chunk({"content": "a"})), (4.0, chunk(empty)), (5.0, ends)).record
+    assert (record.failure, record.first_text_s, record.output_tokens) == (None, 3.0, 1)
+
+
 EMPTY_FIELDS = '{"message": "", "type": "", "param": null, "code": 0}'  # as Go writes a struct
 
 

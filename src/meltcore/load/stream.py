@@ -16,6 +16,7 @@ from meltcore.load.response import BaseResponse, error_message
 MAX_TOKENS = 2**24  # of one request; the longest context of a published model has 10 million
 IMPLAUSIBLE_USAGE = "implausible usage"
 NO_EXTRA_RULES = AnswerRules()
+_LABELS = frozenset({"type", "id", "format", "status", "role"})
 
 
 class _Delta(msgspec.Struct):
@@ -23,7 +24,7 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
     reasoning: str | None = None  # its newer name; a server that sends both repeats the text
     thinking: str | None = None
-    # Of any form: what they hold is not read.
+    # Of any form: they are output where they hold a text that is no label.
     reasoning_details: Any = None
     thinking_blocks: Any = None
     images: Any = None
@@ -34,12 +35,9 @@ class _Delta(msgspec.Struct):
 
     def has_other_output(self) -> bool:
         """Return whether tokens came that are neither content nor reasoning in a field of its own."""
-        audio = self.audio
-        if isinstance(audio, dict):  # the first one may have an id alone
-            audio = audio.get("data") or audio.get("transcript")
-        reasoning = self.reasoning_details or self.thinking_blocks
-        others = (self.content, self.refusal, self.tool_calls, self.function_call, reasoning, self.images, audio)
-        return any(map(bool, others))
+        reasoning = [self.reasoning_details, self.thinking_blocks]
+        calls = [self.tool_calls, self.function_call]
+        return _has_text([self.content, self.refusal, *calls, *reasoning, self.images, self.audio])
 
 
 class _Choice(msgspec.Struct):
@@ -73,6 +71,20 @@ class _Event(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+
+
+def _has_text(value: Any) -> bool:
+    """Return whether a text that is no label stands anywhere in a JSON value: an empty part has an id and a type."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str) and each:
+            return True
+        if isinstance(each, dict):
+            pending += [field for name, field in each.items() if name not in _LABELS]
+        elif isinstance(each, list):
+            pending += each
+    return False
 
 
 def _is_error(error: Any) -> bool:
