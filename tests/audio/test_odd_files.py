@@ -198,6 +198,52 @@ def test_bytes_before_the_first_frame_and_tags_after_the_last(name: str) -> None
         assert duration_s(data + tail) == pytest.approx(whole, abs=0.03)
 
 
+COVERS = {
+    "avif": b"\0\0\0\x1cftypavif\0\0\0\0avifmif1miaf",
+    "heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "wav": WAV[:DATA],
+    "aiff": b"FORM\0\0\x40\0AIFFCOMM\0\0\0\x12",
+    "flac": encoded(tone(0.1), format="FLAC")[:42],
+    "ogg": encoded(tone(0.1), format="OGG", subtype="VORBIS")[:58],
+}
+
+
+def covers(image: bytes) -> dict[str, bytes]:
+    """A picture, or what else programs keep, in a tag of each kind, and in a block of FLAC's metadata."""
+    image += bytes(range(90)) * 20
+    size, items = len(image), struct.pack("<II", len(image), 2) + b"Cover Art (Front)\0" + image
+    head, end = (
+        b"APETAGEX" + struct.pack("<IIII", 2000, len(items) + 32, 1, flags) + bytes(8) for flags in (0xA << 28, 8 << 28)
+    )
+    return {
+        "id3": b"ID3\3\0\0" + bytes([0, size >> 14, size >> 7 & 127, size & 127]) + image,
+        "ape": head + items + end,
+        "old ape": items + end[:8] + struct.pack("<I", 1000) + end[12:20] + bytes(12),
+        "flac": b"\2" + struct.pack(">I", size)[1:] + image,
+    }
+
+
+@pytest.mark.parametrize("cover", COVERS)
+@pytest.mark.parametrize("name", ["mp3", "aac", "flac", "wavpack"])
+def test_marks_of_other_formats_in_tags_are_none(name: str, cover: str) -> None:
+    tags = covers(COVERS[cover])
+    data = recorded(tone(1.0), "wv", "wavpack", 16_000) if name == "wavpack" else MAKERS[name](1.0, 16_000)
+    for tag in (tags["ape"], tags["old ape"], tags["ape"] + tags["id3"] + ID3V1):
+        assert duration_s(data + tag) == pytest.approx(1.0, abs=0.1)
+    joined = data + tags["id3"] + data + MAKERS["wav"](0.5, 16_000) + tags["id3"]
+    assert duration_s(joined) == pytest.approx(2.5, abs=0.2)
+
+
+@pytest.mark.parametrize("image", [*COVERS.values(), encoded(tone(0.5), format="MP3")], ids=[*COVERS, "mp3"])
+def test_marks_of_other_formats_in_metadata_of_flac_are_none(image: bytes) -> None:
+    flac, block = MAKERS["flac"](1.0, 16_000), covers(image)["flac"]
+    data = flac[:42] + block * 2 + flac[42:]
+    assert duration_s(data) == 1.0
+    assert duration_s(data + data + MAKERS["mp3"](0.5, 16_000)) == pytest.approx(2.5, abs=0.05)
+    with pytest.raises(RequestError, match=r"is truncated|truncated or damaged"):
+        decoded(data[:3000])
+
+
 def timed(container: str, codec: str, starts_s: list[float]) -> bytes:
     """A second of tone at each of these times, of a stream whose packets have them."""
     file: Any = io.BytesIO() if container == "mp4" else Recorder()

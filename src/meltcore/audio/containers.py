@@ -20,7 +20,9 @@ from meltcore.audio.marks import (
     after_flac,
     after_mp3,
     after_others,
+    ape_tags,
     files_from,
+    id3_end,
 )
 from meltcore.audio.matroska import split_matroska
 from meltcore.audio.media_files import split_amr, split_asf, split_avi, split_flv, split_ts, split_wavpack
@@ -101,7 +103,7 @@ def without_lead(data: bytes) -> bytes:
     start = 0
     for _ in each_element():
         if data[start : start + 3] == b"ID3" and len(data) >= start + 10:
-            start = _tag_end(data, start)
+            start = id3_end(data, start)
             if start >= len(data):
                 raise refusal(f"is truncated: its tag (ID3) ends at byte {start}, and it has {len(data)}")
         elif zeros := _ZEROS.match(data, start):
@@ -121,12 +123,6 @@ def without_lead(data: bytes) -> bytes:
         if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
             return data
     return data[start:] if start else data
-
-
-def _tag_end(data: bytes, start: int) -> int:
-    """Return where a tag (ID3v2) at `start` ends by its own size."""
-    length = sum((byte & 127) << 7 * place for place, byte in enumerate(data[start + 9 : start + 5 : -1]))
-    return start + 10 + length + (10 if data[start + 5] & 0x10 else 0)
 
 
 def parts(data: bytes) -> list[bytes]:
@@ -171,7 +167,8 @@ def _frames_of(data: bytes) -> Container:
 
 def _check_tag(data: bytes) -> None:
     """Raise RequestError for bytes behind frames that may be more of them: no tag, and too many."""
-    if len(data) > _MAX_TRAILER_BYTES and any(data) and not data.startswith(_TAGS):
+    is_tag = data.startswith(_TAGS) or any(start == 0 for start, _ in ape_tags(data))
+    if len(data) > _MAX_TRAILER_BYTES and any(data) and not is_tag:
         raise refusal(f"has {len(data)} bytes behind its last frame that are neither a frame nor a tag")
 
 
@@ -179,7 +176,7 @@ def _container_at(data: bytes, position: int) -> Container | None:
     """Return the container of a file that begins here, None for a tag alone or other bytes."""
     first = position
     if data[position : position + 3] == b"ID3" and len(data) > position + 10:
-        first = next(frame_runs(data[: position + _MAX_TAG_BYTES], _tag_end(data, position)), 0)
+        first = next(frame_runs(data[: position + _MAX_TAG_BYTES], id3_end(data, position)), 0)
     return container_of(data, position) or (MP3 if run_end(data, first) else None)
 
 
