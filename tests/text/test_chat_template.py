@@ -240,6 +240,25 @@ def test_special_tokens_have_the_names_that_transformers_reads(tmp_path: Path) -
     assert special_token_texts(tmp_path) == {"bos_token": "<b>", "eos_token": "<e>", "image_token": "<img>"}
 
 
+def test_special_tokens_of_a_models_own_stand_beside_the_others(tmp_path: Path) -> None:
+    """What else has a name that ends so is no token, and the fields for such names win."""
+    fields = {
+        "image_token": "</s>",
+        "boi_token": {"__type": "AddedToken", "content": "<boi>", "special": True},
+        "video_token": "<v>",
+        "extra_special_tokens": {"video_token": "<video>"},
+        "add_bos_token": True,
+        "pad_token": None,
+        "video_token_id": 7,
+        "chat_template": "{{ image_token }}{{ boi_token }}{{ video_token }}{{ add_bos_token }}{{ video_token_id }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    assert special_token_texts(tmp_path) == {"image_token": "</s>", "boi_token": "<boi>", "video_token": "<video>"}
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.render(HELLO) == "</s><boi><video>"
+
+
 def _from(folder: Path) -> str:
     template = ChatTemplate.from_folder(folder)
     assert template is not None

@@ -201,10 +201,11 @@ def _read_text(path: Path) -> str:
 def special_token_texts(folder: Path) -> dict[str, str]:
     """Return the texts of bos_token, eos_token and the other named special tokens of a folder, as transformers does.
 
-    A file has a plain text or an added-token object for each. Raises ConfigError for a file that cannot be read.
+    Each field whose name ends in `_token` is one. A file has a plain text or an added-token object for each.
+    Raises ConfigError for a file that cannot be read.
     """
     config = _special_settings(folder)
-    found = {name: config.get(name) for name in SPECIAL_NAMES}
+    found = {name: value for name, value in config.items() if name.endswith("_token")}
     for key in ("model_specific_special_tokens", "extra_special_tokens"):  # names of the model's own, or a list
         named = config.get(key)
         found |= named if isinstance(named, dict) else {}
