@@ -114,6 +114,12 @@ def test_no_template_is_a_400_that_names_the_flag_and_completions() -> None:
         ({"chat_template.jinja": "{% include %}"}, "error in line 1"),
         ({"tokenizer_config.json": '{"chat_template": 5}'}, "neither text nor a list"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "x"}]}'}, "none is named 'default'"),
+        *(
+            ({file: json.dumps({"chat_template": [{"name": "default", "template": source}]})}, "'default' is .* a text")
+            for file in ("tokenizer_config.json", "chat_template.json")
+            for source in (None, 5, ["x"], {})
+        ),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": ["default"], "template": "x"}]}'}, "neither text nor"),
         ({"chat_template.jinja": "{% set x = " + "(" * 9000 + ")" * 9000 + " %}"}, "cannot be compiled|error in line"),
     ],
 )

@@ -188,7 +188,10 @@ def find_source(folder: Path, config: dict[str, Any]) -> str | None:
         raise ConfigError(
             f"{folder}: of the chat templates {sorted(map(str, templates_by_name))} none is named 'default'"
         )
-    return str(templates_by_name["default"])
+    source = templates_by_name["default"]
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder}: the chat template named 'default' is {source!r}; it must be a text")
+    return source
 
 
 def _read_text(path: Path) -> str:
