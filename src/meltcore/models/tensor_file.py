@@ -26,7 +26,7 @@ _MIN_RANGE_BYTES = 64 * 1024
 # cosines, causal masks, positions. Other loaders skip them too.
 _DERIVED_NAME = re.compile(
     r"(^|\.)(\w*inv_freq|(cos|sin|cos_sin)_cached?|freqs_cis|masked_bias|\w*_mask|position_ids|attn_rot_embd\.weight)$"
-    r"|(^|\.)(rotary|rope)\w*\.(cos|sin|freqs)$"
+    r"|(^|\.)(rotary|rope)\w*\.(cos|sin|freqs)$|(^|\.)rotary_(pos_)?emb(_\w+)?\.(?!(.+\.)?(weight|bias)$)"
 )
 _MASK_NAME = re.compile(r"attn\.(bias|mask)$|attention\.(bias|mask)$")  # a bias of a layer has one dimension
 
