@@ -495,6 +495,30 @@ def test_channels_that_cancel_for_a_while_only() -> None:
     np.testing.assert_allclose(np.abs(found), np.abs(voice) * 32767, atol=3)
 
 
+def hum(hz: float, level: float) -> np.ndarray[Any, Any]:
+    return level * np.sin(2 * np.pi * hz * np.arange(24_000) / 16_000)
+
+
+COMMON = {
+    "offset": np.full(24_000, 0.1),
+    "50 Hz": hum(50, 0.07),
+    "60 Hz": hum(60, 0.06) + hum(120, 0.01),
+    "20 Hz": hum(20, 0.2),
+}
+
+
+@pytest.mark.parametrize("common", COMMON.values(), ids=COMMON)
+@pytest.mark.parametrize("second", [-1.0, -0.8])
+def test_what_all_channels_have_does_not_hide_that_they_cancel(common: np.ndarray[Any, Any], second: float) -> None:
+    voice = 0.3 * tone(1.5) * (0.7 + 0.3 * np.sin(np.arange(24_000) / 3000))
+    for channels in ([voice, second * voice], [second * voice, voice, 0.5 * voice, -0.5 * voice]):
+        found = mixed_to([channel + common for channel in channels]) / 32767 - common
+        assert abs(np.corrcoef(found, voice)[0, 1]) > 0.99
+        assert np.abs(found).max() == pytest.approx(np.abs(voice).max(), rel=0.01)
+    unlike = mixed_to([voice + common, hum(631, 0.2) + common])
+    np.testing.assert_allclose(unlike, (common + (voice + hum(631, 0.2)) / 2) * 32767, atol=3)
+
+
 def test_channels_that_do_not_cancel_are_averaged() -> None:
     left, right = tone(1.5, hz=440), tone(1.5, hz=631)
     np.testing.assert_allclose(mixed_to([left, right]), (left + right) / 2 * 32767, atol=3)

@@ -27,6 +27,8 @@ _WINDOW_FRAMES = 20  # of 10 ms, at whose ends a window begins
 _MIN_CLIP_FRACTION = 0.4  # of the longest clip: cuts come after this part of it
 # Channels cancel each other in a window where their mean has less than this part of what unlike channels leave in it.
 _MIX_WINDOW_S, _CANCELLED = 0.25, 0.25
+_AS_LOUD = 0.5  # of the energy of the loudest channel
+_MIX_RATE = 8000  # at least, at which they are compared: noise above speech does not count
 
 Samples = npt.NDArray[np.int16]
 
@@ -113,21 +115,37 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
 def mixed(block: Floats, sample_rate: int) -> Floats:
     """Return the mean of all channels [frames, channels], or the loudest channel where they cancel each other.
 
-    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone: the
-    energy of its mean is compared with what channels that have nothing in common would leave.
+    One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone. A
+    hum or an offset that all channels have would hide it, so the differences of samples are compared as well.
     """
     num_channels = block.shape[1]
     mono: Floats = block.mean(axis=1) if num_channels > 1 else block[:, 0]
     if num_channels == 1:
         return mono
-    window = round(_MIX_WINDOW_S * sample_rate)
-    for start in range(0, len(block), window):
-        channels = block[start : start + window]
-        energies = np.einsum("ij,ij->j", channels, channels)
-        found = mono[start : start + window]
-        if float(found @ found) < _CANCELLED * float(energies.sum()) / num_channels**2:
-            mono[start : start + window] = channels[:, energies.argmax()]
+    step = max(1, sample_rate // _MIX_RATE)
+    means = block[: len(block) // step * step].reshape(-1, step, num_channels).mean(axis=1)
+    differences = np.diff(means, axis=0, prepend=means[:1])  # little is left of what is below 100 Hz
+    totals, window = _energies(differences), round(_MIX_WINDOW_S * sample_rate / step)
+    for start in range(0, len(means), window):
+        part = slice(start, start + window)
+        if _cancels(means[part]) or _cancels(differences[part]):
+            energies = _energies(differences[part])
+            # Of channels that are about as loud always the same one: their signs differ.
+            loudest = np.where(energies >= _AS_LOUD * energies.max(), totals, -1).argmax()
+            at = slice(start * step, (start + window) * step)
+            mono[at] = block[at, loudest]
     return mono
+
+
+def _cancels(channels: Floats) -> bool:
+    """Return whether the mean of channels has little of the energy that unlike channels would leave in it."""
+    mean = channels.mean(axis=1)
+    return bool(mean @ mean < _CANCELLED * _energies(channels).sum() / channels.shape[1] ** 2)
+
+
+def _energies(channels: Floats) -> Floats:
+    energies: Floats = np.einsum("ij,ij->j", channels, channels)
+    return energies
 
 
 def _int16(samples: Floats) -> Samples:
