@@ -212,6 +212,35 @@ def test_offsets_count_the_space_between_prompt_and_completion(kind: Callable[[]
     assert choice["logprobs"]["text_offset"] == ([0, 3, 7] if echoed else [0, 4])
 
 
+@pytest.mark.parametrize("kind", [llama2, metaspace, gemma])
+@pytest.mark.parametrize("words", [["▁cat", "▁cat"], ["cat", "▁cat"], ["</s>", "▁cat", "s"], ["▁", "▁cat"]])
+@pytest.mark.parametrize("prompt", [["<s>"], ["<s>", "</s>"], ["<s>", "A"]])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tokens_join_to_the_text_after_a_prompt_without_text(
+    kind: Callable[[], Tokenizer], words: list[str], prompt: list[str], *, streamed: bool
+) -> None:
+    """Decoders of SentencePiece drop the first space of a text; each token comes in an event of its own if streamed."""
+    tokenizer = kind()
+    ids = [tokenizer.token_id(word) for word in words]
+    generation = Generation("id", arrived_s=0.0, streaming=streamed)
+    prompt_ids = [tokenizer.token_id(word) for word in prompt]
+    assert None not in [*ids, *prompt_ids]
+    params = SamplingParams(logprobs=1)
+    generation.add_choice(prompt_ids, params, tokenizer, None, None, continues_prompt=True)
+    choice = generation.choices[0]
+    writer, found = CompletionResponseWriter(generation, "m", StreamOptions()), []
+    for part in [[each] for each in ids] if streamed else [ids]:
+        reason = "length" if part[-1] is ids[-1] else None
+        logprobs = [TokenLogprobs(-1.0, [each], [-1.0]) for each in part]
+        choice.accept(SequenceOutput("id", part, reason, logprobs=logprobs))
+        data = writer.event(choice).removeprefix(b"data: ") if streamed else writer.body(generation)
+        found.append(json.loads(data)["choices"][0])
+    shown = [token for each in found for token in each["logprobs"]["tokens"] if token != "</s>"]
+    assert "".join(shown) == "".join(each["text"] for each in found)
+    tops = [top for each in found for top in each["logprobs"]["top_logprobs"]]
+    assert [list(top) for top in tops] == [[token] for each in found for token in each["logprobs"]["tokens"]]
+
+
 @pytest.mark.parametrize("kind", WITH_BYTES)
 @pytest.mark.parametrize("broken", [b"\xf0", b"\xf0\x9f", b"\xe0\xa4", b"\xff\xff", b"\xf0\x9f\x99\x82\xc3"])
 def test_offset_of_a_token_is_past_the_broken_character_before_it(kind: Callable[[], Tokenizer], broken: bytes) -> None:

@@ -40,6 +40,7 @@ class Choice:
     """One prompt and its answer. It is one request to the engine, and counts as one in the metrics."""
 
     __slots__ = (
+        "_text_is_ahead",
         "asked_echo",
         "cached_tokens",
         "continues_prompt",
@@ -120,6 +121,9 @@ class Choice:
         self.offset_decoder = (
             None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens, context)
         )
+        # No token with text has come before the next logprobs entry, neither of the prompt nor of the answer.
+        is_bare = continues_prompt and all(map(self.detokenizer.is_hidden, prompt))
+        self._text_is_ahead = params.logprobs is not None and (self.asked_echo is not None or is_bare)
         self.echo = self.asked_echo  # until the first output has come
         self.output_tokens = 0
         self.cached_tokens = 0
@@ -183,6 +187,13 @@ class Choice:
         if not echo.echo_only:
             return output
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
+
+    def begins_text(self, token_id: int) -> bool:
+        """Return whether the text, prompt included, begins with the next logprobs entry. Asked once for each entry."""
+        if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
+            return False
+        self._text_is_ahead = False
+        return True
 
     def logprob_text_offset(self, token_id: int) -> int:
         """Return the text_offset of the next logprobs entry, and advance it by the text of `token_id`."""

@@ -160,15 +160,19 @@ class CompletionResponseWriter(ResponseWriter):
         }
 
     def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]:
-        first = _first_of_text(choice, entries)
-        tokens = [_token_key(choice, token_id, is_first=at == first) for at, (token_id, _) in enumerate(entries)]
+        firsts = [choice.begins_text(token_id) for token_id, _ in entries]
+        tokens = [
+            _token_key(choice, token_id, is_first=first) for (token_id, _), first in zip(entries, firsts, strict=True)
+        ]
         return {
             "tokens": tokens,
             "token_logprobs": [
                 None if token_logprobs is None else _finite(token_logprobs.logprob) for _, token_logprobs in entries
             ],
             "top_logprobs": [
-                None if token_logprobs is None else _top_logprobs(choice, tokens[at], token_id, token_logprobs)
+                None
+                if token_logprobs is None
+                else _top_logprobs(choice, tokens[at], token_id, token_logprobs, is_first=firsts[at])
                 for at, (token_id, token_logprobs) in enumerate(entries)
             ],
             "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
@@ -191,21 +195,15 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
     )
 
 
-def _first_of_text(choice: Choice, entries: list[_LogprobsEntry]) -> int | None:
-    """Return the index of the entry that the text begins with. None means that it begins before the entries."""
-    if not entries or entries[0][1] is not None:
-        return None
-    visible = (at for at, (token_id, _) in enumerate(entries) if not choice.detokenizer.is_hidden(token_id))
-    return next(visible, None)
-
-
-def _top_logprobs(choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs) -> dict[str, float]:
+def _top_logprobs(
+    choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs, *, is_first: bool
+) -> dict[str, float]:
     """Return the highest log-probabilities by token, followed by the one of `token` if it is not among them."""
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}
     for each, logprob in found.items():
-        key = token if each == token_id else _token_key(choice, each)
+        key = token if each == token_id else _token_key(choice, each, is_first=is_first)
         # Another token of the same text (a byte token beside the character, say) must not hide the chosen one.
         if (key == token and each != token_id) or key in keyed:
             key = _bytes_key(choice.tokenizer.token_bytes(each))
@@ -213,7 +211,7 @@ def _top_logprobs(choice: Choice, token: str, token_id: int, token_logprobs: Tok
     return keyed
 
 
-def _token_key(choice: Choice, token_id: int, *, is_first: bool = False) -> str:
+def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
     """Return the text of a token. One that is a part of a character has its bytes as text, as OpenAI writes them."""
     data = choice.tokenizer.token_bytes(token_id)
     if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
