@@ -211,7 +211,7 @@ COVERS = {
 def covers(image: bytes) -> dict[str, bytes]:
     """A picture, or what else programs keep, in a tag of each kind, and in a block of FLAC's metadata."""
     image += bytes(range(90)) * 20
-    size, items = len(image), struct.pack("<II", len(image), 2) + b"Cover Art (Front)\0" + image
+    size, items = len(image), struct.pack("<II", len(image), 2) + b"Cover Art (Back)\0" + image
     head, end = (
         b"APETAGEX" + struct.pack("<IIII", 2000, len(items) + 32, 1, flags) + bytes(8) for flags in (0xA << 28, 8 << 28)
     )
