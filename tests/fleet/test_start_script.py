@@ -139,7 +139,7 @@ def test_variable_without_counterpart_is_named_and_changes_nothing(settings: dic
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"TP": "x"}, "argument -tp/--tensor-parallel-size: invalid int value: 'x'"),
+        ({"TP": "x"}, "argument -tp/--tensor-parallel-size: 'x' is not a whole number"),
         ({"TP": "3"}, "argument -tp/--tensor-parallel-size: invalid choice: 3"),
         ({"TP": "", "DP": "x"}, "argument -dp/--data-parallel-size: 'x' is not a whole number"),
         ({"TP": "", "DP": "0"}, "argument -dp/--data-parallel-size: '0' is not a whole number"),

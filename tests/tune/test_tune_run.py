@@ -131,7 +131,7 @@ def test_precision_without_questions_compares_speed_only(tmp_path: Path, capsys:
 @pytest.mark.slow
 def test_our_engine_needs_only_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The most sequences that run without preemption are those that fit in the cache by calculation."""
-    size = ["--serve-args", "--memory 10MiB", "--seq-len", "512"]
+    size = ["--serve-args", "--memory 14MiB", "--seq-len", "512"]
     size += ["--max-model-len", "512", "--min-model-len", "256", "--model-len-step", "256"]
     found = tune(["context", BUNDLED, *size, "--max-num-seqs", "3", "--kv-bytes", "4"], tmp_path, capsys)
     facts = {fact.name: fact.value for fact in found.facts}

@@ -18,7 +18,8 @@ from meltcore.results.weights import WEIGHTS
 _ARCHITECTURE_PAGE, _DECISIONS_INDEX = "docs/architecture.md", "docs/decisions/index.md"
 _LIFE_HEADING = "A request's life"
 _FP8_PAGE = "fp8-kv-cache.md"  # no part of a server whose cache is not FP8
-_CLUSTER_PAGES = ("cluster-placement.md", "cluster-transport.md")  # a submission is measured on one node
+# A submission is measured on one node, and its speed is not that of the package's layout.
+_OTHER_PAGES = ("cluster-placement.md", "cluster-transport.md", "package-layout.md")
 _DECISION = re.compile(r"^\*\*Decision:\*\*\s+(.*?)\n\n", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\([^)]*\)")
 _INDEX_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.MULTILINE)
@@ -62,14 +63,14 @@ def find_section(text: str, heading: str | None) -> str:
 
 
 def decision_items(source: Path, *, fp8_cache: bool) -> list[str]:
-    """Return one list item per decision page about one node. Raises ConfigError where one is missing."""
+    """Return one list item per decision page about the speed of one node. Raises ConfigError where one is missing."""
     index = source / _DECISIONS_INDEX
     rows = _INDEX_ROW.findall(_read(index))
     if not rows:
         raise ConfigError(f"{index} lists no decisions for the write-up")
     items = []
     for title, page_name in rows:
-        if page_name in _CLUSTER_PAGES or (page_name == _FP8_PAGE and not fp8_cache):
+        if page_name in _OTHER_PAGES or (page_name == _FP8_PAGE and not fp8_cache):
             continue
         match = _DECISION.search(_read(index.parent / page_name))
         if match is None:

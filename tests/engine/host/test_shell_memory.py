@@ -1,15 +1,13 @@
-"""An idle engine process holds no outputs, and computes with the threads that its server gives it."""
+"""An idle engine process holds no outputs."""
 
-import os
 import weakref
 from pathlib import Path
 
 import pytest
-import torch
 
 from meltcore.engine.host import shell
 from meltcore.protocol.generation import EngineStats, SequenceOutput, StepOutputs, ToEngine
-from meltcore.protocol.shell import Loading
+from meltcore.protocol.shell import EngineReady
 
 
 class _Enough(BaseException):
@@ -27,8 +25,8 @@ class _OneStep:
         self.has_work = True
         self.kept_at_idle: bool | None = None
 
-    def ready(self) -> Loading:
-        return Loading("ready", 1.0)
+    def ready(self) -> EngineReady:
+        return EngineReady("cuda:0", "bfloat16", "real", [], 1.0)
 
     def step(self) -> StepOutputs:
         self.has_work = False
@@ -49,19 +47,3 @@ def test_idle_process_holds_no_outputs_of_its_last_step(tmp_path: Path, monkeypa
     with pytest.raises(_Enough):
         shell.EngineShell(tmp_path, ToEngine).serve(lambda progress: engine)
     assert engine.kept_at_idle is False
-
-
-def test_threads_are_those_of_the_environment_else_all_cores_but_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    threads: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(
-        shell, "EngineShell", lambda *_: type("Stub", (), {"serve": lambda *_: 0, "close": lambda *_: None})()
-    )
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(9)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # torch has read it
-    shell.serve(lambda _progress: _OneStep(), ToEngine, tmp_path)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    shell.serve(lambda _progress: _OneStep(), ToEngine, tmp_path)
-    assert threads == [8]

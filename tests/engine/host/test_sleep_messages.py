@@ -15,9 +15,9 @@ from meltcore.engine.host.shell import EngineShell
 from meltcore.engine.host.sleep import Slept
 from meltcore.errors import SleepError
 from meltcore.protocol.engines import FromEngine, ToEngine
-from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs
+from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.protocol.shell import AbortRequests, Asleep, Awake, Loading, Shutdown, Sleep, Wake
+from meltcore.protocol.shell import AbortRequests, Asleep, Awake, Shutdown, Sleep, Wake
 from meltcore.protocol.sockets import socket_address
 
 WAIT_MS = 10_000
@@ -36,8 +36,9 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.open) or self.in_flight
 
-    def ready(self) -> Any:
-        return Loading("ready", 1.0)
+    def ready(self) -> GenerationReady:
+        limits = 64, 8, 300, 64, 64
+        return GenerationReady("cuda:0", "bfloat16", "real", [], 1.0, *limits, ["bfloat16"], "bfloat16", "none")
 
     def add(self, message: AddRequest, /) -> None:
         self.open[message.request_id] = 2

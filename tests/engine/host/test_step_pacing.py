@@ -21,7 +21,7 @@ from meltcore.engine.host.step_pacing import HOLD_S, MAX_POLL_S, POLL_S, SHORT_S
 from meltcore.errors import ConfigError
 from meltcore.process import end_group, start
 from meltcore.protocol.generation import EngineStats, StepOutputs, ToEngine
-from meltcore.protocol.shell import Loading
+from meltcore.protocol.shell import EngineReady
 from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
 
 
@@ -254,8 +254,8 @@ class _Watched:
     def has_work(self) -> bool:
         return self.left > 0
 
-    def ready(self) -> Loading:
-        return Loading("ready", 1.0)
+    def ready(self) -> EngineReady:
+        return EngineReady("cuda:0", "bfloat16", "real", [], 1.0)
 
     def take_turn(self, turn: StepTurn) -> None:
         self.turns.append(turn)
