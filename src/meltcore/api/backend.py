@@ -93,7 +93,7 @@ class Health:
         return None
 
     async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
-        """Return for which upstreams the model waits that wait for a server on the way of `scope`; None: for others."""
+        """Return the upstreams that wait for a server which `scope` has passed, or None if there is no such circle."""
         return None
 
 

@@ -94,7 +94,7 @@ class FFmpegFile:
         self._first_s = self._first_in_ogg_s(data) if container is OGG and self._start_s is not None else 0.0
 
     def _zero_s(self) -> float | None:
-        """Return the time at which the file begins, None for that of the first sample."""
+        """Return the time at which the file begins, or None if it begins with its first sample."""
         if self._container.has_zero:
             return 0.0
         starts = [

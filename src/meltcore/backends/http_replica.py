@@ -150,7 +150,7 @@ class Replica:
         return own_name().encode() in answer.body
 
     async def circle(self, scope: Scope) -> str | None:
-        """Return where the circle of upstreams that wait for each other goes on from here, None where there is none."""
+        """Return the next part of the circle of upstreams that wait for each other, or None if there is no circle."""
         try:
             answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
         except UpstreamError:

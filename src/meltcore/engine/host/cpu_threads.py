@@ -31,7 +31,7 @@ class CpuTime(NamedTuple):
 
 
 def cpu_time() -> CpuTime | None:
-    """Return the times of the threads alive. None where the kernel does not count them, as in some sandboxes."""
+    """Return the times of all living threads, or None if the kernel does not count them, as in some sandboxes."""
     running = waiting = 0
     try:
         for task in Path("/proc/self/task").iterdir():
@@ -49,7 +49,7 @@ def cpu_time() -> CpuTime | None:
 def core_limit() -> int:
     """Return the most threads of this process: OMP_NUM_THREADS, by which engines share cores, or all cores."""
     value = os.environ.get("OMP_NUM_THREADS", "")
-    return int(value) if value.isdecimal() and int(value) else len(os.sched_getaffinity(0))
+    return int(value) if value.isascii() and value.isdecimal() and int(value) else len(os.sched_getaffinity(0))
 
 
 class CpuThreads:
