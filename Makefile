@@ -42,7 +42,7 @@ test-gpu-fast: $(STAMP)  ## Run the tests that may share a GPU and are not slow.
 
 test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this installs (about 8 minutes).
 	@# One after another: each starts a cluster. -rs names what is skipped, as where network namespaces are not permitted.
-	$(BIN)/python -m pytest -rs -m ray tests/cluster
+	$(BIN)/python -m pytest -rs -m ray tests/fleet/ray_cluster
 
 test-real: $(REAL_STAMP)  ## Fetch language models with real weights and compare them with transformers (about 15 minutes).
 	$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) $(REAL_NAMES)

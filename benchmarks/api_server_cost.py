@@ -24,10 +24,10 @@ from pathlib import Path
 
 from bench_output import Row, write_result
 
-from meltcore.evals.server_process import MeltcoreServer
-from meltcore.load.config import LoadConfig
-from meltcore.load.runner import run_levels
-from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 LEVELS = (10, 100, 400)
@@ -76,7 +76,7 @@ def measure_offline(requests: int) -> float:
     import torch
 
     from meltcore import LLM, SamplingParams
-    from meltcore.host_memory import keep_freed_memory
+    from meltcore.common.host_memory import keep_freed_memory
 
     # As the engine process does: the two must differ by the API server alone.
     torch.set_num_threads(ENGINE_THREADS)

@@ -20,7 +20,7 @@ from machine import machine_name
 from rich.console import Console
 from rich.table import Table
 
-from meltcore.results.fingerprint import clean_arguments, take_fingerprint
+from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 SCRIPTED_SERVER = Path(__file__).resolve().parents[1] / "tests" / "doubles" / "scripted_server.py"

@@ -27,7 +27,7 @@ from typing import Any
 
 from bench_output import RESULTS, machine_name, need_gpu
 
-from meltcore.results.fingerprint import clean_arguments
+from meltcore.measure.documents.fingerprint import clean_arguments
 
 SOURCE = Path(__file__).with_name("certify_check.cu")
 TOLERANCE, TOLERANCE_OF_SMALL = 0.03, 0.10

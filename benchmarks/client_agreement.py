@@ -31,8 +31,8 @@ TRUTH = {"output tokens/s": TRUE_TOKENS_PER_S, "median TTFT": TTFT_MS, "median I
 
 
 def run_ours(url: str) -> dict[str, float]:
-    from meltcore.load.config import LoadConfig
-    from meltcore.load.runner import run_levels
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.run.runner import run_levels
 
     [level] = run_levels(
         LoadConfig(url=url, concurrency=(CONCURRENCY,), num_prompts=(REQUESTS,), workload="problems:short")

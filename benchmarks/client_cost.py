@@ -66,9 +66,9 @@ BODY = {
 
 def run_ours(url: str, streams: int) -> int:
     """Events received by the client itself: connections and streams, as `run_levels` uses them."""
-    from meltcore.load.connection import connect, resolve_target
-    from meltcore.load.record import RequestRecord
-    from meltcore.load.stream import StreamedResponse
+    from meltcore.measure.load.record import RequestRecord
+    from meltcore.measure.load.wire.connection import connect, resolve_target
+    from meltcore.measure.load.wire.stream import StreamedResponse
 
     target = resolve_target(url)
     body = json.dumps(BODY).encode()
@@ -92,8 +92,8 @@ def run_ours(url: str, streams: int) -> int:
 
 def run_whole(url: str, streams: int) -> int:
     """Events received in a whole run of the load generator."""
-    from meltcore.load.config import LoadConfig
-    from meltcore.load.runner import run_levels
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.run.runner import run_levels
 
     config = LoadConfig(
         url=url,
@@ -142,7 +142,7 @@ CLIENTS: dict[str, Callable[[str, int], int]] = {
 def measure_here(client: str, url: str, streams: int, core: int) -> None:
     """In a process of its own: print [events, CPU seconds]."""
     os.sched_setaffinity(0, {core})
-    __import__("aiohttp" if client.startswith("aiohttp") else "meltcore.load.runner")
+    __import__("aiohttp" if client.startswith("aiohttp") else "meltcore.measure.load.run.runner")
     before_s = time.process_time()
     events = CLIENTS[client](url, streams)
     print(json.dumps([events, time.process_time() - before_s]))

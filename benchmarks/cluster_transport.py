@@ -35,13 +35,13 @@ import numpy as np
 import uvloop
 from bench_output import Row, median_rows, write_result
 
-from meltcore.backends.engine_link import EngineLink
+from meltcore.common.process import KILL_LIMIT_S, end_group, start
 from meltcore.engine.host.client_sockets import open_sockets
-from meltcore.process import KILL_LIMIT_S, end_group, start
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.tcp import Binding, EngineAddress, KeyPair, read_listening, write_address, write_binding
+from meltcore.serve.engines.engine_link import EngineLink
 
 STEP_S = 0.02
 START_LIMIT_S = 60.0

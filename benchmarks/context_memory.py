@@ -1,4 +1,4 @@
-"""Measures what processes take of a GPU beside their budgets: a row of src/meltcore/fleet/context_memory.json.
+"""Measures what processes take of a GPU beside their budgets: a row of src/meltcore/fleet/plan/context_memory.json.
 
 NVML's used bytes are read before any process, then with one process after another: a CUDA context, torch with cuBLAS,
 and an engine of each task with dummy weights after its warm-up and some requests. What torch has reserved is
@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from meltcore.fleet.context_memory import ContextMemory
-from meltcore.fleet.machine import read_gpus
-from meltcore.process import end_group, start
+from meltcore.common.process import end_group, start
+from meltcore.fleet.plan.context_memory import ContextMemory
+from meltcore.fleet.plan.machine import read_gpus
 
 MIB = 2**20
 LIMIT_S = 300.0  # for a process to be ready, kernels compiled
@@ -55,7 +55,7 @@ def generation_graphs() -> dict[str, int]:
 
 
 def _generation(*, enforce_eager: bool) -> dict[str, int]:
-    from meltcore.llm import LLM
+    from meltcore.offline.llm import LLM
     from meltcore.protocol.sampling_params import SamplingParams
 
     llm = LLM(
@@ -73,9 +73,9 @@ def _generation(*, enforce_eager: bool) -> dict[str, int]:
 
 
 def translation() -> dict[str, int]:
-    from meltcore.config import EngineConfig
-    from meltcore.engine.batch.translation import translation_engine
+    from meltcore.engine.translation.engine import translation_engine
     from meltcore.protocol.translation import Translate
+    from meltcore.settings.config import EngineConfig
 
     model = "ai4bharat/indictrans2-en-indic-1B"
     config = EngineConfig(model=model, load_format="dummy", memory_bytes=6 * 2**30)
@@ -90,7 +90,7 @@ def translation() -> dict[str, int]:
 def transcription() -> dict[str, int]:
     import numpy as np
 
-    from meltcore.transcriber import Transcriber
+    from meltcore.offline.transcriber import Transcriber
 
     transcriber = Transcriber(
         "ai4bharat/indic-conformer-600m-multilingual", load_format="dummy", memory_bytes=6 * 2**30
@@ -101,7 +101,7 @@ def transcription() -> dict[str, int]:
 
 
 def synthesis() -> dict[str, int]:
-    from meltcore.synthesizer import Synthesizer
+    from meltcore.offline.synthesizer import Synthesizer
 
     synthesizer = Synthesizer("ai4bharat/IndicF5", load_format="dummy", memory_bytes=6 * 2**30)
     synthesizer.synthesize("A sentence of some words.", voice=synthesizer.voices[0])

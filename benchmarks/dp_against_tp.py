@@ -25,9 +25,9 @@ from typing import NamedTuple
 from bench_output import Row, need_gpu, write_result
 
 from meltcore.cli.main import main as meltcore_command
-from meltcore.results.comparison import COMPARISON_FILE, ComparisonResult
-from meltcore.results.files import read_document
-from meltcore.results.weights import WEIGHTS
+from meltcore.common.files import read_document
+from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparisonResult
+from meltcore.measure.documents.weights import WEIGHTS
 
 METRIC = "output tok/s"
 UNIT, COMPUTED = "output tokens/s", "output tokens/s, computed"

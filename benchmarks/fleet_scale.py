@@ -32,12 +32,12 @@ from bench_output import Row, Target, median_rows, write_result
 from running_fleet import Fleet, running, script_command, serve, use_driver, wait, with_scripts, write_checkpoint
 from simulated_cluster import OUTPUT_TOKENS, Step
 
-from meltcore.fleet.planned import FleetPlanner
-from meltcore.fleet.served_model import REPLICA_DEAD
-from meltcore.fleet.start_gate import WAVE
-from meltcore.load.config import LoadConfig
-from meltcore.load.runner import run_levels_async
-from meltcore.results.schema import LevelResult
+from meltcore.fleet.plan.planned import FleetPlanner
+from meltcore.fleet.run.served_model import REPLICA_DEAD
+from meltcore.fleet.run.start_gate import WAVE
+from meltcore.measure.documents.schema import LevelResult
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.runner import run_levels_async
 
 START_LIMIT_S, READY_LIMIT_S = 60.0, 300.0
 DEAD_AFTER_S = 10.0  # until the cluster knows that a rack is gone whose machines are silent

@@ -29,14 +29,14 @@ import torch
 from bench_output import Row, Target, need_gpu, write_result
 from plan_memory import GIB, LIMIT_S, POLL_S, dummy_fleet, running_fleet, used_bytes
 
-from meltcore.fleet.admin import call_admin
-from meltcore.fleet.context_memory import find_contexts
+from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import running
-from meltcore.fleet.machine import read_machine
-from meltcore.fleet.nearest import apply_changes
-from meltcore.fleet.plan import plan_fleet
-from meltcore.protocol.fleet_file import load_fleet
-from meltcore.results.fleet_plan import has_smaller_settings
+from meltcore.fleet.plan.context_memory import find_contexts
+from meltcore.fleet.plan.machine import read_machine
+from meltcore.fleet.plan.nearest import apply_changes
+from meltcore.fleet.plan.plan import plan_fleet
+from meltcore.protocol.fleet_plan import has_smaller_settings
+from meltcore.settings.fleet_file import load_fleet
 
 CLIP_S, CLIP_RATE = 10.0, 16000
 SETTLED = ("ready", "sleeping", "failed")

@@ -17,8 +17,8 @@ from uniform_routing import expected_experts
 
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.ggml_weights import PackedRows
-from meltcore.models.decoder import Decoder
-from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.decoders.kv_cache_specs import group_layers
 
 READ = 2**28  # numbers, of four bytes: several times any L2, and little of what an engine leaves free
 

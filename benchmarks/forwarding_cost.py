@@ -37,11 +37,11 @@ import msgspec
 import uvloop
 from bench_output import SCRIPTED_SERVER, Row, Target, write_result
 
-from meltcore.config import ForeignConfig, ServerConfig
-from meltcore.fleet.listener import raise_file_limit
-from meltcore.load.connection import HttpConnection, connect, resolve_target
-from meltcore.load.connection import Target as Address
-from meltcore.load.http import ResponseHandler
+from meltcore.measure.load.wire.connection import HttpConnection, connect, resolve_target
+from meltcore.measure.load.wire.connection import Target as Address
+from meltcore.measure.load.wire.http import ResponseHandler
+from meltcore.serve.http.listener import raise_file_limit
+from meltcore.settings.config import ForeignConfig, ServerConfig
 
 sys.path.append(str(SCRIPTED_SERVER.parent))
 from scripted_server import Script, ScriptedServer
@@ -60,7 +60,7 @@ START_LIMIT_S = 30.0
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "What is 7 * 8?"}], "max_tokens": TOKENS}
 SERVE = """
 import sys, msgspec
-from meltcore.config import ServerConfig
+from meltcore.settings.config import ServerConfig
 from meltcore.fleet.supervisor import serve
 sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServerConfig)))
 """
@@ -164,7 +164,7 @@ def api_servers_of(supervisor: int, count: int) -> list[int]:
     deadline_s = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline_s:
         children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-        found = [int(pid) for pid in children if b"fleet.api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        found = [int(pid) for pid in children if b"serve.api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         if len(found) == count:
             return found
         time.sleep(0.05)

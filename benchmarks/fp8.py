@@ -26,7 +26,7 @@ from meltcore import LLM, SamplingParams
 from meltcore.engine.core.request import Request
 from meltcore.engine.worker.model_runner import LogitsAt
 from meltcore.engine.worker.sampler import SampleResult
-from meltcore.problems import evaluation_set, is_correct
+from meltcore.measure.problems import evaluation_set, is_correct
 
 # quantization, kv_cache_dtype
 WIDE = ("none", "auto")

@@ -40,11 +40,11 @@ import sharing_work
 from bench_output import Row, need_gpu, write_result
 from sharing_work import FULL, SMALL, Kind, Order, Outcome, PairOrder, Sizes
 
-from meltcore.config import SharingConfig
-from meltcore.errors import MeltcoreError
-from meltcore.fleet.mps import MpsDaemon
-from meltcore.process import ProcessError, describe_exit, end_group, start
+from meltcore.common.errors import MeltcoreError
+from meltcore.common.process import ProcessError, describe_exit, end_group, start
+from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.protocol.step_marks import make_marks_file
+from meltcore.settings.config import SharingConfig
 
 LOAD = 0.2  # of the GPU's time, by interactive requests alone
 INTERACTIVE_STEPS: dict[Kind, int] = {"decode": 4, "gemm": 1}  # of a request, one unit each

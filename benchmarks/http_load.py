@@ -30,11 +30,11 @@ from pathlib import Path
 
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.evals.server_process import MeltcoreServer
-from meltcore.load.config import LoadConfig
-from meltcore.load.probe import parse_gauges
-from meltcore.load.runner import run_levels
-from meltcore.results.schema import LevelResult
+from meltcore.measure.documents.schema import LevelResult
+from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.wire.probe import parse_gauges
 
 # Targets on one H200 with Qwen3-0.6B, by users.
 TARGETS = {users: Target(rate) for users, rate in ((400, 27_100.0), (1_000, 30_750.0), (10_000, 29_850.0))}

@@ -32,7 +32,7 @@ import torch
 from bench_output import Row, need_gpu, write_result
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.loader import build_model, load_weights
 
 GB = 1e9

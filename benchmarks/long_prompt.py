@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.settings.config import EngineConfig
 
 REACH = 2.0  # the most that p99 ITL may grow
 PROMPT = 500  # tokens of each sequence of the load

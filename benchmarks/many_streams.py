@@ -28,12 +28,12 @@ from urllib.parse import urlsplit
 
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.evals.server_process import MeltcoreServer
-from meltcore.hardware.nvml.driver import NoDriverError, Nvml
-from meltcore.load.config import LoadConfig
-from meltcore.load.probe import parse_gauges
-from meltcore.load.runner import run_levels
-from meltcore.results.schema import LevelResult
+from meltcore.common.gpus.driver import NoDriverError, Nvml
+from meltcore.measure.documents.schema import LevelResult
+from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.wire.probe import parse_gauges
 
 HEALTH_EVERY_S = 0.25
 SETTLE_S = 5.0  # after the last answer: idle processes return memory to the system after a moment

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from bench_output import Target
 from offline_work import Work
 
-from meltcore.results.weights import WEIGHTS
+from meltcore.measure.documents.weights import WEIGHTS
 
 RATE, SUM, START = "output tokens/s", "total tokens/s, weighted", "process start to first token"
 ONE_REQUEST, MANY_REQUESTS = "1 request, 1024 in / 256 out", "{} requests, 1024 in / 256 out"

@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 from simulated_cluster import answer
 
-from meltcore.fleet.machine import unloadable
-from meltcore.host_memory import host_available_bytes
-from meltcore.process import KILL_LIMIT_S, describe_exit, end_async, start_async
+from meltcore.common.host_memory import host_available_bytes
+from meltcore.common.machine import Machine
+from meltcore.common.process import KILL_LIMIT_S, describe_exit, end_async, start_async
+from meltcore.fleet.plan.machine import unloadable
 from meltcore.protocol.cluster import (
     ClusterNode,
     EngineEnded,
@@ -33,7 +34,6 @@ from meltcore.protocol.cluster import (
     StartEngine,
     ToDriver,
 )
-from meltcore.protocol.machine import Machine
 from meltcore.protocol.tcp import Binding, read_listening, write_binding
 
 NODE, HOST = "n00", "127.0.0.1"

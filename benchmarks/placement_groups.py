@@ -20,7 +20,7 @@ from typing import Any
 
 from bench_output import Row, median_rows, write_result
 
-from meltcore.cluster.nodes import STORE_BYTES, free_resources, living_nodes
+from meltcore.fleet.ray.nodes import STORE_BYTES, free_resources, living_nodes
 from meltcore.protocol.cluster import gpu_resource
 
 NODES, GPU_GIB, ENGINE_GIB = 3, 40, 30

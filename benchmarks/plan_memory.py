@@ -29,14 +29,14 @@ import httpx
 import msgspec
 import yaml
 
-from meltcore.fleet.admin import call_admin
-from meltcore.fleet.context_memory import find_contexts
+from meltcore.common.process import end_group, start
+from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import running
-from meltcore.fleet.machine import read_gpus, read_machine
-from meltcore.fleet.plan import plan_fleet
-from meltcore.fleet.planned import planned_spec
-from meltcore.process import end_group, start
-from meltcore.protocol.fleet_file import load_fleet
+from meltcore.fleet.plan.context_memory import find_contexts
+from meltcore.fleet.plan.machine import read_gpus, read_machine
+from meltcore.fleet.plan.plan import plan_fleet
+from meltcore.fleet.plan.planned import planned_spec
+from meltcore.settings.fleet_file import load_fleet
 
 MIB, GIB = 2**20, 2**30
 TOTAL = "all, with the driver"

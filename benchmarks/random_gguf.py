@@ -33,12 +33,12 @@ from gguf.constants import (
 
 from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint, read_json
-from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.gguf_config import EMBEDDING, FAMILIES, HEAD
-from meltcore.models.gguf_weights import gguf_name
-from meltcore.models.gguf_writer import add_metadata, config_metadata, rope_factors
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint, read_json
+from meltcore.models.checkpoints.gguf.gguf_config import EMBEDDING, FAMILIES, HEAD
+from meltcore.models.checkpoints.gguf_weights import gguf_name
+from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.loader import build_meta_model
+from meltcore.models.writers.gguf_writer import add_metadata, config_metadata, rope_factors
 from meltcore.text.tokenizer import byte_alphabet
 
 Type = GGMLQuantizationType

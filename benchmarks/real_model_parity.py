@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 from real_models import FORMATS, SAFETENSORS, store
 
 from meltcore import LLM, SamplingParams
-from meltcore.llm import Completion
+from meltcore.offline.llm import Completion
 
 AS_IS = "as-is"
 OUTPUT_TOKENS, LONG_OUTPUT_TOKENS = 64, 16

@@ -51,11 +51,9 @@ from running_fleet import (
 )
 from simulated_cluster import MAX_MODEL_LEN, VOCAB_SIZE
 
-from meltcore.config import EngineConfig
 from meltcore.engine.host.client_sockets import open_sockets
-from meltcore.fleet.listener import raise_file_limit
-from meltcore.load.connection import HttpConnection, connect, resolve_target
-from meltcore.load.http import ResponseHandler
+from meltcore.measure.load.wire.connection import HttpConnection, connect, resolve_target
+from meltcore.measure.load.wire.http import ResponseHandler
 from meltcore.protocol.generation import (
     AddRequest,
     EngineStats,
@@ -66,6 +64,8 @@ from meltcore.protocol.generation import (
 )
 from meltcore.protocol.shell import Loading, MemoryRow, Shutdown
 from meltcore.protocol.tcp import is_remote
+from meltcore.serve.http.listener import raise_file_limit
+from meltcore.settings.config import EngineConfig
 
 MODEL, DRIVER = "scripted", "one_node"
 SEND_TIMES = "send-times"  # a file in the folder of the checkpoint: seconds of this machine's monotonic clock, float64
@@ -210,11 +210,11 @@ def named_processes(fleet: Fleet) -> dict[int, str]:
         line = " ".join(command)
         if pid == fleet.process.pid:
             found[pid] = "supervisor"
-        elif "meltcore.fleet.api_server_main" in command:
+        elif "meltcore.serve.api_server_main" in command:
             found[pid] = "API server"
         elif "--engine" in command:
             found[pid] = "engine"
-        elif "meltcore.cluster.driver" in command or DRIVER in command:
+        elif "meltcore.fleet.ray.driver" in command or DRIVER in command:
             found[pid] = "driver"
         else:
             found[pid] = "actor" if line.startswith("ray::EngineActor") else "processes of Ray"

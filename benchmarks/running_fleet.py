@@ -18,13 +18,13 @@ from typing import Any
 
 from simulated_cluster import VOCAB_SIZE
 
-import meltcore.fleet.cluster
-import meltcore.fleet.cluster_driver
-from meltcore.backends.engine_process import ENGINE_COMMAND
-from meltcore.fleet.admin import call_admin
+import meltcore.fleet.plan.cluster
+import meltcore.fleet.ray.cluster_driver
+from meltcore.common.process import end_group, start
+from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet, fleet_options, serve_recorded
-from meltcore.fleet.planned import FleetPlanner
-from meltcore.process import end_group, start
+from meltcore.fleet.plan.planned import FleetPlanner
+from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 
 TEMPLATE = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
 _START_LIMIT_S, _END_LIMIT_S = 60.0, 10.0
@@ -42,7 +42,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 def use_driver(module: str) -> None:
     """Let a module answer for the cluster that `--ray ADDRESS` names, in place of the driver of a Ray cluster."""
-    for user in (meltcore.fleet.cluster, meltcore.fleet.cluster_driver):
+    for user in (meltcore.fleet.plan.cluster, meltcore.fleet.ray.cluster_driver):
         vars(user)["DRIVER_MODULE"] = module
 
 
@@ -100,7 +100,7 @@ class Fleet:
         return [pid for pid, command in self.processes().items() if word in command]
 
     def api_cpu_s(self) -> float:
-        return sum(map(cpu_s, self.children("meltcore.fleet.api_server_main")))
+        return sum(map(cpu_s, self.children("meltcore.serve.api_server_main")))
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch.cuda import ExternalStream, Stream
 
-from meltcore.config import SharingConfig
 from meltcore.engine.host.step_pacing import StepPacing
+from meltcore.settings.config import SharingConfig
 
 Kind = Literal["decode", "gemm"]
 WARM_UNITS = 3

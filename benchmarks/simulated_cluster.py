@@ -23,8 +23,9 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import zmq
 
-from meltcore.fleet.machine import unloadable
-from meltcore.process import KILL_LIMIT_S, end_async, start_async
+from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.process import KILL_LIMIT_S, end_async, start_async
+from meltcore.fleet.plan.machine import unloadable
 from meltcore.protocol.cluster import (
     ClusterNode,
     EngineEnded,
@@ -48,7 +49,6 @@ from meltcore.protocol.generation import (
     StepOutputs,
     ToEngine,
 )
-from meltcore.protocol.machine import Machine, VisibleGpu
 from meltcore.protocol.shell import AbortRequests, ForgetClient, Loading, MemoryRow, Shutdown
 from meltcore.protocol.tcp import KeyPair, Listening, client_identity, decode_message, encode_message, set_heartbeats
 

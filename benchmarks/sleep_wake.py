@@ -22,15 +22,15 @@ from typing import Any, Literal
 import torch
 from bench_output import Row, Target, need_gpu, write_result
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.synthesis import SynthesisTask
-from meltcore.engine.core.engine import GenerationEngine
-from meltcore.errors import MeltcoreError
-from meltcore.models.checkpoint import is_synthesis_model
+from meltcore.common.errors import MeltcoreError
+from meltcore.engine.generation.engine import GenerationEngine
+from meltcore.engine.synthesis.engine import SynthesisTask
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.models.checkpoints.checkpoint import is_synthesis_model
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.synthesis import Synthesize
+from meltcore.settings.config import EngineConfig
 
 SOON = Target(1.5, of="value", better="lower")
 COPY_BYTES, COPIES = 2**30, 4
@@ -95,7 +95,7 @@ def used_bytes_counter(device: torch.device) -> Callable[[], int]:
     """Return a function that reads the device's bytes in use from NVML; on a CPU it returns 0."""
     if device.type == "cpu":
         return lambda: 0
-    from meltcore.hardware.nvml.driver import Nvml
+    from meltcore.common.gpus.driver import Nvml
 
     nvml = Nvml()
     uuid = str(torch.cuda.get_device_properties(device).uuid)

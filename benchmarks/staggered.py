@@ -21,7 +21,7 @@ from importlib import metadata
 from bench_output import Row, need_gpu, write_result
 
 from meltcore import LLM, SamplingParams
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.protocol.generation import AddRequest
 
 PROMPT_TOKENS, ANSWER_TOKENS = (128, 1024), (32, 224)

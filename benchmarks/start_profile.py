@@ -23,26 +23,26 @@ from pathlib import Path  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 PHASES = (
-    "meltcore.engine.core.engine:open_checkpoint",
-    "meltcore.engine.core.engine:choose_device",
-    "meltcore.llm:default_batched_tokens",
-    "meltcore.engine.core.engine:load",
+    "meltcore.engine.generation.engine:open_checkpoint",
+    "meltcore.engine.generation.engine:choose_device",
+    "meltcore.offline.llm:default_batched_tokens",
+    "meltcore.engine.generation.engine:load",
     "meltcore.engine.worker.loading:build_model",
     "meltcore.models.loader:build_meta_model",
     "meltcore.engine.worker.loading:fill_weights",
     "meltcore.engine.worker.loading:plan_memory",
-    "meltcore.engine.core.engine:ModelRunner.__init__",
-    "meltcore.engine.core.engine:make_compiler",
+    "meltcore.engine.generation.engine:ModelRunner.__init__",
+    "meltcore.engine.generation.engine:make_compiler",
     "meltcore.engine.worker.warm_up:KernelCompiler.compile_kernels",
     "meltcore.engine.worker.warm_up:rehearse",
-    "meltcore.engine.core.engine:warm_up",
+    "meltcore.engine.generation.engine:warm_up",
     "meltcore.engine.worker.warm_up:_launch_prompts",
     "meltcore.engine.worker.warm_up:_launch_sampling",
     "meltcore.engine.worker.cuda_graphs:DecodeGraphs.capture",
     "meltcore.engine.worker.prefill_graphs:PrefillGraphs.capture",
-    "meltcore.llm:Tokenizer.from_checkpoint",
-    "meltcore.llm:ChatTemplate.from_checkpoint",
-    "meltcore.llm:LLM.generate",
+    "meltcore.offline.llm:Tokenizer.from_checkpoint",
+    "meltcore.offline.llm:ChatTemplate.from_checkpoint",
+    "meltcore.offline.llm:LLM.generate",
 )
 
 
@@ -140,9 +140,9 @@ def main() -> None:
 
     profile.add("import torch", start_s)
     start_s = process_age_s()
-    import meltcore.llm
+    import meltcore.offline.llm
 
-    profile.add("import meltcore.llm", start_s)
+    profile.add("import meltcore.offline.llm", start_s)
     from triton import knobs
 
     from meltcore.engine.worker import warm_up
@@ -170,7 +170,7 @@ def main() -> None:
     warm_up._compile = job("Triton", warm_up._compile, name_of)
     warm_up._compile_binary = job("NVRTC", warm_up._compile_binary, lambda binary, _: binary.kernel.name)
 
-    llm = meltcore.llm.LLM(
+    llm = meltcore.offline.llm.LLM(
         args.model,
         load_format="dummy",
         max_model_len=args.max_model_len,

@@ -20,8 +20,8 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-from meltcore.bench import workload
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.measure.score import workload
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 
 OUTPUT_TOKENS = workload.OUTPUT_TOKENS
 # Answers this many prompts and returns the number of generated tokens.

@@ -27,12 +27,12 @@ import torch
 from bench_output import Row, Target, need_gpu, write_result
 from floors import Limits
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.synthesis import SynthesisTask
-from meltcore.models.indicf5 import GUIDANCE, SWAY, IndicF5
-from meltcore.models.task_configs import IndicF5Config
+from meltcore.engine.synthesis.engine import SynthesisTask
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.models.configs.task_configs import IndicF5Config
+from meltcore.models.tasks.indicf5 import GUIDANCE, SWAY, IndicF5
 from meltcore.protocol.synthesis import Synthesize
+from meltcore.settings.config import EngineConfig
 
 PUBLISHED = "ai4bharat/IndicF5"
 RATE, FIRST = "x real time", "ms to first sound"

@@ -26,11 +26,11 @@ from bench_output import Row, Target, need_gpu, write_result
 from floors import Limits
 from torch.nn.utils.rnn import pad_sequence
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.transcription import TranscriptionTask
-from meltcore.models.task_configs import ConformerConfig
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.engine.transcription.engine import TranscriptionTask
+from meltcore.models.configs.task_configs import ConformerConfig
 from meltcore.protocol.transcription import Transcribe, Transcript
+from meltcore.settings.config import EngineConfig
 
 PUBLISHED = "ai4bharat/indic-conformer-600m-multilingual"
 Decoder = Literal["ctc", "rnnt"]

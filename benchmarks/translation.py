@@ -23,12 +23,12 @@ import torch
 from bench_output import Row, Target, need_gpu, print_table, write_result
 from floors import Limits
 
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indictrans2 import EOS_ID, PAD_ID, IndicTrans2
+from meltcore.engine.translation.beam_search import BeamSearch
+from meltcore.engine.translation.beam_state import BeamOptions
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.configs.task_configs import IndicTrans2Config
 from meltcore.models.loader import fill_dummy_weights
-from meltcore.models.task_configs import IndicTrans2Config
-from meltcore.tasks.beam_search import BeamSearch
-from meltcore.tasks.beam_state import BeamOptions
+from meltcore.models.tasks.indictrans2 import EOS_ID, PAD_ID, IndicTrans2
 
 PUBLISHED = "ai4bharat/indictrans2-en-indic-1B"
 LOWEST_ID = 4

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bench_output import Row
 
 from meltcore import LLM
-from meltcore.engine.core.graph_sizes import capture_sizes
+from meltcore.engine.memory.graph_sizes import capture_sizes
 from meltcore.layers.uniform_routing import mean_experts_used
 
 TOLERANCE = 0.05  # of the expected number

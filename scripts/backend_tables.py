@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meltcore.results.backends import START_OF, BackendComparison, BackendRun, BestBackend
-from meltcore.results.files import read_document
+from meltcore.common.files import read_document
+from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, BestBackend
 
 RESULT = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "compare_backends" / "h200.json"
 

@@ -14,10 +14,10 @@ from bundled_tokenizer import REPLY_PREFIXES, TURN_START, ReplyPrefix, conversat
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
-from meltcore.problems import Problem
-from meltcore.problems.pages import MAX_FACTS, page_problem
-from meltcore.problems.stories import story_problem
-from meltcore.problems.sums import short_problem
+from meltcore.measure.problems import Problem
+from meltcore.measure.problems.pages import MAX_FACTS, page_problem
+from meltcore.measure.problems.stories import story_problem
+from meltcore.measure.problems.sums import short_problem
 
 # Fractions of a training batch in tokens: pages are ten times longer than the rest, and the hardest to learn.
 _PAGE_FRACTION, _STORY_FRACTION = 0.55, 0.2

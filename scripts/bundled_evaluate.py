@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meltcore.problems import Problem, generate, is_correct
+from meltcore.measure.problems import Problem, generate, is_correct
 
 _BATCH = 100
 _LONGEST_ANSWER = 96

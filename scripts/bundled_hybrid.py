@@ -1,7 +1,7 @@
 """The hybrid network for training: packed rows through Gated DeltaNet, and all experts in a few GEMMs.
 
 transformers computes sequences and experts one by one, which is slow. These forwards compute the same
-(tests/problems/test_packed_training.py), and the evaluation uses transformers only.
+(tests/measure/problems/test_packed_training.py), and the evaluation uses transformers only.
 """
 
 from __future__ import annotations

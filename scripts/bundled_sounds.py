@@ -9,7 +9,7 @@ import torch
 from bundled_run import Tensors
 from torch.nn.utils.rnn import pad_sequence
 
-from meltcore.problems.tones import ToneClip, tones
+from meltcore.measure.problems.tones import ToneClip, tones
 
 
 @dataclass

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from meltcore.problems import generate
+from meltcore.measure.problems import generate
 
 _PEAK_RATE = 3e-3
 _WARM_UP = 0.02

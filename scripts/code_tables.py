@@ -14,24 +14,24 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from meltcore.api import protocol
-from meltcore.config import Quantization
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
 from meltcore.kernels.quant.ggml_skinny_gemm import is_decoded
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, Checkpoint, open_checkpoint
-from meltcore.models.gguf_config import FAMILIES
-from meltcore.models.gguf_formats import QUANTIZED_TYPES
-from meltcore.models.gguf_weights import GGUFWeights
-from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from meltcore.measure.documents.values.definitions import DEFINITIONS, TASK_DEFINITIONS
+from meltcore.models.checkpoints.checkpoint import PUBLISHED_CONFIG_FOLDERS, Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import FAMILIES
+from meltcore.models.checkpoints.gguf.gguf_formats import QUANTIZED_TYPES
+from meltcore.models.checkpoints.gguf_weights import GGUFWeights
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
+from meltcore.models.configs.quantization_config import METHODS
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_meta_model, build_model
-from meltcore.models.model import Model
-from meltcore.models.quantization import quantize_as_stored
-from meltcore.models.quantization_config import METHODS
+from meltcore.models.quantized.quantization import quantize_as_stored
 from meltcore.models.registry import ARCHITECTURES
-from meltcore.models.safetensors_file import SafetensorsFile
-from meltcore.results.definitions import DEFINITIONS, TASK_DEFINITIONS
+from meltcore.serve.requests import protocol
+from meltcore.settings.config import Quantization
 
 _PLACES = {
     protocol.ChatRequest: "chat",

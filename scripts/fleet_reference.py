@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meltcore.protocol.fleet_spec import ENGINE_SETTING_TASKS, PLACEHOLDERS, json_schema
+from meltcore.settings.fleet_spec import ENGINE_SETTING_TASKS, PLACEHOLDERS, json_schema
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# fleet.yaml

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from meltcore.bench import workload
 from meltcore.engine.core.kv_cache import PagePool
-from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk, Scheduler
-from meltcore.hardware.certify.expectations import PRIORS
+from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.kernels.architectures import shared_kib
-from meltcore.models.kv_cache_specs import FullAttentionSpec, group_layers
+from meltcore.measure.node.certify.expectations import PRIORS
+from meltcore.measure.score import workload
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, group_layers
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 

@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from meltcore.fleet.context_memory import find_contexts
-from meltcore.fleet.plan import GIB, Plan, plan_fleet
-from meltcore.protocol.fleet_file import parse_fleet
+from meltcore.fleet.plan.context_memory import find_contexts
+from meltcore.fleet.plan.plan import GIB, Plan, plan_fleet
+from meltcore.settings.fleet_file import parse_fleet
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "fleet-plan.svg"
 VRAM_GIB = 96

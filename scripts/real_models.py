@@ -168,7 +168,7 @@ def _store_folder(source: Path, folder: Path) -> None:
         tokenizer.eos_token = "<|im_end|>"
     tokenizer.save_pretrained(folder)
     if "gemma" in source.name:  # transformers reads no merges from the file, and would write letters as tokens
-        from meltcore.models.gguf_file import GGUFModel
+        from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
         from meltcore.text.gguf_tokenizer import build_tokenizer
 
         build_tokenizer(GGUFModel(source)).save(str(folder / "tokenizer.json"))

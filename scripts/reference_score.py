@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from meltcore.errors import ConfigError
-from meltcore.results.files import read_document, write_document
-from meltcore.results.score import UTILIZATION, ScoredRun
-from meltcore.results.score_summary import expectations, totals
+from meltcore.common.errors import ConfigError
+from meltcore.common.files import read_document, write_document
+from meltcore.measure.documents.score import UTILIZATION, ScoredRun
+from meltcore.measure.documents.values.score_summary import expectations, totals
 
 
 def trim(run: ScoredRun) -> ScoredRun:

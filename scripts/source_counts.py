@@ -93,8 +93,9 @@ def _names_a_task(tree: ast.Module) -> bool:
 
 
 def synthesis_files() -> list[str]:
-    """Return the modules that name synthesis in an identifier or a string, imports included: one task's places."""
-    return [path for path, tree in _files().items() if any("synthes" in word.lower() for word in _words(tree))]
+    """Return the modules outside folders of synthesis that name it in an identifier, an import or a string."""
+    others = {path: tree for path, tree in _files().items() if "/synthesis/" not in path}
+    return [path for path, tree in others.items() if any("synthes" in word.lower() for word in _words(tree))]
 
 
 def _words(tree: ast.Module) -> Iterator[str]:

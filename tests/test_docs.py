@@ -12,10 +12,10 @@ import check_site
 import performance_tables
 import pytest
 
-from meltcore.api.protocol import ChatRequest, decode_request
 from meltcore.cli.main import COMMANDS, Command, command_parser
-from meltcore.errors import RequestError
-from meltcore.results.definitions import DEFINITIONS
+from meltcore.common.errors import RequestError
+from meltcore.measure.documents.values.definitions import DEFINITIONS
+from meltcore.serve.requests.protocol import ChatRequest, decode_request
 from meltcore.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +25,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|src=\"([^\"]+)\"|srcset=\"([^\"]+)\"
 # A path of the project in backticks: with a folder of the project first and an ending last.
 PATH = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w./{},*-]+\.(?:py|md|json|html|sh|cu|yml|svg))`")
 
-# A path below the package, such as `kernels/launch.py`, and a module or a name of one: `meltcore.load.runner`.
+# A path below the package, such as `kernels/launch.py`, and a module or a name of one: `meltcore.kernels.launch`.
 INNER_PATH = re.compile(r"`([a-z_]+/[a-z_/]+\.(?:py|cu))`")
 MODULE = re.compile(r"`(?:python -m )?meltcore((?:\.\w+)+)")
 # A class: two words or more, joined by capitals.

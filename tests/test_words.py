@@ -71,21 +71,20 @@ BY_DIRECTORY = {
         r"\broom\b": "memory, space",
         r"\bhear(s|d)?\b|\btold\b": "receive, handle",
     },
-    "src/meltcore/api": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
-    "src/meltcore/backends": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
+    "src/meltcore/serve": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
     "src/meltcore/fleet": {r"\bhear(s|d)?\b|\btold\b|\bboard\b|\bteam\b": "receive; stats; workers"},
-    "src/meltcore/hardware": {
+    "src/meltcore/measure/node": {
         r"\bfigures?\b": "metric",
         r"\bsound\b": "healthy",
         r"\bproducts?\b": "GEMM; GPU type",
         r"\btold\b|\basked\b": "reported, expected",
         r"\broom\b": "memory, space",
     },
-    "src/meltcore/load": {r"\bfigures?\b": "metric", r"\bflights?\b(?<!in flight)": "request in flight"},
-    "src/meltcore/evals": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
-    "src/meltcore/report": {r"\bsound\b": "healthy", r"\bgravity\b": "severity"},  # a figure is a chart there
-    "src/meltcore/bench": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
-    "src/meltcore/results": {r"\bfigures?\b": "metric", r"\bsound\b": "healthy"},
+    "src/meltcore/measure/load": {r"\bfigures?\b": "metric", r"\bflights?\b(?<!in flight)": "request in flight"},
+    "src/meltcore/measure/experiments/evals": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
+    "src/meltcore/measure/report": {r"\bsound\b": "healthy", r"\bgravity\b": "severity"},  # a figure is a chart there
+    "src/meltcore/measure/score": {r"\bfigures?\b": "metric", r"\btold\b": "reported"},
+    "src/meltcore/measure/documents": {r"\bfigures?\b": "metric", r"\bsound\b": "healthy"},
     "benchmarks": {
         r"(?<!dot )(?<!itertools\.)\bproducts?\b": "GEMM, matmul, QKV projection",
         r"\bpieces?\b": "slice, chunk",
@@ -122,12 +121,12 @@ class Meant(NamedTuple):
 
 
 EXCEPTIONS: tuple[Meant, ...] = (
-    Meant("src/meltcore/problems/stories.py", "Nobody saw the grey cat", "training data of the bundled models"),
+    Meant("src/meltcore/measure/problems/stories.py", "Nobody saw the grey cat", "training data of the bundled models"),
     Meant("src/meltcore/cli/eval.py", "chain of thought", "the name of the prompting method"),
     Meant("docs/cli.md", "chain of thought", "the name of the prompting method"),
     Meant("docs/evaluate.md", "chain of thought", "the name of the prompting method"),
     Meant("docs/architecture.md", "tests/test_layout.py", "the name of a test file"),
-    Meant("src/meltcore/evals/gsm8k.py", "chain of thought", "the name of the prompting method"),
+    Meant("src/meltcore/measure/experiments/evals/gsm8k.py", "chain of thought", "the name of the prompting method"),
     Meant("src/meltcore/kernels/attention/prefill.py", "the compiler's choice", "nothing about experts here"),
     Meant("src/meltcore/kernels/quant/fp8_gemv.py", "Products of e4m3", "scalar products of two numbers"),
 )

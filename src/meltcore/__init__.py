@@ -6,19 +6,19 @@ __version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "Synthesizer", "Transcriber", "Translator", "__version__"]
 
 if TYPE_CHECKING:
-    from meltcore.llm import LLM
+    from meltcore.offline.llm import LLM
+    from meltcore.offline.synthesizer import Synthesizer
+    from meltcore.offline.transcriber import Transcriber
+    from meltcore.offline.translator import Translator
     from meltcore.protocol.sampling_params import SamplingParams
-    from meltcore.synthesizer import Synthesizer
-    from meltcore.transcriber import Transcriber
-    from meltcore.translator import Translator
 
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":
-        from meltcore.process import without_collection
+        from meltcore.common.process import without_collection
 
         with without_collection():  # full collections are a tenth of the time that the import of torch takes
-            from meltcore.llm import LLM
+            from meltcore.offline.llm import LLM
 
         return LLM
     if name == "SamplingParams":
@@ -26,15 +26,15 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name == "Synthesizer":
-        from meltcore.synthesizer import Synthesizer
+        from meltcore.offline.synthesizer import Synthesizer
 
         return Synthesizer
     if name == "Transcriber":
-        from meltcore.transcriber import Transcriber
+        from meltcore.offline.transcriber import Transcriber
 
         return Transcriber
     if name == "Translator":
-        from meltcore.translator import Translator
+        from meltcore.offline.translator import Translator
 
         return Translator
     raise AttributeError(f"module 'meltcore' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from waiting import WAIT_S
 from meltcore.audio.decode import AudioLimits, Clip, decode
 from meltcore.audio.messages import Decoded, DecodedClip
 from meltcore.audio.pool import AudioWorkers
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 pytest.importorskip("soxr", reason="the extra audio has soxr")

@@ -19,7 +19,7 @@ from test_audio_decode import tone
 from meltcore.audio.decode import AudioLimits, Clip, decode
 from meltcore.audio.encode import encoder
 from meltcore.audio.encoders import AudioEncoders, missing_package
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 RATE = 24_000
 FORMATS = ["wav", "pcm", "mp3", "opus", "flac", "aac"]

@@ -20,7 +20,7 @@ from test_audio_decode import LIMITS, clips_of, decoded, samples_of, tone
 from meltcore.audio.decode import decode
 from meltcore.audio.messages import Decoded
 from meltcore.audio.pool import AudioWorkers
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 
 class Recorder:

@@ -20,7 +20,7 @@ from test_audio_decode import decoded, encoded, tone
 from test_ffmpeg_formats import Recorder, recorded
 from test_odd_files import APE, ID3V1, MAKERS, duration_s, id3v2, is_loud
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 FORMATS: dict[str, tuple[str, str, int]] = {
     "avi": ("avi", "pcm_s16le", 48_000),

@@ -24,7 +24,7 @@ from test_ffmpeg_formats import Recorder, recorded
 from meltcore.audio import checks
 from meltcore.audio.decode import decode
 from meltcore.audio.mpeg import frame_bytes
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 WAV = encoded(tone(1.5), 16_000)
 DATA = WAV.index(b"data")

@@ -14,9 +14,9 @@ from gpu_types import GPU_TYPES, GpuType, LevelRun, run_level, score_plan
 from places import ROOT
 from waiting import WAIT_S
 
-from meltcore.bench import workload
-from meltcore.engine.core.memory_plan import RESERVE_FRACTION
+from meltcore.engine.memory.memory_plan import RESERVE_FRACTION
 from meltcore.kernels.architectures import ARCHITECTURES
+from meltcore.measure.score import workload
 
 SCRIPT = ROOT / "scripts" / "check_gpu.sh"
 MIB = 2**20

@@ -20,7 +20,7 @@ from offline_work import Measured, Work, measure, parse_works
 from random_gguf import layout, new_writer, text_config, write_header
 
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.loader import build_model
 
 LIMITS = Limits(bytes_per_us=4.3e6, flops_per_us=700e6)  # an H200

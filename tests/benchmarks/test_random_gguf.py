@@ -14,9 +14,9 @@ import torch
 from random_gguf import layout, new_writer, text_config, write_data, write_header
 
 from meltcore import LLM, SamplingParams
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.loader import build_meta_model
-from meltcore.models.quantization import weight_dtypes
+from meltcore.models.quantized.quantization import weight_dtypes
 
 TINY: dict[str, Any] = {
     "hidden_size": 256,

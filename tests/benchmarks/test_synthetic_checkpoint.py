@@ -8,7 +8,7 @@ import pytest
 import torch
 from load_checkpoint import fit, load_once, shorten, size_of, tensors_of, write_checkpoint
 
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 
 HYBRID = "meltcore/sums-hybrid"
 

@@ -12,9 +12,9 @@ from fake_node import FakeNode
 from sample_certificates import h200s, node
 
 from meltcore.cli.main import main
-from meltcore.errors import MeltcoreError
-from meltcore.hardware.nvml.driver import GpuLostError, NvmlWithTimeout
-from meltcore.process import CompletedRun
+from meltcore.common.errors import MeltcoreError
+from meltcore.common.gpus.driver import GpuLostError, NvmlWithTimeout
+from meltcore.common.process import CompletedRun
 
 
 def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str) -> int:
@@ -22,8 +22,8 @@ def certify(monkeypatch: pytest.MonkeyPatch, scripted: FakeNode, *arguments: str
         assert isinstance(nvml, NvmlWithTimeout), "no call to the driver may wait forever"
         return scripted
 
-    monkeypatch.setattr("meltcore.hardware.nvml.driver.Nvml", lambda: scripted.nvml)
-    monkeypatch.setattr("meltcore.hardware.node.Node", node_of)
+    monkeypatch.setattr("meltcore.common.gpus.driver.Nvml", lambda: scripted.nvml)
+    monkeypatch.setattr("meltcore.measure.node.node.Node", node_of)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return main(["certify", *arguments])
 
@@ -85,7 +85,7 @@ def test_interruption_keeps_measurements_and_is_unknown(
 
 def test_without_driver_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pynvml")
-    from meltcore.hardware.nvml.driver import NoDriverError, Nvml
+    from meltcore.common.gpus.driver import NoDriverError, Nvml
 
     try:
         Nvml().close()
@@ -133,7 +133,7 @@ def test_own_crash_is_unknown(
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("meltcore.hardware.certify.run.certify", broken)
+    monkeypatch.setattr("meltcore.measure.node.certify.run.certify", broken)
     assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 3
     assert "a bug" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from waiting import WAIT_S
 
 from meltcore import __version__
 from meltcore.cli.main import COMMANDS, Command, main
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 
 HELP_MODULES = 80  # 48 today; numpy alone brings 100
 

@@ -9,15 +9,15 @@ from typing import Any
 import yaml
 from places import ROOT
 
-from meltcore.cli.main import command_parser
-from meltcore.protocol.fleet_file import load_fleet
+from meltcore.cli.main import Command, command_parser
+from meltcore.settings.fleet_file import load_fleet
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
 def parsed(arguments: list[str]) -> Any:
     name, *rest = arguments
-    return command_parser(name, importlib.import_module(f"meltcore.cli.{name}")).parse_args(rest)
+    return command_parser(name, importlib.import_module(Command.module(name))).parse_args(rest)
 
 
 def test_image_installs_what_the_package_has() -> None:

@@ -13,8 +13,8 @@ from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
 from meltcore.cli.main import main
-from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL
-from meltcore.problems import evaluation_set, is_correct
+from meltcore.measure.problems import evaluation_set, is_correct
+from meltcore.models.checkpoints.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL
 
 ACCURACY = 0.95
 

@@ -13,7 +13,7 @@ import pytest
 
 from meltcore.cli.main import main
 from meltcore.fleet import daemon, supervisor
-from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 from meltcore.text.tokenizer import Tokenizer
 
 FIELDS = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256}

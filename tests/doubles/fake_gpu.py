@@ -12,9 +12,9 @@ import msgspec
 import pynvml
 from pynvml import NVMLError
 
-from meltcore.hardware.monitor import sampler
-from meltcore.hardware.nvml.driver import Nvml, Reading
-from meltcore.hardware.nvml.reader import FIELDS, GPM_METRIC_IDS
+from meltcore.common.gpus.driver import Nvml, Reading
+from meltcore.common.gpus.reader import FIELDS, GPM_METRIC_IDS
+from meltcore.measure.node.monitor import sampler
 
 _GIB = 2**30
 _Value = TypeVar("_Value")
@@ -74,7 +74,7 @@ HEALTHY_STATE: dict[str, float] = {
 _ALL = {**HEALTHY, **HEALTHY_STATE}
 _CLI = """
 import json, sys
-from meltcore.hardware.monitor import sampler
+from meltcore.measure.node.monitor import sampler
 sampler.SAMPLER_COMMAND = json.loads(sys.argv[1])
 from meltcore.cli.main import main
 sys.exit(main(sys.argv[2:]))
@@ -289,7 +289,7 @@ _define_simple_methods()
 
 
 def sampler_command(gpus: Sequence[FakeGpu]) -> list[str]:
-    """Returns a value for `meltcore.hardware.monitor.sampler.SAMPLER_COMMAND` that samples scripted GPUs."""
+    """Returns a value for `meltcore.measure.node.monitor.sampler.SAMPLER_COMMAND` that samples scripted GPUs."""
     return [sys.executable, __file__, msgspec.json.encode(list(gpus)).decode()]
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from fake_gpu import FakeGpu, FakeNvml
 
-from meltcore.hardware.certify.probe import ProbeRequest, ProbeResult, decode_job, encode
-from meltcore.hardware.node import Node, Telemetry
-from meltcore.hardware.nvml.reader import GpuReader, Sample
-from meltcore.hardware.nvml.select import GpuDevice, select_gpus
-from meltcore.hardware.nvml.xid import XidWatch
-from meltcore.process import CompletedRun
+from meltcore.common.gpus.reader import GpuReader, Sample
+from meltcore.common.gpus.select import GpuDevice, select_gpus
+from meltcore.common.gpus.xid import XidWatch
+from meltcore.common.process import CompletedRun
+from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, decode_job, encode
+from meltcore.measure.node.node import Node, Telemetry
 
 _STEPS = 4  # samples during a short program; a long one is sampled every second
 
@@ -125,7 +125,7 @@ class FakeNode(Node):
         return self.files.get(str(path))
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
-        if "meltcore.hardware.certify.probe" not in command:
+        if "meltcore.measure.node.certify.probe" not in command:
             self._advance(self.probe_s)
             return self.program(command, environment)
         name = command[-1]

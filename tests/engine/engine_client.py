@@ -11,10 +11,10 @@ import msgspec
 import zmq
 from waiting import WAIT_S
 
-from meltcore.config import EngineConfig
 from meltcore.protocol.generation import FromEngine, GenerationReady
 from meltcore.protocol.shell import Loading
 from meltcore.protocol.sockets import socket_address
+from meltcore.settings.config import EngineConfig
 
 WAIT_MS = 120_000  # against hangs: a start takes seconds, and more on a busy machine
 POLL_MS = 500

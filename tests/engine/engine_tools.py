@@ -12,15 +12,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
-from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.core.request import Request
+from meltcore.engine.generation.engine import GenerationEngine
+from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.worker.model_runner import LogitsAt
 from meltcore.engine.worker.sampler import SampleResult
-from meltcore.models.kv_cache_specs import FullAttentionSpec, group_layers
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, group_layers
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.settings.config import EngineConfig
 
 VOCAB = 320
 

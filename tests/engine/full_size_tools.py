@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 
 # Router logits of two experts closer than this may be swapped by float32's rounding: either expert is correct.
 ROUTE_GAP = 1e-5

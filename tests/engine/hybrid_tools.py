@@ -16,8 +16,8 @@ from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.gated_delta.common import GatedDeltaParams
 from meltcore.kernels.gated_delta.layer import gated_delta_net
 from meltcore.models import registry
-from meltcore.models.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
-from meltcore.models.qwen3 import Qwen3
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, KVCacheSpec, RecurrentStateSpec
+from meltcore.models.decoders.qwen3 import Qwen3
 
 RECURRENT = frozenset({0, 2})
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 1, 16, 16, 4

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meltcore import LLM, SamplingParams
-from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
-from meltcore.problems import evaluation_set, generate, is_correct
+from meltcore.measure.problems import evaluation_set, generate, is_correct
+from meltcore.models.checkpoints.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
 
 GREEDY = SamplingParams(max_tokens=256)
 ACCURACY = 0.95

@@ -18,7 +18,7 @@ from meltcore.kernels.moe.routing import Routing
 from meltcore.layers import attention as attention_layer
 from meltcore.layers import gated_delta_net as delta_layer
 from meltcore.layers import norm as norm_layer
-from meltcore.models import tensor_names
+from meltcore.models.decoders import tensor_names
 
 Delta = Callable[..., torch.Tensor]
 

@@ -11,7 +11,7 @@ import pytest
 from waiting import WAIT_S
 
 from meltcore import LLM, SamplingParams
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 PROMPTS = [[20 + number % 7, 30, 40 + number % 5] * (1 + number % 4) for number in range(14)]
 STEP_TOKENS = 16  # two prompts or so
@@ -62,7 +62,7 @@ def test_refused_prompt_leaves_an_idle_engine(llm: LLM, wrong: list[int]) -> Non
 @pytest.mark.parametrize("frozen", [False, True])
 def test_generate_runs_no_full_garbage_collection(llm: LLM, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With objects frozen at the interpreter's start, as Python 3.12 has some, too."""
-    monkeypatch.setattr("meltcore.llm._STEPS_PER_COLLECTION", 16)
+    monkeypatch.setattr("meltcore.offline.llm._STEPS_PER_COLLECTION", 16)
     rounds: list[int] = []
     running = [False]
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
-from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.engine.generation.engine import GenerationEngine
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
+from meltcore.settings.config import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from engine_client import EngineClient
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.common.errors import ConfigError, SleepError
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.host.sleep_memory import CpuSleepMemory
-from meltcore.errors import ConfigError, SleepError
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
+from meltcore.settings.config import EngineConfig
 
 PROMPT = [*range(20, 150)]  # two full pages, which the prefix cache keeps
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "enable_sleep_mode": True}

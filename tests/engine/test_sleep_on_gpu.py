@@ -9,7 +9,7 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.errors import SleepError
+from meltcore.common.errors import SleepError
 from meltcore.kernels.memory_pools import MemoryPools
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone]

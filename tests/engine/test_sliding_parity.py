@@ -12,11 +12,11 @@ import sliding_tools
 import torch
 from transformers import PreTrainedModel
 
+from meltcore.common.errors import ConfigError
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageGroup, pages_for
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.worker.caches import allocate_caches
-from meltcore.errors import ConfigError
 from meltcore.kernels.attention import paged as attention_kernel
 from meltcore.kernels.norm import add_rms_norm
 from meltcore.kernels.quant.fp8 import FP8
@@ -25,8 +25,8 @@ from meltcore.layers import embedding as embedding_layer
 from meltcore.layers import feed_forward
 from meltcore.layers import norm as norm_layer
 from meltcore.layers import residual as residual_stream
-from meltcore.models.decoder import Decoder
-from meltcore.models.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
 
 TOLERANCE = 1e-4
 NOTICED = 1e-3  # a mutation's error

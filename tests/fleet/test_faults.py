@@ -20,7 +20,7 @@ import pytest
 from server_harness import MODEL, RunningServer, chat_body, make_model, scripted_server, serve_command, server_config
 from waiting import WAIT_S, wait_until
 
-from meltcore.config import EngineConfig
+from meltcore.settings.config import EngineConfig
 
 CHAT = "/v1/chat/completions"
 

@@ -15,16 +15,16 @@ import pytest
 from server_harness import Answer, RunningServer, make_model, running, serve_command
 from waiting import wait_until
 
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-from meltcore.fleet.placement import Placement
-from meltcore.fleet.readiness import PROBE_ID, probe_error, probe_request
-from meltcore.fleet.replica import RestartPolicy
-from meltcore.fleet.start_gate import WAVE, StartGate
+from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.run.readiness import PROBE_ID, probe_error, probe_request
+from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.start_gate import WAVE, StartGate
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceOutput, StepOutputs
 from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
+from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartPolicy(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)

@@ -16,8 +16,8 @@ import pytest
 from server_harness import RunningServer, connections, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-from meltcore.fleet.replica import RestartPolicy
+from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
 MODELS = ("first", "second")
 TOKENS = 40  # 0.2 s of scripted steps

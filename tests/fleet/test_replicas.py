@@ -12,20 +12,27 @@ import pytest
 from server_harness import MODEL, RunningServer, chat_body, running, scripted_server
 from waiting import wait_until
 
-from meltcore.api.backend import STUCK_AFTER_S, Health
-from meltcore.api.generation import Generation
-from meltcore.api.stats import ModelStats, ServerStats
-from meltcore.backends.engine_process import EngineProcess
-from meltcore.backends.open_requests import REQUEST_TOKENS, OpenRequests
-from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
-from meltcore.errors import ConfigError, RequestError
-from meltcore.fleet.placement import Placement, cpu_environment, gpu_ranks, place_replicas, shared_engine, visible_gpus
-from meltcore.models.checkpoint import BUNDLED_MODEL
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.fleet.plan.placement import (
+    Placement,
+    cpu_environment,
+    gpu_ranks,
+    place_replicas,
+    shared_engine,
+    visible_gpus,
+)
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.step_marks import StepMarks
+from meltcore.serve.engines.engine_process import EngineProcess
+from meltcore.serve.engines.stuck_watch import StuckWatch
+from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
+from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS, OpenRequests
+from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"

@@ -15,9 +15,9 @@ from kernel_tools import ModelShape
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from meltcore.common.process import stat_fields
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.nvrtc import CudaKernel
-from meltcore.process import stat_fields
 
 
 class AbsentGPU:

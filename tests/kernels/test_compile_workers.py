@@ -18,13 +18,13 @@ import torch
 from compile_tools import children, store_kernel
 from waiting import WAIT_S
 
-from meltcore.config import DebugSwitch, EngineConfig
+from meltcore.common.process import start_ticks
 from meltcore.engine.worker import compile_workers, warm_up
 from meltcore.engine.worker.compile_workers import CompileWorkers, worker_count
 from meltcore.engine.worker.warm_up import CompileOrder, compile_ahead, make_compiler
 from meltcore.kernels import nvrtc
 from meltcore.kernels.nvrtc import Binary, CudaKernel
-from meltcore.process import start_ticks
+from meltcore.settings.config import DebugSwitch, EngineConfig
 
 
 def wait_ended(pids: list[int]) -> None:

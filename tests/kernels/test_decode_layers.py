@@ -23,8 +23,8 @@ from meltcore.kernels.rotary import rotary_table
 from meltcore.layers import decode_layers as selection
 from meltcore.layers.fp8_weights import FP8_PER_CHANNEL
 from meltcore.layers.norm import WideHeadNorms
-from meltcore.models.decoder import Decoder
-from meltcore.models.qwen3 import Qwen3
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.decoders.qwen3 import Qwen3
 
 PAGE_SIZE, PAGES = 64, 8
 TINY: dict[str, Any] = {

@@ -19,14 +19,14 @@ from random_gguf import layout, new_writer, text_config, write_header
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from meltcore.engine.core.graph_sizes import capture_sizes
 from meltcore.engine.distributed.group_runner import GroupRunner
+from meltcore.engine.memory.graph_sizes import capture_sizes
 from meltcore.engine.worker.model_runner import ModelRunner, ModelRunnerConfig
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from meltcore.models.loader import build_model
 
 MODEL = "Qwen/Qwen3.5-35B-A3B"

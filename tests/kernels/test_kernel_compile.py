@@ -13,13 +13,7 @@ import torch
 from compile_tools import CompilePool, Task
 from kernel_tools import ModelShape, jit_functions, kernel_modules
 
-from meltcore.kernels import (
-    activation,
-    grouped_convolution,
-    layer_norm,
-    norm,
-    rotary,
-)
+from meltcore.kernels import activation, grouped_convolution, layer_norm, norm, rotary
 from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.comm import all_reduce, staged_all_reduce

@@ -14,10 +14,10 @@ from compile_tools import AbsentGPU
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES, AttentionMetadata
 from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.kernels.launch import force_implementation
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.kv_cache_specs import KVCacheSpec, RecurrentStateSpec
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.decoders.kv_cache_specs import KVCacheSpec, RecurrentStateSpec
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_meta_model
-from meltcore.models.model import Model
 
 PAGE_SIZE, PAGES, ROWS = 64, 65, 64
 META = torch.device("meta")

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from meltcore.errors import SleepError
+from meltcore.common.errors import SleepError
 from meltcore.kernels.virtual_memory import OutOfMemoryError, VirtualMemory
 
 UNIT = 16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import quantize_blocks

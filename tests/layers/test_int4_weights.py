@@ -6,7 +6,7 @@ import pytest
 import torch
 from int4_tools import int4_matrix, packed, random_numbers
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant.int4 import Int4Type

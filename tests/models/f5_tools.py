@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indicf5 import IndicF5
-from meltcore.tasks.synthesis import load_synthesis_model
+from meltcore.engine.synthesis.synthesis import load_synthesis_model
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.tasks.indicf5 import IndicF5
 
 Tensors = dict[str, torch.Tensor]
 HEADS, HEAD_SIZE = 4, 8

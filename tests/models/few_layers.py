@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 
 FEW_LAYERS = 4  # of Qwen3.5, three are recurrent and the fourth has full attention
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import HELD_TYPES, GgmlType
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.loader import build_model
 
 Store = tuple[GGMLQuantizationType, Callable[[torch.Tensor], np.ndarray]]

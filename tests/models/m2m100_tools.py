@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indictrans2 import IndicTrans2
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.models.loader import load_weights
+from meltcore.models.tasks.indictrans2 import IndicTrans2
 
 SMALL: dict[str, Any] = {
     "architectures": ["IndicTransForConditionalGeneration"],

@@ -16,8 +16,8 @@ from nemo_modules import Preprocessor
 from parakeet_tools import CONFIG
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from meltcore.models.log_mel import mel_filters
-from meltcore.models.task_configs import LogMelConfig
+from meltcore.models.configs.task_configs import LogMelConfig
+from meltcore.models.tasks.log_mel import mel_filters
 
 LINEARS = (
     "feed_forward1.linear1", "feed_forward1.linear2", "self_attn.linear_q", "self_attn.linear_k", "self_attn.linear_v",

@@ -13,8 +13,8 @@ from transformers.audio_utils import mel_filter_bank
 from transformers.models.parakeet.feature_extraction_parakeet import ParakeetFeatureExtractor
 from transformers.models.parakeet.modeling_parakeet import ParakeetForCTC, ParakeetForRNNT
 
-from meltcore.models.indicconformer import IndicConformer
-from meltcore.models.task_configs import ConformerConfig, IndicConformerConfig, LogMelConfig
+from meltcore.models.configs.task_configs import ConformerConfig, IndicConformerConfig, LogMelConfig
+from meltcore.models.tasks.indicconformer import IndicConformer
 
 # As NeMo 2 and transformers have the edges of a clip.
 FEATURES = LogMelConfig(center_padding="constant", drops_last_frame=True)

@@ -19,9 +19,9 @@ pytest.importorskip("soundfile", reason="the extra audio has it")
 pytest.importorskip("soxr", reason="the extra audio has it")
 
 from meltcore import Synthesizer, Transcriber
-from meltcore.models import indicf5
-from meltcore.models.checkpoint import BUNDLED_SYNTHESIZER, BUNDLED_TRANSCRIBER
-from meltcore.problems.tones import random_word
+from meltcore.measure.problems.tones import random_word
+from meltcore.models.checkpoints.checkpoint import BUNDLED_SYNTHESIZER, BUNDLED_TRANSCRIBER
+from meltcore.models.tasks import indicf5
 from meltcore.protocol.transcription import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,15 +22,15 @@ pytest.importorskip("soundfile", reason="the extra audio has it")
 pytest.importorskip("soxr", reason="the extra audio has it")
 
 from meltcore import Transcriber
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.transcription import TranscriptionTask
-from meltcore.models import conformer, log_mel
-from meltcore.models.checkpoint import BUNDLED_TRANSCRIBER
-from meltcore.models.task_configs import IndicConformerConfig
-from meltcore.problems.tones import ALPHABETS, ToneClip, render, tone_clip
+from meltcore.engine.transcription import transducer
+from meltcore.engine.transcription.ctc import Emissions
+from meltcore.engine.transcription.engine import TranscriptionTask
+from meltcore.measure.problems.tones import ALPHABETS, ToneClip, render, tone_clip
+from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER
+from meltcore.models.configs.task_configs import IndicConformerConfig
+from meltcore.models.tasks import conformer, log_mel
 from meltcore.protocol.transcription import Decoder, Transcribe
-from meltcore.tasks import transducer
-from meltcore.tasks.ctc import Emissions
+from meltcore.settings.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RATE = 16_000

@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("sentencepiece", reason="the extra `translate` has it")
 
 from meltcore import Translator
-from meltcore.errors import RequestError
-from meltcore.models import indictrans2
-from meltcore.models.checkpoint import BUNDLED_TRANSLATION
-from meltcore.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
+from meltcore.common.errors import RequestError
+from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
+from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSLATION
+from meltcore.models.tasks import indictrans2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SENTENCES = 40

@@ -10,13 +10,13 @@ import pytest
 import torch
 from small_config import SMALL
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
 from meltcore.engine.worker.loading import _choose_dtype
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.config_fields import RULES
-from meltcore.models.decoder import Decoder
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.configs.config_fields import RULES
+from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.loader import build_model
+from meltcore.settings.config import EngineConfig
 
 ROUTED = SMALL | {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -13,7 +13,7 @@ import torch
 from fairseq_tools import fairseq_tensors, write_fairseq
 from m2m100_tools import DISTILLED, SMALL, load_model, random_sources, reference_model
 
-from meltcore.tasks.beam_search import BeamOptions, BeamSearch
+from meltcore.engine.translation.beam_search import BeamOptions, BeamSearch
 
 ctranslate2 = pytest.importorskip("ctranslate2", reason="not a dependency of the tests; run by hand")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

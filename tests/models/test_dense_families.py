@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.decoder_families import DECODER_CONFIGS
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
 
 TOLERANCE = 1e-4
 SIZES: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 
 ENDOFTEXT, IM_END = "<|endoftext|>", "<|im_end|>"
 LISTED = [{"id": 7, "content": ENDOFTEXT, "special": True}, {"id": 9, "content": IM_END, "special": True}]

@@ -12,16 +12,16 @@ import torch
 from fairseq_tools import fairseq_tensors, write_fairseq
 from m2m100_tools import DISTILLED, SMALL, load_model, random_sources, reference_model, write_checkpoint
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.translation import TranslationTask
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import is_translation_model
-from meltcore.models.fairseq_config import read_dictionary
-from meltcore.models.torch_archive import TorchArchive
-from meltcore.tasks.beam_search import BeamOptions
-from meltcore.tasks.translation import translate_all
+from meltcore.common.errors import ConfigError
+from meltcore.engine.translation.beam_search import BeamOptions
+from meltcore.engine.translation.engine import TranslationTask
+from meltcore.engine.translation.translation import translate_all
+from meltcore.models.checkpoints.checkpoint import is_translation_model
+from meltcore.models.checkpoints.fairseq_config import read_dictionary
+from meltcore.models.checkpoints.torch_archive import TorchArchive
+from meltcore.offline.translator import Translator
+from meltcore.settings.config import EngineConfig
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer
-from meltcore.translator import Translator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10

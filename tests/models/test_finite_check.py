@@ -13,8 +13,8 @@ from gguf_tools import write_model
 from safetensors.torch import load_file, save_file
 from test_gguf import BLOCKS_OF_32, reference_of
 
-from meltcore.errors import ConfigError
-from meltcore.models.finite_check import FiniteCheck, seems_finite
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.finite_check import FiniteCheck, seems_finite
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meltcore.errors import ConfigError
-from meltcore.models import fp8_writer
-from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
-from meltcore.models.fp8_writer import write_fp8
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, open_checkpoint
+from meltcore.models.configs.quantization_config import CompressedFp8Config, read_quantization_config
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.quantization_config import CompressedFp8Config, read_quantization_config
+from meltcore.models.writers import fp8_writer
+from meltcore.models.writers.fp8_writer import write_fp8
 
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Gemma3Config, Gemma3ForConditionalGeneration
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
-from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.gemma3 import Gemma3
-from meltcore.models.rope import apply_overrides
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.decoders.gemma3 import Gemma3
+from meltcore.models.decoders.rope import apply_overrides
 
 TOLERANCE = 1e-4
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}

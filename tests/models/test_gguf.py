@@ -28,10 +28,9 @@ from gguf_tools import (
 from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
-from meltcore.config import DType, EngineConfig, Quantization
-from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.common.errors import ConfigError
+from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.engine.worker.loading import load
-from meltcore.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.kernels.quant.ggml_linear import scratch_values
@@ -40,13 +39,14 @@ from meltcore.layers.ggml_weights import GgmlExperts, GgmlWeight
 from meltcore.layers.quantization import DenseExperts
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
-from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
-from meltcore.models.gguf_config import read_config
-from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import read_config
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import TORCH_DTYPES, build_meta_model, build_model, fill_dummy_weights, load_weights
-from meltcore.models.model import Model
-from meltcore.models.quantization import weight_dtypes
-from meltcore.protocol.fleet_spec import ModelSection
+from meltcore.models.quantized.quantization import weight_dtypes
+from meltcore.settings.config import DType, EngineConfig, Quantization
+from meltcore.settings.fleet_spec import ModelSection
 
 # Settings that GGUF files cannot express are left at what llama.cpp computes.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -479,7 +479,7 @@ def test_gemma_files_that_leave_fields_out_have_the_published_ones(
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     )
-    from meltcore.models.gemma3 import Gemma3
+    from meltcore.models.decoders.gemma3 import Gemma3
 
     with torch.device("meta"):
         assert Gemma3(ours).config == replace(published, vocab_size=300)

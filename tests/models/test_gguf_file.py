@@ -18,11 +18,11 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf_tools import add_tokenizer, finish
 from waiting import WAIT_S
 
-from meltcore.errors import ConfigError, UnservableModelError
+from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
-from meltcore.models.gguf_config import read_config
-from meltcore.models.gguf_file import GGUFFile, GGUFModel
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import read_config
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFModel
 
 F32 = int(GGMLQuantizationType.F32)
 TEXT, ARRAY, UINT32 = (int(each) for each in (GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.UINT32))

@@ -14,9 +14,9 @@ from gguf_tools import add_tokenizer, config_of, finish, write_model
 from test_gguf import BLOCKS_OF_32, BLOCKS_OF_256, reference_of
 
 from meltcore.cli.main import main
-from meltcore.errors import ConfigError
-from meltcore.models.gguf_file import GGUFArray, GGUFModel
-from meltcore.models.gguf_requantize import check_requantizable, requantize
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFArray, GGUFModel
+from meltcore.models.writers.gguf_requantize import check_requantizable, requantize
 
 Q8_0, Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 # Bytes of the float16 scales in a block, of formats that are not served.

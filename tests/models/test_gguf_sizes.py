@@ -10,13 +10,13 @@ import torch
 from gguf_tools import write_model
 from test_gguf import reference_of
 
-from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.host_weights import host_weights, weight_bytes
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.models.loader import build_model, load_weights, matrix_dtypes
-from meltcore.protocol.fleet_spec import ModelSection
+from meltcore.models.quantized.host_weights import host_weights, weight_bytes
+from meltcore.settings.fleet_spec import ModelSection
 
 CPU = torch.device("cpu")
 # No part of a rank is a multiple of the 256 columns of a chunk, or of the 16 rows that a CPU packs.
@@ -81,8 +81,8 @@ def test_one_kv_head_is_on_every_rank(tmp_path: Path, store: str) -> None:
 
 
 def test_tensors_that_no_rank_reads_are_not_counted(tmp_path: Path) -> None:
-    from meltcore.models.decoder_families import DECODER_CONFIGS
-    from meltcore.models.gguf_sizes import device_weight_bytes
+    from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
+    from meltcore.models.quantized.gguf_sizes import device_weight_bytes
 
     file = write_model(tmp_path / "model.gguf", reference_of("llama", **PADDED), "Q8_0")
     checkpoint = open_checkpoint(str(file), files="all")

@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from meltcore.errors import ConfigError
-from meltcore.models import gguf_writer
-from meltcore.models.checkpoint import BUNDLED_HYBRID, open_checkpoint
-from meltcore.models.decoder_families import DECODER_CONFIGS
-from meltcore.models.gguf_config import read_config
-from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.gguf_writer import GGUF_FORMATS, write_gguf
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import read_config
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.quantization import weight_dtypes
+from meltcore.models.quantized.quantization import weight_dtypes
+from meltcore.models.writers import gguf_writer
+from meltcore.models.writers.gguf_writer import GGUF_FORMATS, write_gguf
 
 CPU = torch.device("cpu")
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -297,7 +297,7 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path: Path, value: float
 def test_large_tensors_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "source", "qwen3_moe")
     whole = contents(write(tmp_path / "source"))
-    monkeypatch.setattr("meltcore.models.source_tensors._PART_VALUES", 1000)
+    monkeypatch.setattr("meltcore.models.writers.source_tensors._PART_VALUES", 1000)
     assert contents(write(tmp_path / "source", name="parts.gguf")) == whole
 
 

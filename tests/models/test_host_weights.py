@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from test_gguf import BLOCKS_OF_32, reference_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from meltcore.engine.host.memory_needs import engine_needs
+from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.kernels.gemm import half_sizes
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.quantization import DenseWeight
-from meltcore.models import host_weights
-from meltcore.models.gguf_file import GGUFModel
-from meltcore.protocol.fleet_spec import ModelSection, Size
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.quantized import host_weights
+from meltcore.settings.fleet_spec import ModelSection, Size
 
 sys.path.append(str(Path(__file__).parents[1] / "layers"))
 from int4_tools import write_int4
@@ -46,7 +46,7 @@ def in_float32(folder: Path) -> PreTrainedModel:
 
 def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_weights, "supports_half_weights", lambda: False)
-    for place in ("meltcore.engine.host.memory_needs", half_sizes.__name__):
+    for place in ("meltcore.engine.memory.memory_needs", half_sizes.__name__):
         monkeypatch.setattr(f"{place}.processor_packs_half", lambda: False)
 
 

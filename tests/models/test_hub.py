@@ -14,9 +14,9 @@ from gguf_tools import add_tokenizer, finish, new_writer
 from transformers import AutoConfig
 from waiting import WAIT_S
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.hub import download_gguf, hub_problem, hub_problems
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.hub import download_gguf, hub_problem, hub_problems
 
 SPLIT = [f"BF16/M-BF16-0000{part}-of-00002.gguf" for part in (1, 2)]
 SEVERAL = ["README.md", "config.json", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-UD-Q4_K_M.gguf", "mmproj-M-f16.gguf", *SPLIT]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from parakeet_tools import CONFIG, build, feature_extractor, nemo_names, pad, reference_ctc, reference_rnnt, speech
 
-from meltcore.errors import ConfigError
-from meltcore.models import conformer, log_mel
-from meltcore.models.indicconformer import IndicConformer
-from meltcore.tasks import transducer
-from meltcore.tasks.ctc import Emissions, ctc_greedy, emissions_of
-from meltcore.tasks.transducer import transducer_greedy
+from meltcore.common.errors import ConfigError
+from meltcore.engine.transcription import transducer
+from meltcore.engine.transcription.ctc import Emissions, ctc_greedy, emissions_of
+from meltcore.engine.transcription.transducer import transducer_greedy
+from meltcore.models.tasks import conformer, log_mel
+from meltcore.models.tasks.indicconformer import IndicConformer
 
 TOLERANCE = 1e-4
 CLIPS = speech(1.0, 2.3, 0.61, 3.17)

@@ -21,16 +21,16 @@ from f5_tools import (
 )
 from safetensors.torch import load_file, save_file
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
+from meltcore.engine.synthesis import synthesis
+from meltcore.engine.synthesis.synthesis import SpeechSampler, Utterance
+from meltcore.engine.synthesis.synthesis_graphs import StepGraphs
 from meltcore.kernels import graph_capture
-from meltcore.models import indicf5
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.indicf5 import IndicF5
-from meltcore.models.task_configs import IndicF5Config, MelConfig
-from meltcore.models.vocos import MelSpectrogram, Vocos
-from meltcore.tasks import synthesis
-from meltcore.tasks.synthesis import SpeechSampler, Utterance
-from meltcore.tasks.synthesis_graphs import StepGraphs
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.configs.task_configs import IndicF5Config, MelConfig
+from meltcore.models.tasks import indicf5
+from meltcore.models.tasks.indicf5 import IndicF5
+from meltcore.models.tasks.vocos import MelSpectrogram, Vocos
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8

@@ -13,12 +13,12 @@ import torch
 from m2m100_tools import DISTILLED, SMALL, load_model, random_sources, reference_model, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models import indictrans2
-from meltcore.models.indictrans2 import DecodeStep, IndicTrans2
-from meltcore.tasks import beam_state
-from meltcore.tasks.beam_search import BeamSearch, Translation
-from meltcore.tasks.beam_state import BeamOptions, BeamState
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.translation import beam_state
+from meltcore.engine.translation.beam_search import BeamSearch, Translation
+from meltcore.engine.translation.beam_state import BeamOptions, BeamState
+from meltcore.models.tasks import indictrans2
+from meltcore.models.tasks.indictrans2 import DecodeStep, IndicTrans2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 12

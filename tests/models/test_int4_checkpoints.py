@@ -13,15 +13,15 @@ from int4_tools import write_int4
 from safetensors.torch import load_file, save_file
 
 from meltcore import LLM, SamplingParams
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.layers.linear import ColumnParallelLinear
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import DUMMY_WEIGHT_STD, build_meta_model, build_model, fill_dummy_weights
-from meltcore.models.model import Model
-from meltcore.models.quantization import weight_dtypes
+from meltcore.models.quantized.quantization import weight_dtypes
 
 CPU = torch.device("cpu")
 # Whole groups of 32, also on each of two ranks.

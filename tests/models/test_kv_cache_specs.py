@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meltcore.errors import ConfigError
-from meltcore.models.kv_cache_specs import (
+from meltcore.common.errors import ConfigError
+from meltcore.models.decoders.kv_cache_specs import (
     FullAttentionSpec,
     KVCacheSpec,
     RecurrentStateSpec,

@@ -11,10 +11,10 @@ import torch
 
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, open_checkpoint
-from meltcore.models.decoder import Block, Decoder, layers_of_all_kinds
+from meltcore.models.checkpoints.checkpoint import PUBLISHED_CONFIG_FOLDERS, open_checkpoint
+from meltcore.models.decoders.decoder import Block, Decoder, layers_of_all_kinds
 from meltcore.models.loader import build_meta_model
-from meltcore.models.quantization import quantize_as_stored, tensors_of_layers
+from meltcore.models.quantized.quantization import quantize_as_stored, tensors_of_layers
 
 
 def pairs(kinds: Sequence[str]) -> set[tuple[str, str]]:

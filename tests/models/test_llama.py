@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.llama import Llama, Mistral
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.decoders.llama import Llama, Mistral
 
 SIZES = {
     "hidden_size": 256,

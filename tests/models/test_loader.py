@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_config import SMALL
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.common.errors import ConfigError
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.host import device
-from meltcore.errors import ConfigError
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models import loader
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.safetensors_file import SafetensorsFile
+from meltcore.settings.config import EngineConfig
 
 CONFIG = SMALL | {
     "tie_word_embeddings": False,

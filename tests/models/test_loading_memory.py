@@ -16,14 +16,15 @@ from test_gguf import BLOCKS_OF_256, reference_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meltcore.config import EngineConfig, Quantization
 from meltcore.engine.worker import loading
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, row_parts
-from meltcore.models import gguf_weights, loader
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models import loader
+from meltcore.models.checkpoints import gguf_weights
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_model, fill_dummy_weights, load_weights
-from meltcore.models.model import Model
+from meltcore.settings.config import EngineConfig, Quantization
 
 CPU = torch.device("cpu")
 PART_BYTES = 2**14  # in place of 32 MiB

@@ -6,9 +6,9 @@ import pytest
 import torch
 from parakeet_tools import FEATURES, feature_extractor, pad, speech
 
-from meltcore.models import log_mel
-from meltcore.models.log_mel import LogMel, mel_filters
-from meltcore.models.task_configs import LogMelConfig
+from meltcore.models.configs.task_configs import LogMelConfig
+from meltcore.models.tasks import log_mel
+from meltcore.models.tasks.log_mel import LogMel, mel_filters
 
 CLIPS = speech(1.0, 0.337, 2.1)
 

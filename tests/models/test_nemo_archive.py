@@ -13,10 +13,10 @@ import torch
 from nemo_tools import nemo_config, write_archive
 from parakeet_tools import CONFIG
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import find_transcriber
-from meltcore.models.nemo_archive import NemoArchive
-from meltcore.models.nemo_config import read_config
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import find_transcriber
+from meltcore.models.checkpoints.nemo_archive import NemoArchive
+from meltcore.models.configs.nemo_config import read_config
 
 TENSORS = {"encoder.a": torch.arange(6.0).view(2, 3), "joint.b": torch.ones(4, dtype=torch.float16)}
 

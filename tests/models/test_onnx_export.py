@@ -16,10 +16,10 @@ from nemo_modules import CTCDecoder, Encoder, RNNTDecoder, load
 from onnx_tools import write_preprocessor, write_texts
 from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech
 
-from meltcore.models.indicconformer import IndicConformer
-from meltcore.models.transcriber_assets import PublishedAssets
-from meltcore.tasks.ctc import ctc_greedy
-from meltcore.tasks.transducer import transducer_greedy
+from meltcore.engine.transcription.ctc import ctc_greedy
+from meltcore.engine.transcription.transducer import transducer_greedy
+from meltcore.models.tasks.indicconformer import IndicConformer
+from meltcore.models.tasks.transcriber_assets import PublishedAssets
 
 onnx = pytest.importorskip("onnx", reason="not a dependency of the tests; run by hand")
 onnxruntime = pytest.importorskip("onnxruntime", reason="not a dependency of the tests; run by hand")

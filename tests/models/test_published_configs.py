@@ -19,11 +19,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.layers.half_weights import HalfWeight
-from meltcore.models import host_weights
-from meltcore.models.checkpoint import PUBLISHED_CONFIG_FOLDERS, read_json
+from meltcore.models.checkpoints.checkpoint import PUBLISHED_CONFIG_FOLDERS, read_json
+from meltcore.models.quantized import host_weights
 
 Config = dict[str, Any]
 TOLERANCE = 1e-4

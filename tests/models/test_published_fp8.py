@@ -14,17 +14,17 @@ from engine_tools import open_engine, random_prompt
 from few_layers import open_few_layers
 from fp8_tools import FP8, SIZES, logits_error, write_fp8
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor
 from meltcore.layers.fp8_weights import BlockFp8Weight, Fp8Experts, Fp8Weight
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseExperts, DenseWeight
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder import Decoder
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
+from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.loader import build_meta_model, build_model, load_weights
-from meltcore.models.quantization import weight_dtypes
-from meltcore.models.safetensors_file import SafetensorsFile
+from meltcore.models.quantized.quantization import weight_dtypes
 
 Tensors = dict[str, torch.Tensor]
 CPU, META = torch.device("cpu"), torch.device("meta")

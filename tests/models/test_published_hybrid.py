@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.rotary import half_split_order
 from meltcore.layers.attention import Attention
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.gated_delta_net import GatedDeltaNet
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder import Decoder
-from meltcore.models.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
 from meltcore.models.loader import build_model, load_weights
 
 MODEL = "Qwen/Qwen3.5-35B-A3B"

@@ -11,10 +11,10 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.worker import loading
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.settings.config import EngineConfig
 
 MODEL = "Qwen/Qwen3-0.6B"
 SMALL = {

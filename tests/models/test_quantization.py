@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from test_loader import write_config
 
 from meltcore import LLM, SamplingParams
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.fp8_weights import Fp8Weight
 from meltcore.layers.linear import LinearBase
-from meltcore.models.checkpoint import BUNDLED_MODEL, open_checkpoint
-from meltcore.models.decoder import Decoder
+from meltcore.measure.problems import evaluation_set, is_correct
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.quantization import quantize_to_fp8, require_fp8
-from meltcore.problems import evaluation_set, is_correct
+from meltcore.models.quantized.quantization import quantize_to_fp8, require_fp8
 
 CPU = torch.device("cpu")
 # e4m3 has 4 significant bits: a number is off by 2^-4 of itself at most, a row by about 0.026 in the mean square.

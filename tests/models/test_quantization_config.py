@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meltcore.errors import ConfigError
-from meltcore.models.quantization_config import (
+from meltcore.common.errors import ConfigError
+from meltcore.models.configs.quantization_config import (
     AwqConfig,
     BlockFp8Config,
     CompressedFp8Config,

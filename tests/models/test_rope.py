@@ -15,12 +15,12 @@ from small_config import SMALL
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.kernels.rotary import inverse_frequencies, rotary_table
-from meltcore.models.checkpoint import Checkpoint, open_checkpoint
-from meltcore.models.config_fields import Fields
-from meltcore.models.decoder_config import DecoderConfig
-from meltcore.models.rope import apply_overrides, max_context, read_rope_scaling
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from meltcore.models.configs.config_fields import Fields
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.decoders.rope import apply_overrides, max_context, read_rope_scaling
 
 CPU = torch.device("cpu")
 ORIGINAL = "original_max_position_embeddings"

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import save_file
 from small_config import SMALL
 
-from meltcore.config import DebugSwitch, EngineConfig, Quantization
-from meltcore.engine.core.engine import GenerationEngine
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.layers import quantization
 from meltcore.layers.feed_forward import GatedMLP, SparseMoeBlock
 from meltcore.layers.residual import ResidualStream
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder import Decoder
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.loader import build_model, load_weights
+from meltcore.settings.config import DebugSwitch, EngineConfig, Quantization
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 4, 24, 32
 CONFIG = SMALL | {

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from meltcore.errors import ConfigError
-from meltcore.models import tensor_file
-from meltcore.models.safetensors_file import SafetensorsFile
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints import tensor_file
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
 
 TENSORS = {
     "experts": torch.randn(6, 40, 50).bfloat16(),

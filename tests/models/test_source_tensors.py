@@ -18,7 +18,7 @@ from test_gguf_writer import contents
 from test_gguf_writer import write as write_file
 
 from meltcore.cli.main import main
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 
 INT4: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 INT4 |= {"mlp_only_layers": []}

@@ -14,16 +14,16 @@ from engine_client import EngineClient
 from f5_tools import SMALL, random_tensors, reference_sample, reference_vocoder, write_checkpoint
 from waiting import WAIT_S
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.memory_plans import plan_synthesis
-from meltcore.engine.batch.synthesis import SynthesisTask
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import is_synthesis_model
-from meltcore.models.task_configs import IndicF5Config
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.memory.memory_plans import plan_synthesis
+from meltcore.engine.synthesis.engine import SynthesisTask
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.models.checkpoints.checkpoint import is_synthesis_model
+from meltcore.models.configs.task_configs import IndicF5Config
+from meltcore.offline.synthesizer import Synthesizer
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.synthesis import FromEngine, SynthesisReady, Synthesize, Synthesized
-from meltcore.synthesizer import Synthesizer
+from meltcore.settings.config import EngineConfig
 
 soundfile = pytest.importorskip("soundfile")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import ShardLoader
-from meltcore.models import tensor_file
-from meltcore.models.checkpoint import open_checkpoint
-from meltcore.models.decoder import Decoder
-from meltcore.models.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
+from meltcore.models.checkpoints import tensor_file
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
+from meltcore.models.decoders.decoder import Decoder
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, RecurrentStateSpec
 from meltcore.models.loader import build_model, fill_dummy_weights, load_weights
-from meltcore.models.safetensors_file import SafetensorsFile
 
 SIZES = {
     "hidden_size": 32,

@@ -17,11 +17,11 @@ from nemo_tools import write_archive
 from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, speech
 
 from meltcore import Transcriber
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.transcription import TranscriptionTask
-from meltcore.errors import ConfigError, RequestError
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.engine.transcription.engine import TranscriptionTask
 from meltcore.protocol.transcription import Decoder, Transcribe, Transcript
+from meltcore.settings.config import EngineConfig
 from meltcore.text.transcripts import SpokenWord, Transcription, model_language
 
 pytestmark = pytest.mark.usefixtures("one_thread")

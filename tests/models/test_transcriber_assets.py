@@ -13,16 +13,16 @@ import torch
 from onnx_tools import entry, model, node, tensor, write_assets, write_linear, write_preprocessor, write_texts
 from parakeet_tools import CONFIG, build, nemo_names, reference_ctc, reference_rnnt, speech
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.transcription import TranscriptionTask
-from meltcore.errors import ConfigError
-from meltcore.models import onnx_file
-from meltcore.models.checkpoint import find_transcriber, is_transcription_model
-from meltcore.models.indicconformer import IndicConformer
-from meltcore.models.onnx_file import OnnxGraph
-from meltcore.models.transcriber_assets import PublishedAssets
+from meltcore.common.errors import ConfigError
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.engine.transcription.engine import TranscriptionTask
+from meltcore.models.checkpoints import onnx_file
+from meltcore.models.checkpoints.checkpoint import find_transcriber, is_transcription_model
+from meltcore.models.checkpoints.onnx_file import OnnxGraph
+from meltcore.models.tasks.indicconformer import IndicConformer
+from meltcore.models.tasks.transcriber_assets import PublishedAssets
 from meltcore.protocol.transcription import Transcribe
+from meltcore.settings.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -310,7 +310,7 @@ def test_hub_id_downloads_the_assets(assets: Path, monkeypatch: pytest.MonkeyPat
         asked.append((model, patterns))
         return assets
 
-    monkeypatch.setattr("meltcore.models.checkpoint.download_folder", download)
+    monkeypatch.setattr("meltcore.models.checkpoints.checkpoint.download_folder", download)
     assert is_transcription_model(hub_id)
     assert asked == []
     assert find_transcriber(hub_id) == assets

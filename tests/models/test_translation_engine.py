@@ -13,15 +13,15 @@ from engine_client import EngineClient
 from m2m100_tools import SMALL, load_model, random_sources, reference_model, write_checkpoint
 from waiting import WAIT_S
 
-from meltcore.config import EngineConfig
-from meltcore.engine.batch.engine import BatchEngine
-from meltcore.engine.batch.memory_plans import plan_slots
-from meltcore.engine.batch.translation import TranslationTask
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import is_translation_model
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.memory.memory_plans import plan_slots
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.engine.translation.engine import TranslationTask
+from meltcore.engine.translation.translation import translate_all
+from meltcore.models.checkpoints.checkpoint import is_translation_model
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.translation import FromEngine, Translate, Translated, TranslationReady
-from meltcore.tasks.translation import translate_all
+from meltcore.settings.config import EngineConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VALUES = {**SMALL, "max_target_positions": 16, "max_source_positions": 24}

@@ -9,9 +9,9 @@ import pytest
 import torch
 from m2m100_tools import SMALL, load_model, random_sources, reference_model, write_checkpoint
 
-from meltcore.models.indictrans2 import DecodeStep, IndicTrans2
-from meltcore.tasks.beam_search import BeamSearch, Translation
-from meltcore.tasks.beam_state import BeamOptions
+from meltcore.engine.translation.beam_search import BeamSearch, Translation
+from meltcore.engine.translation.beam_state import BeamOptions
+from meltcore.models.tasks.indictrans2 import DecodeStep, IndicTrans2
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

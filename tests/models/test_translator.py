@@ -14,10 +14,10 @@ from m2m100_tools import SMALL, reference_model, write_checkpoint
 from translation_texts import write_tokenizer
 
 from meltcore import Translator
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import PUBLISHED_TRANSLATION_FOLDERS
-from meltcore.models.indictrans2 import IndicTrans2
-from meltcore.models.json_file import read_json
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.models.checkpoints.checkpoint import PUBLISHED_TRANSLATION_FOLDERS
+from meltcore.models.configs.json_file import read_json
+from meltcore.models.tasks.indictrans2 import IndicTrans2
 from meltcore.text.translation.indic_processor import preprocess
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer

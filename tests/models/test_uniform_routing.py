@@ -11,8 +11,7 @@ import torch
 from places import ROOT
 from test_routed_experts import build
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.layers import uniform_routing
 from meltcore.layers.uniform_routing import (
     clear_routing_record,
@@ -23,6 +22,7 @@ from meltcore.layers.uniform_routing import (
 )
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.settings.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_config import SMALL
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.weight_files import has_weights
 from meltcore.models.loader import build_model, load_weights
-from meltcore.models.weight_files import has_weights
 
 BESIDE = [
     "adapter_model.safetensors",

@@ -12,33 +12,29 @@ import torch
 import yaml
 from few_layers import open_few_layers
 
-from meltcore.engine.core.workspace import plan_workspace
+from meltcore.engine.memory.workspace import plan_workspace
 from meltcore.kernels.moe.grouped_gemm_tma import BLOCK_M
 from meltcore.kernels.quant import ggml_experts
 from meltcore.kernels.quant.ggml import empty
 from meltcore.kernels.quant.ggml_experts import experts_scratch_values
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import (
+from meltcore.models.checkpoints.checkpoint import (
     PUBLISHED_CONFIG_FOLDERS,
     PUBLISHED_SYNTHESIS_FOLDERS,
     PUBLISHED_TRANSCRIBERS,
     PUBLISHED_TRANSLATION_FOLDERS,
     open_checkpoint,
 )
-from meltcore.models.decoder_families import DECODER_CONFIGS
-from meltcore.models.indicconformer import IndicConformer
-from meltcore.models.indicf5 import IndicF5
-from meltcore.models.indictrans2 import IndicTrans2
-from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.configs.nemo_config import read_config
+from meltcore.models.configs.quantization_config import read_quantization_config
+from meltcore.models.configs.task_configs import IndicF5Config, IndicTrans2Config
+from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
+from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.loader import build_meta_model
-from meltcore.models.nemo_config import read_config
-from meltcore.models.quantization_config import read_quantization_config
-from meltcore.models.quantized_sizes import quantized_weight_bytes
-from meltcore.models.registry import ARCHITECTURES
-from meltcore.models.step_sizes import MIN_DEQUANTIZED_PAIRS, decoder_step
-from meltcore.models.task_configs import IndicF5Config, IndicTrans2Config
-from meltcore.models.weight_sizes import (
+from meltcore.models.quantized.quantized_sizes import quantized_weight_bytes
+from meltcore.models.quantized.step_sizes import MIN_DEQUANTIZED_PAIRS, decoder_step
+from meltcore.models.quantized.weight_sizes import (
     decoder_cache_specs,
     decoder_weight_bytes,
     largest_expert_slice,
@@ -46,6 +42,10 @@ from meltcore.models.weight_sizes import (
     transcription_weight_bytes,
     translation_weight_bytes,
 )
+from meltcore.models.registry import ARCHITECTURES
+from meltcore.models.tasks.indicconformer import IndicConformer
+from meltcore.models.tasks.indicf5 import IndicF5
+from meltcore.models.tasks.indictrans2 import IndicTrans2
 
 META = torch.device("meta")
 DECODERS = [name for name in PUBLISHED_CONFIG_FOLDERS if not name.endswith(("AWQ", "FP8"))]

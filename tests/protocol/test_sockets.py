@@ -14,7 +14,7 @@ from typing import Literal
 import pytest
 from waiting import WAIT_S
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.protocol.sockets import SocketFolder
 
 _HOLD = """

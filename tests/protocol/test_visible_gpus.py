@@ -8,12 +8,12 @@ from typing import Any
 import pynvml
 import pytest
 
-from meltcore.compare.backend_runs import visible_gpus as compared_gpus
-from meltcore.config import EngineConfig, ModelConfig
-from meltcore.errors import ConfigError
-from meltcore.fleet.placement import place_replicas
-from meltcore.protocol import machine
-from meltcore.protocol.machine import named_gpus, visible_gpus
+from meltcore.common import machine
+from meltcore.common.errors import ConfigError
+from meltcore.common.machine import named_gpus, visible_gpus
+from meltcore.fleet.plan.placement import place_replicas
+from meltcore.measure.experiments.compare.backend_runs import visible_gpus as compared_gpus
+from meltcore.settings.config import EngineConfig, ModelConfig
 
 
 @pytest.fixture

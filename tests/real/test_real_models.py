@@ -19,8 +19,8 @@ from real_models import FORMATS, SAFETENSORS, store
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meltcore import LLM, SamplingParams
-from meltcore.evals.server_process import MeltcoreServer
-from meltcore.models.checkpoint import open_checkpoint
+from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 

@@ -17,8 +17,14 @@ import pytest
 import tokenizers
 from places import SHARED
 
-from meltcore.errors import RequestError
-from meltcore.models.checkpoint import BUNDLED_GEMMA, BUNDLED_HYBRID, BUNDLED_MODEL, Checkpoint, open_checkpoint
+from meltcore.common.errors import RequestError
+from meltcore.models.checkpoints.checkpoint import (
+    BUNDLED_GEMMA,
+    BUNDLED_HYBRID,
+    BUNDLED_MODEL,
+    Checkpoint,
+    open_checkpoint,
+)
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
@@ -60,7 +66,7 @@ STYLES = {
 @cache
 def load(name: str) -> Tokenizer:
     if name.endswith(".gguf"):
-        from meltcore.models.gguf_file import GGUFModel
+        from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 
         path = Path(name)
         return Tokenizer.from_checkpoint(Checkpoint("m", path.parent, {}, {}, GGUFModel(path)))

@@ -7,10 +7,10 @@ import gguf
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from meltcore.backends.servable import check_servable
-from meltcore.config import EngineConfig, ModelConfig
-from meltcore.errors import ConfigError, RequestError, UnservableModelError
-from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint
+from meltcore.common.errors import ConfigError, RequestError, UnservableModelError
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint
+from meltcore.serve.tasks.generation.servable import check_servable
+from meltcore.settings.config import EngineConfig, ModelConfig
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
 HELLO = [{"role": "user", "content": "<b>hé</b>"}]

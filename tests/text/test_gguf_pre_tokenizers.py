@@ -17,8 +17,8 @@ import tokenizers
 from gguf_tools import add_tokenizer, finish
 from tokenizers import models, pre_tokenizers, trainers
 
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.gguf_file import GGUFModel
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 

@@ -15,10 +15,10 @@ from gguf.constants import TokenType
 from gguf_tools import add_tokenizer, export_tokenizer, finish
 from places import SHARED
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
-from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.gguf_tokens import read_token_ids
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.checkpoints.gguf.gguf_tokens import read_token_ids
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 

@@ -17,9 +17,9 @@ from test_gguf_tokenizer import QWEN, TEXTS, check_equal, sentencepiece_vocabula
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import generate_merges
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, Checkpoint, open_checkpoint
-from meltcore.models.gguf_file import GGUFModel
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID, BUNDLED_MODEL, Checkpoint, open_checkpoint
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
 from meltcore.text.tokenizer import Tokenizer

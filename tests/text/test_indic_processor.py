@@ -14,7 +14,7 @@ pytest.importorskip("sacremoses", reason="the extra `translate` is not installed
 from toolkit import PAIRS, load_processor
 from translation_texts import random_sentence
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation import indic_processor
 from meltcore.text.translation.indic_processor import MAX_SENTENCE_CHARS, ODDITIES, postprocess, preprocess

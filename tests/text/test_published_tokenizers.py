@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import open_checkpoint, read_json
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import open_checkpoint, read_json
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.detokenizer import Detokenizer

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from meltcore.models import checkpoint
-from meltcore.models.gguf_config import FAMILIES
+from meltcore.models.checkpoints import checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import FAMILIES
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import Checkpoint
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.text.synthesis.chunks import ReferenceText, plan_chunks, split_text
 from meltcore.text.synthesis.vocabulary import Vocabulary, characters, load_vocabulary
 from meltcore.text.synthesis.voices import PUBLISHED_VOICES, find_voice

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
 

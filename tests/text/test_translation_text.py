@@ -14,8 +14,8 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 
 from translation_texts import random_sentence, write_tokenizer
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.load.sentences import make_sentence
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.measure.load.workloads.sentences import make_sentence
 from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation.indic_scripts import transliterate
 from meltcore.text.translation.languages import TAGS, check_script, direction_of, find_language, needed_direction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 # Pages, chunks or boxes of one file. Counting this number takes about a second. It is 3.3 hours of Opus at least.
 _MAX_ELEMENTS = 600_000

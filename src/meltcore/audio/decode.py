@@ -16,7 +16,7 @@ from meltcore.audio.checks import refusal
 from meltcore.audio.containers import parts
 from meltcore.audio.ffmpeg import Floats
 from meltcore.audio.files import AudioFile, open_audio
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 _INT16_MAX = 32_767
 # A file whose loudest sample is below this (-72 dB of full scale) holds nothing to hear.

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 
 from meltcore.audio.messages import DropFile, Encode, Encoded
 from meltcore.audio.pool import end_worker, receive, send, start_worker
-from meltcore.errors import RequestError
-from meltcore.process import ProcessError
+from meltcore.common.errors import RequestError
+from meltcore.common.process import ProcessError
 
 # Of CPU time, per piece. Minutes of speech take about a second.
 _CPU_LIMIT_S = 60

@@ -20,8 +20,8 @@ from meltcore.audio.messages import (
     NotDecoded,
     ToWorker,
 )
-from meltcore.errors import RequestError
-from meltcore.process import end_async, start_async
+from meltcore.common.errors import RequestError
+from meltcore.common.process import end_async, start_async
 
 _COMMAND = (sys.executable, "-m", "meltcore.audio.worker")
 # Of CPU time, per file. Three hours of MP3 take about 25 s; what takes longer was made to.

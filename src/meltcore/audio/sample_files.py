@@ -12,7 +12,7 @@ from meltcore.audio.checks import cut, each_element, refusal
 from meltcore.audio.marks import after_others, later_files
 
 # The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31.
-# The load generator, which may not import this file, judges answers by the same number (load/wav.py).
+# The load generator, which may not import this file, judges answers by the same number (wav.py).
 UNKNOWN_SIZE, _UNKNOWN_LONG_SIZE = 2_000_000_000, 2**62
 # Bytes after a WAV file that are no part of it. More of them would be samples that the header does not know.
 _MAX_TRAILER_BYTES = 4096

@@ -25,7 +25,7 @@ from meltcore.audio.messages import (
     ToWorker,
     write,
 )
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 _MEMORY_BYTES = 3 * 2**30  # of address space: libraries take about 1 GiB of it
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.results.nodes import NodesReport
+    from meltcore.measure.documents.values.nodes import NodesReport
 
 EXIT_DEVIATES, EXIT_NODE_FAILED = 1, 2
 
 
 def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None:
     """Add `--ray` and the time limit of a node, whose default is described by `default_limit`."""
-    from meltcore.options import not_empty, number
+    from meltcore.common.options import not_empty, number
 
     group = parser.add_argument_group("several nodes")
     group.add_argument(
@@ -31,7 +31,7 @@ def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None
 
 def refuse_with_ray(args: argparse.Namespace, *names: str) -> None:
     """Raise ConfigError for the first of these options that was given: it is about one node."""
-    from meltcore.errors import ConfigError
+    from meltcore.common.errors import ConfigError
 
     for name in names:
         if getattr(args, name):
@@ -59,18 +59,18 @@ def run_on_all_nodes(
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.cluster.client import run_on_nodes
-    from meltcore.errors import ConfigError
-    from meltcore.hardware.certify.judge import straggler_fraction
-    from meltcore.hardware.snapshot import shared_facts
-    from meltcore.process import describe_exit
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.files import write_document
+    from meltcore.common.process import describe_exit
+    from meltcore.fleet.ray.client import run_on_nodes
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.values.nodes import NODES_FILE, make_report
+    from meltcore.measure.node.certify.judge import straggler_fraction
+    from meltcore.measure.node.snapshot import shared_facts
+    from meltcore.measure.report.nodes.nodes import nodes_page
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.html import write_page
     from meltcore.protocol.cluster import CommandEnded, RunOnNodes
-    from meltcore.report.console import print_page
-    from meltcore.report.html import write_page
-    from meltcore.report.nodes import nodes_page
-    from meltcore.results.files import write_document
-    from meltcore.results.nodes import NODES_FILE, make_report
-    from meltcore.results.runfolder import RunFolder
 
     console = Console(stderr=args.json, highlight=False, soft_wrap=True)
 
@@ -110,7 +110,7 @@ def exit_status(report: "NodesReport") -> int:
 
 def certificate_status(report: "NodesReport") -> int:
     """Return the exit status of the worst node, as Nagios defines it: UNKNOWN of a failed one, WARN of a slow one."""
-    from meltcore.results.certificate import EXIT_CODES, Certificate, RowVerdict, worst
+    from meltcore.measure.documents.certificate import EXIT_CODES, Certificate, RowVerdict, worst
 
     verdicts: list[RowVerdict] = [
         node.document.verdict for node in report.nodes if isinstance(node.document, Certificate)

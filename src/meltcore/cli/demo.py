@@ -18,8 +18,8 @@ METRICS = ("succeeded", "accuracy", "peak_in_flight", "output_tokens_per_s", "tt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    from meltcore.demo.config import DemoConfig
-    from meltcore.options import add_options
+    from meltcore.common.options import add_options
+    from meltcore.measure.experiments.demo.config import DemoConfig
 
     add_options(parser, DemoConfig)
 
@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.demo.config import DemoConfig
-    from meltcore.demo.run import print_outcome, run_demo
-    from meltcore.options import from_options
+    from meltcore.common.options import from_options
+    from meltcore.measure.experiments.demo.config import DemoConfig
+    from meltcore.measure.experiments.demo.run import print_outcome, run_demo
 
     console = Console()
     with signals_as_ctrl_c():

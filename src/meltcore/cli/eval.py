@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meltcore.evals.config import ThroughputConfig
-    from meltcore.results.runfolder import RunFolder
-    from meltcore.results.schema import RunResult
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.schema import RunResult
+    from meltcore.measure.experiments.evals.config import ThroughputConfig
 
 HELP = """\
 Evaluate a server's answers (arithmetic problems, GSM8K), API conformance and throughput, and score it: throughput at
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser, evaluation: str) -> None:
-    from meltcore.evals.config import Gsm8kConfig, ThroughputConfig
-    from meltcore.options import add_options, number
+    from meltcore.common.options import add_options, number
+    from meltcore.measure.experiments.evals.config import Gsm8kConfig, ThroughputConfig
 
     if evaluation == "score":
         parser.add_argument("runs", nargs="+", metavar="RUN", help="Run folders: of gsm8k and throughput, or of all.")
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.report.render import save_run
-    from meltcore.results.runfolder import RunFolder
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.report.render import save_run
 
     console = Console()
     measure = {"throughput": _run_throughput, "all": _run_full, "baseline": _run_full, "gsm8k": _run_gsm8k}.get(
@@ -114,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_unloaded(args: argparse.Namespace, console: "Console", _folder: "RunFolder") -> "RunResult":
     """Run an evaluation without load on the server."""
-    from meltcore.evals.config import CONCURRENCY
-    from meltcore.evals.evaluation import score_runs
-    from meltcore.evals.run import run_eval
-    from meltcore.results.progress import answer_progress, print_check
+    from meltcore.measure.documents.values.progress import answer_progress, print_check
+    from meltcore.measure.experiments.evals.config import CONCURRENCY
+    from meltcore.measure.experiments.evals.evaluation import score_runs
+    from meltcore.measure.experiments.evals.run import run_eval
 
     if args.what == "score":
         return score_runs(args.runs)
@@ -136,10 +136,10 @@ def _run_unloaded(args: argparse.Namespace, console: "Console", _folder: "RunFol
 
 
 def _run_gsm8k(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.evals.config import Gsm8kConfig
-    from meltcore.evals.gsm8k import run_gsm8k
-    from meltcore.options import from_options
-    from meltcore.results.progress import answer_progress
+    from meltcore.common.options import from_options
+    from meltcore.measure.documents.values.progress import answer_progress
+    from meltcore.measure.experiments.evals.config import Gsm8kConfig
+    from meltcore.measure.experiments.evals.gsm8k import run_gsm8k
 
     with answer_progress(console, description="GSM8K") as on_answer:
         return run_gsm8k(
@@ -155,9 +155,9 @@ def _run_gsm8k(args: argparse.Namespace, console: "Console", folder: "RunFolder"
 
 
 def _run_throughput(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.evals.throughput import load_config, run_throughput
-    from meltcore.load.run import level_bars
-    from meltcore.results.progress import dim_printer
+    from meltcore.measure.documents.values.progress import dim_printer
+    from meltcore.measure.experiments.evals.throughput import load_config, run_throughput
+    from meltcore.measure.load.run.run import level_bars
 
     config = _throughput_config(args)
     with level_bars(load_config(config, "", folder.path).levels, console) as on_progress:
@@ -167,17 +167,17 @@ def _run_throughput(args: argparse.Namespace, console: "Console", folder: "RunFo
 def _throughput_config(args: argparse.Namespace) -> "ThroughputConfig":
     import secrets
 
-    from meltcore.evals.config import ThroughputConfig
-    from meltcore.options import from_options
+    from meltcore.common.options import from_options
+    from meltcore.measure.experiments.evals.config import ThroughputConfig
 
     return from_options(ThroughputConfig, args, seed=secrets.randbits(32) if args.seed is None else args.seed)
 
 
 def _run_full(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "RunResult":
-    from meltcore.evals.baseline import run_baseline
-    from meltcore.evals.config import EvaluationConfig
-    from meltcore.evals.evaluation import check_config, run_evaluation
-    from meltcore.options import from_options
+    from meltcore.common.options import from_options
+    from meltcore.measure.experiments.evals.baseline import run_baseline
+    from meltcore.measure.experiments.evals.config import EvaluationConfig
+    from meltcore.measure.experiments.evals.evaluation import check_config, run_evaluation
 
     config = from_options(EvaluationConfig, args, throughput=_throughput_config(args))
     check_config(config)
@@ -189,15 +189,15 @@ def _run_full(args: argparse.Namespace, console: "Console", folder: "RunFolder")
 def _print_result(console: "Console", result: "RunResult") -> None:
     from rich.markup import escape
 
-    from meltcore.report.console import print_table
-    from meltcore.report.run import throughput_table
-    from meltcore.results.formatting import (
+    from meltcore.measure.documents.values.formatting import (
         eval_score_line,
         evaluation_line,
         level_warnings,
         weighted_throughput_line,
     )
-    from meltcore.results.progress import print_check
+    from meltcore.measure.documents.values.progress import print_check
+    from meltcore.measure.report.load.run import throughput_table
+    from meltcore.measure.report.page.console import print_table
 
     if result.levels:
         print_table(throughput_table(result.levels), console)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meltcore.load.config import LoadConfig
-    from meltcore.results.runfolder import RunFolder
-    from meltcore.results.schema import RunResult
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.schema import RunResult
+    from meltcore.measure.load.config import LoadConfig
 
 HELP = "Load an OpenAI-compatible server and measure throughput and latency: chat, translation, transcription, speech."
 
@@ -40,9 +40,9 @@ GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    from meltcore.load.config import LoadConfig
-    from meltcore.load.fleet_config import FleetLoadConfig
-    from meltcore.options import add_options, number
+    from meltcore.common.options import add_options, number
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.errors import ConfigError
-    from meltcore.report.console import print_table
-    from meltcore.report.render import save_run
-    from meltcore.report.run import levels_tables
-    from meltcore.results.formatting import result_warnings
-    from meltcore.results.runfolder import RunFolder
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.values.formatting import result_warnings
+    from meltcore.measure.report.load.run import levels_tables
+    from meltcore.measure.report.page.console import print_table
+    from meltcore.measure.report.render import save_run
 
     if args.fleet:
         from meltcore.cli.load_fleet import run_fleet
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":
     from dataclasses import replace
 
-    from meltcore.load.run import level_bars, measure
+    from meltcore.measure.load.run.run import level_bars, measure
 
     with level_bars(config.levels, console) as on_progress:
         return measure(replace(config, records_path=folder.requests_path), sys.argv[1:], on_progress)
@@ -121,10 +121,10 @@ def _measure_with_monitor(
     args: argparse.Namespace, config: "LoadConfig", folder: "RunFolder", console: "Console"
 ) -> "RunResult":
     """Measure the server while recording the GPUs. Raises NoDriverError without an NVIDIA driver."""
-    from meltcore.errors import MeltcoreError
-    from meltcore.hardware.monitor.recording import read_recording
-    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
-    from meltcore.hardware.monitor.timeline import attach_gpu_timelines
+    from meltcore.common.errors import MeltcoreError
+    from meltcore.measure.node.monitor.recording import read_recording
+    from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+    from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
 
     path = folder.path / GPU_FILE
     try:
@@ -141,11 +141,11 @@ def _measure_with_monitor(
 
 def _load_config(args: argparse.Namespace) -> "LoadConfig":
     """Return the settings of the command line. Raises ConfigError for invalid or contradictory options."""
-    from meltcore.errors import ConfigError
-    from meltcore.load.config import LoadConfig, Timeouts
-    from meltcore.load.fleet_config import FleetLoadConfig
-    from meltcore.load.workloads import check_workload
-    from meltcore.options import check_unused, from_options
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.options import check_unused, from_options
+    from meltcore.measure.load.config import LoadConfig, Timeouts
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
+    from meltcore.measure.load.workloads.workloads import check_workload
 
     check_unused(args, FleetLoadConfig, "is for --fleet")
     if args.concurrency is None:

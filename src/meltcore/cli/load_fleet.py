@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from meltcore.load.fleet_config import FleetLoadConfig
-    from meltcore.results.fleet_load import FleetLoad
-    from meltcore.results.runfolder import RunFolder
-    from meltcore.results.schema import FleetLevel
+    from meltcore.measure.documents.fleet_load import FleetLoad
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.documents.schema import FleetLevel
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
@@ -29,10 +29,10 @@ def run_fleet(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.report.console import print_page
-    from meltcore.report.fleet_load import fleet_load_page
-    from meltcore.report.render import save_run
-    from meltcore.results.runfolder import RunFolder
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.report.load.fleet_load import fleet_load_page
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.render import save_run
 
     config = _config(args)
     console = Console(stderr=args.json)
@@ -53,10 +53,10 @@ def run_fleet(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> "FleetLoadConfig":
     """Return the settings of the command line. Raises ConfigError for options of a load on one model."""
-    from meltcore.errors import ConfigError
-    from meltcore.load.config import LoadConfig, Timeouts
-    from meltcore.load.fleet_config import FleetLoadConfig
-    from meltcore.options import check_unused, from_options
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.options import check_unused, from_options
+    from meltcore.measure.load.config import LoadConfig, Timeouts
+    from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
     check_unused(args, LoadConfig, "is for a load on one model, without --fleet", *_SHARED)
     if args.gpu is not None and not args.monitor:
@@ -71,10 +71,10 @@ def _measure(
     """Run the load while the GPUs are recorded: with --monitor, or where the server is on this machine and has some."""
     import msgspec
 
-    from meltcore.hardware.monitor.recording import read_recording
-    from meltcore.hardware.monitor.timeline import attach_gpu_means
-    from meltcore.load.fleet_run import measure_fleet
-    from meltcore.load.fleet_streams import level_line, level_status
+    from meltcore.measure.load.fleet.fleet_run import measure_fleet
+    from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
+    from meltcore.measure.node.monitor.recording import read_recording
+    from meltcore.measure.node.monitor.timeline import attach_gpu_means
 
     levels_path = folder.path / LEVELS_FILE
 
@@ -96,10 +96,10 @@ def _measure(
 @contextmanager
 def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool]:
     """Record the GPUs during the block; yields whether they are. Raises NoDriverError where --monitor asks for them."""
-    from meltcore.errors import MeltcoreError
-    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
-    from meltcore.hardware.nvml.driver import NoDriverError
-    from meltcore.load.connection import parse_target
+    from meltcore.common.errors import MeltcoreError
+    from meltcore.common.gpus.driver import NoDriverError
+    from meltcore.measure.load.wire.connection import parse_target
+    from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
 
     monitor = None
     if args.monitor or parse_target(url).host in ("localhost", "127.0.0.1", "::1"):

@@ -14,11 +14,19 @@ from typing import NamedTuple
 
 from meltcore import __version__
 from meltcore.cli.output import OutputError, check_output, drop_output, flush_output
-from meltcore.errors import MeltcoreError
+from meltcore.common.errors import MeltcoreError
 
 EXIT_ERROR = 2  # wrong usage, a MeltcoreError or lost output; 1 means "it ran, and the answer is no"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
+
+
+_FOLDERS = {  # of modules of commands; those of the others are beside this one
+    "fleet": ("down", "fleet", "logs", "plan", "ps", "reload", "restart", "sleep", "up", "wake"),
+    "compare": ("baseline", "compare", "compare-backends", "tune"),
+    "gpu": ("certify", "monitor", "snapshot"),
+    "score": ("bench", "leaderboard", "submit"),
+}
 
 
 class Command(NamedTuple):
@@ -31,7 +39,8 @@ class Command(NamedTuple):
     @staticmethod
     def module(name: str) -> str:
         """Return the name of the module of the command `name`."""
-        return f"meltcore.cli.{name.replace('-', '_')}"
+        folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")
+        return f"meltcore.cli.{folder}{name.replace('-', '_')}"
 
 
 _SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
@@ -151,7 +160,7 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
     epilog = f"examples:\n{module.EXAMPLES.rstrip()}"
     metrics = getattr(module, "METRICS", ())
     if metrics:
-        from meltcore.results.definitions import definitions_text
+        from meltcore.measure.documents.values.definitions import definitions_text
 
         epilog += f"\n\nmetrics:\n{definitions_text(*metrics)}"
     parser = argparse.ArgumentParser(

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from meltcore.evals.api import ApiResponse
+    from meltcore.measure.experiments.evals.api import ApiResponse
 
 HELP = (
     "Read a trace of the torch profiler or an SQLite export of Nsight Systems and report when the GPU did not compute, "
@@ -35,8 +35,8 @@ EXIT_UNTRUSTED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    from meltcore.forensics.gaps import ProfileOptions
-    from meltcore.options import add_options, number
+    from meltcore.common.options import add_options, number
+    from meltcore.measure.trace.gaps import ProfileOptions
 
     parser.add_argument(
         "trace",
@@ -84,14 +84,14 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
     from rich.console import Console
 
-    from meltcore.errors import ConfigError
-    from meltcore.forensics.gaps import ProfileOptions, analyze_trace
-    from meltcore.forensics.read import read_trace
-    from meltcore.options import from_options
-    from meltcore.report.console import print_page
-    from meltcore.report.profile import profile_page, save_profile
-    from meltcore.results.fingerprint import take_fingerprint
-    from meltcore.results.gaps import GAPS_PAGE, Profile
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.options import from_options
+    from meltcore.measure.documents.fingerprint import take_fingerprint
+    from meltcore.measure.documents.gaps import GAPS_PAGE, Profile
+    from meltcore.measure.report.nodes.profile import profile_page, save_profile
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.trace.gaps import ProfileOptions, analyze_trace
+    from meltcore.measure.trace.read import read_trace
 
     if args.nsys:
         path = _record_nsys(args)
@@ -130,12 +130,12 @@ def _record_nsys(args: argparse.Namespace) -> "Path":
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.errors import ConfigError
-    from meltcore.evals.api import ApiError
-    from meltcore.evals.server_process import is_healthy
-    from meltcore.forensics.nsys import find_nsys, record
-    from meltcore.process import LoggedProcess
-    from meltcore.results.runfolder import RunFolder
+    from meltcore.common.errors import ConfigError
+    from meltcore.common.process import LoggedProcess
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.experiments.evals.api import ApiError
+    from meltcore.measure.experiments.evals.server_process import is_healthy
+    from meltcore.measure.trace.nsys import find_nsys, record
 
     command = [*([args.trace] if args.trace else []), *args.command]
     if not command:
@@ -177,8 +177,8 @@ def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiRespon
 
     The function raises ConfigError if the server does not accept the request.
     """
-    from meltcore.errors import ConfigError
-    from meltcore.evals.api import Api, ApiResponse
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.experiments.evals.api import Api, ApiResponse
 
     api = Api(args.url, api_key=args.api_key)
 
@@ -205,9 +205,9 @@ def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
     from tempfile import TemporaryDirectory
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.errors import ConfigError
-    from meltcore.hardware.monitor.sampler import Monitor, SamplerSettings
-    from meltcore.hardware.monitor.timeline import mean_sm_activity
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+    from meltcore.measure.node.monitor.timeline import mean_sm_activity
 
     post = _poster(args, "--profile-dir DIR")
     with signals_as_ctrl_c(), ExitStack() as stack:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meltcore.models.checkpoint import Checkpoint
+    from meltcore.models.checkpoints.checkpoint import Checkpoint
     from meltcore.models.loader import Progress
-    from meltcore.models.rounding_loss import RoundingLoss
+    from meltcore.models.writers.rounding_loss import RoundingLoss
 
 HELP = (
     "Write a checkpoint with quantized weights: a GGUF file in llama.cpp's layout (q8_0, q4_0), or a folder in the "
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.errors import ConfigError
-    from meltcore.models.checkpoint import find_gguf, open_checkpoint
-    from meltcore.results.progress import progress_bar, stop_progress
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.documents.values.progress import progress_bar, stop_progress
+    from meltcore.models.checkpoints.checkpoint import find_gguf, open_checkpoint
 
     console = Console(highlight=False)
     gguf_path = find_gguf(args.model, "all")
@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
 def _requantize(
     source: "Path", path: "Path", to: str, progress: "Progress", *, overwrite: bool, allow: bool
 ) -> "RoundingLoss":
-    from meltcore.errors import ConfigError
-    from meltcore.models.gguf_file import GGUFModel
-    from meltcore.models.gguf_requantize import check_requantizable, requantize
-    from meltcore.models.gguf_writer import GGUF_FORMATS
+    from meltcore.common.errors import ConfigError
+    from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+    from meltcore.models.writers.gguf_requantize import check_requantizable, requantize
+    from meltcore.models.writers.gguf_writer import GGUF_FORMATS
 
     if to not in GGUF_FORMATS:
         raise ConfigError(
@@ -107,8 +107,8 @@ def _write(
 ) -> "RoundingLoss":
     from functools import partial
 
-    from meltcore.models.fp8_writer import write_fp8
-    from meltcore.models.gguf_writer import GGUF_FORMATS, write_gguf
+    from meltcore.models.writers.fp8_writer import write_fp8
+    from meltcore.models.writers.gguf_writer import GGUF_FORMATS, write_gguf
     from meltcore.text.gguf_vocabulary import check_tokenizer, tokenizer_metadata
 
     if to == "fp8":

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from meltcore.report.documents import Document
-    from meltcore.results.card import EvidenceType
+    from meltcore.measure.documents.card import EvidenceType
+    from meltcore.measure.documents.values.documents import Document
 
 HELP = (
     "Of several run folders: the node's report card, which joins snapshot, certificate, benchmark, evaluation, tuning, "
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _evidence_types(text: str) -> "list[EvidenceType]":
     from typing import get_args
 
-    from meltcore.results.card import EvidenceType
+    from meltcore.measure.documents.card import EvidenceType
 
     all_types: tuple[EvidenceType, ...] = get_args(EvidenceType)
     names = [name.strip() for name in text.split(",")]
@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from pathlib import Path
 
-    from meltcore.errors import ConfigError
-    from meltcore.report.charts_export import check_export
-    from meltcore.report.documents import find_documents
-    from meltcore.report.render import export_document, render_document
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.documents.values.documents import find_documents
+    from meltcore.measure.report.page.charts_export import check_export
+    from meltcore.measure.report.render import export_document, render_document
 
     documents = [document for place in args.places for document in find_documents(Path(place))]
     if len(documents) == 1 and not args.card:
@@ -92,12 +92,18 @@ def _card(args: argparse.Namespace, documents: "Sequence[Document]") -> int:
     import msgspec
     from rich.console import Console
 
-    from meltcore.errors import ConfigError
-    from meltcore.hardware.snapshot import diff_snapshots
-    from meltcore.report.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
-    from meltcore.report.console import print_page
-    from meltcore.results.card import REQUIRED
-    from meltcore.results.runfolder import RunFolder
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.documents.card import REQUIRED
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.node.snapshot import diff_snapshots
+    from meltcore.measure.report.nodes.card import (
+        card_page,
+        conflicting_snapshots,
+        make_card,
+        newest_documents,
+        save_card,
+    )
+    from meltcore.measure.report.page.console import print_page
 
     newest, older = newest_documents(documents)
     if not newest:

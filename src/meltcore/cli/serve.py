@@ -19,8 +19,8 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, and the options of EngineConfig, ModelConfig and ServerConfig."""
     from meltcore.cli.start_options import add_daemon_options
-    from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-    from meltcore.options import add_options, not_empty
+    from meltcore.common.options import add_options, not_empty
+    from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
     parser.add_argument(
         "model",
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or start a server in the background."""
     from meltcore.cli.start_options import start_daemon
-    from meltcore.config import EngineConfig, ModelConfig, ServerConfig
-    from meltcore.options import from_options
-    from meltcore.process import loading_modules
+    from meltcore.common.options import from_options
+    from meltcore.common.process import loading_modules
+    from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
     model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
     config = from_options(ServerConfig, args, models=(model,))
     with loading_modules():
-        from meltcore.backends.servable import check_servable
+        from meltcore.serve.tasks.generation.servable import check_servable
 
     check_servable(model)  # before a process starts, and before anything is printed
     if (status := start_daemon(args, config)) is not None:

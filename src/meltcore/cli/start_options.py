@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meltcore.compare.starts import OnStart, PlannedStart, StartOptions
-    from meltcore.config import ServerConfig
-    from meltcore.fleet.planned import FleetPlanner
-    from meltcore.results.schema import RunResult
+    from meltcore.fleet.plan.planned import FleetPlanner
+    from meltcore.measure.documents.schema import RunResult
+    from meltcore.measure.experiments.compare.starts import OnStart, PlannedStart, StartOptions
+    from meltcore.settings.config import ServerConfig
 
 
 def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     """Add --daemon, --log and --start-timeout, which `start_daemon` reads."""
-    from meltcore.options import number
+    from meltcore.common.options import number
 
     group = parser.add_argument_group("background")
     group.add_argument("--daemon", action="store_true", help="Start, wait until ready, and leave it running.")
@@ -35,7 +35,7 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "Fle
     --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.errors import ConfigError
+    from meltcore.common.errors import ConfigError
     from meltcore.fleet.daemon import start
 
     if args.daemon:
@@ -48,8 +48,8 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "Fle
 
 def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32") -> None:
     """Add the options that `start_options` reads; `concurrency` is the default of --concurrency."""
-    from meltcore.load.config import LoadConfig, parse_numbers
-    from meltcore.options import add_options, number
+    from meltcore.common.options import add_options, number
+    from meltcore.measure.load.config import LoadConfig, parse_numbers
 
     add_options(
         parser,
@@ -76,10 +76,10 @@ def add_start_options(parser: argparse.ArgumentParser, concurrency: str = "1,32"
 
 def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "StartOptions":
     """Read the options of `add_start_options`. Raises ConfigError for a value out of its form or range."""
-    from meltcore.compare.starts import StartOptions
-    from meltcore.load.config import LoadConfig
-    from meltcore.load.workloads import check_workload
-    from meltcore.options import from_options
+    from meltcore.common.options import from_options
+    from meltcore.measure.experiments.compare.starts import StartOptions
+    from meltcore.measure.load.config import LoadConfig
+    from meltcore.measure.load.workloads.workloads import check_workload
 
     load = from_options(LoadConfig, args, url="", workload=args.workload or LoadConfig.workload)
     check_workload(load)
@@ -93,7 +93,7 @@ def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Call
     """
     from rich.markup import escape
 
-    from meltcore.results.throughput import throughput_text
+    from meltcore.measure.documents.values.throughput import throughput_text
 
     def report(text: str) -> None:
         console.print(escape(text), style="yellow", highlight=False)

@@ -12,7 +12,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that select servers."""
-    from meltcore.options import number
+    from meltcore.common.options import number
 
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument("--port", type=number(int), help="The server on this port.")
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """End the selected servers; 1 when one is still draining. Raises ConfigError when the choice is not clear."""
-    from meltcore.errors import ConfigError
+    from meltcore.common.errors import ConfigError
     from meltcore.fleet.daemon import running, stop
 
     servers = running()

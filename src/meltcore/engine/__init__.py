@@ -1,1 +1,1 @@
-"""Engines: a process shell, and the generation engine that runs in it."""
+"""Engines: a process shell, and the engine of each task that runs in it."""

@@ -19,12 +19,12 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
+from meltcore.common.process import loading_modules
 from meltcore.engine.distributed.rank_start import StartedRanks
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import is_synthesis_model, is_transcription_model, is_translation_model
-from meltcore.process import loading_modules
+from meltcore.models.checkpoints.checkpoint import is_synthesis_model, is_transcription_model, is_translation_model
 from meltcore.protocol.tcp import is_remote
+from meltcore.settings.config import EngineConfig
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
         return _serve_task(config, batch_task)
     ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
     with loading_modules():  # these import torch, which takes seconds, while the other ranks do the same
-        from meltcore.engine.core.engine import GenerationEngine
+        from meltcore.engine.generation.engine import GenerationEngine
         from meltcore.engine.host.budget import build_within_budget
         from meltcore.engine.host.shell import serve
         from meltcore.protocol.generation import ToEngine
@@ -83,19 +83,19 @@ def _serve_task(config: EngineConfig, task: _Task) -> int:
         from meltcore.engine.host.shell import BuildEngine, serve
 
         if task == "transcription":
-            from meltcore.engine.batch.transcription import transcription_engine
+            from meltcore.engine.transcription.engine import transcription_engine
             from meltcore.protocol.transcription import ToEngine as ToTranscription
 
             build = build_within_budget(config, partial(transcription_engine, config))
             to_engine = ToTranscription
         elif task == "synthesis":
-            from meltcore.engine.batch.synthesis import synthesis_engine
+            from meltcore.engine.synthesis.engine import synthesis_engine
             from meltcore.protocol.synthesis import ToEngine as ToSynthesis
 
             build = build_within_budget(config, partial(synthesis_engine, config))
             to_engine = ToSynthesis
         else:
-            from meltcore.engine.batch.translation import translation_engine
+            from meltcore.engine.translation.engine import translation_engine
             from meltcore.protocol.translation import ToEngine as ToTranslation
 
             build = build_within_budget(config, partial(translation_engine, config))

@@ -1,1 +1,1 @@
-"""The processes of a server: the supervisor, the API server processes and their channel."""
+"""The processes of a server: the supervisor, and servers in the background."""

@@ -23,16 +23,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from meltcore.config import ServerConfig
-from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.fleet.logs import LOG_LIMIT_BYTES
-from meltcore.process import loading_modules, start_ticks
-from meltcore.process import start as start_process
-from meltcore.process_output import log_tail
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.process import loading_modules, start_ticks
+from meltcore.common.process import start as start_process
+from meltcore.common.process_output import log_tail
+from meltcore.fleet.run.logs import LOG_LIMIT_BYTES
 from meltcore.protocol.sockets import ADMIN_SOCKET
+from meltcore.settings.config import ServerConfig
 
 if TYPE_CHECKING:
-    from meltcore.fleet.planned import FleetPlanner
+    from meltcore.fleet.plan.planned import FleetPlanner
     from meltcore.fleet.supervisor import FleetOptions
 
 POLL_S = 0.1
@@ -188,7 +188,7 @@ def _wait_ready(
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    from meltcore.fleet.admin import call_admin
+    from meltcore.fleet.admin.admin import call_admin
 
     rows: list[dict[str, Any]] = call_admin(record.admin, "GET", "/ps")
     return rows
@@ -298,9 +298,9 @@ def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | No
     ray: the address of the cluster that has the engines. planner: that has planned it; None makes one for a reload.
     """
     with loading_modules():
-        from meltcore.fleet.planned import FleetPlanner
+        from meltcore.fleet.plan.planned import FleetPlanner
         from meltcore.fleet.supervisor import FleetOptions
-        from meltcore.protocol.fleet_file import load_fleet
+        from meltcore.settings.fleet_file import load_fleet
 
     server = load_fleet(path).server
     return FleetOptions(
@@ -331,7 +331,7 @@ def main() -> int:
         if not is_fleet:
             return serve_recorded(served.config, sys.argv[1], None)
         with loading_modules():
-            from meltcore.fleet.planned import FleetPlanner, PlannedFrom
+            from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
         planner = FleetPlanner.of(msgspec.json.decode(served.planned, type=PlannedFrom))
         options = fleet_options(planner.path, planner.ray, planner)
         return serve_recorded(served.config, sys.argv[1], planner.path, options)

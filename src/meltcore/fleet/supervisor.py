@@ -21,47 +21,47 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from meltcore.api.http_server import tune_gc
-from meltcore.api.log import Log
-from meltcore.api.metrics import Metrics
-from meltcore.api.stats import ServerStats
-from meltcore.backends.engine_process import ENGINE_COMMAND
-from meltcore.backends.stuck_watch import StuckWatch
-from meltcore.backends.text_model import find_task
-from meltcore.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig, Task
-from meltcore.errors import ConfigError, MeltcoreError
-from meltcore.fleet.admin import AdminServer
-from meltcore.fleet.channel import EndRequests
-from meltcore.fleet.cluster_driver import ClusterDriver
-from meltcore.fleet.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
-from meltcore.fleet.first_fit import Place
-from meltcore.fleet.foreign_model import ForeignModel
-from meltcore.fleet.listener import Acceptor, bind, raise_file_limit
-from meltcore.fleet.logs import LOG_LIMIT_BYTES, keep_small, log_folder
-from meltcore.fleet.mps import MpsDaemon
-from meltcore.fleet.operations import FleetOperations, check_startable
-from meltcore.fleet.placement import (
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.host_memory import use_one_arena
+from meltcore.common.machine import visible_gpus
+from meltcore.fleet.admin.admin import AdminServer
+from meltcore.fleet.admin.operations import FleetOperations, check_startable
+from meltcore.fleet.plan.first_fit import Place
+from meltcore.fleet.plan.placement import (
     Placement,
     cpu_environment,
     gpu_ranks,
     place_replicas,
     placed_gpus,
 )
-from meltcore.fleet.replica import RestartPolicy, ServerParts
-from meltcore.fleet.running_fleet import Running, planned_places
-from meltcore.fleet.served_model import ServedModel
-from meltcore.fleet.start_gate import StartGate
-from meltcore.fleet.supervised_model import POLL_S
-from meltcore.fleet.turns import Turns
-from meltcore.fleet.worker_pool import WorkerPool, worker_count
-from meltcore.host_memory import use_one_arena
-from meltcore.protocol.machine import visible_gpus
+from meltcore.fleet.plan.running_fleet import Running, planned_places
+from meltcore.fleet.ray.cluster_driver import ClusterDriver
+from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
+from meltcore.fleet.run.foreign_model import ForeignModel
+from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
+from meltcore.fleet.run.replica import RestartPolicy, ServerParts
+from meltcore.fleet.run.served_model import ServedModel
+from meltcore.fleet.run.start_gate import StartGate
+from meltcore.fleet.run.supervised_model import POLL_S
+from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
+from meltcore.fleet.swap.mps import MpsDaemon
+from meltcore.fleet.swap.turns import Turns
+from meltcore.protocol.channel import EndRequests
 from meltcore.protocol.shell import ForgetClient
 from meltcore.protocol.sockets import SocketFolder
-from meltcore.routes_config import RoutesConfig
+from meltcore.serve.engines.engine_process import ENGINE_COMMAND
+from meltcore.serve.engines.stuck_watch import StuckWatch
+from meltcore.serve.http.http_server import tune_gc
+from meltcore.serve.http.listener import Acceptor, bind, raise_file_limit
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.stats import ServerStats
+from meltcore.serve.tasks.generation.text_model import find_task
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig, Task
+from meltcore.settings.routes_config import RoutesConfig
 
 if TYPE_CHECKING:
-    from meltcore.fleet.planned import FleetPlanner
+    from meltcore.fleet.plan.planned import FleetPlanner
 
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.cuda import _POOL_HANDLE
 
-from meltcore.errors import MeltcoreError
+from meltcore.common.errors import MeltcoreError
 from meltcore.kernels.virtual_memory import CudaMemoryDriver, VirtualMemory
 
 # weights: may be copied to the host; kv_cache: zeros after waking; graphs: what kernels of CUDA graphs write first.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from meltcore.errors import MeltcoreError
+from meltcore.common.errors import MeltcoreError
 from meltcore.kernels.capability import capability
 from meltcore.kernels.jit import triton
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from meltcore.errors import MeltcoreError, SleepError
-from meltcore.host_memory import host_available_bytes
+from meltcore.common.errors import MeltcoreError, SleepError
+from meltcore.common.host_memory import host_available_bytes
 
 _GIB = 2**30
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from meltcore.errors import ConfigError, ShardError
+from meltcore.common.errors import ConfigError, ShardError
 from meltcore.kernels.norm import Norm, rms_norm
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.int4 import Int4Type, pack_int4_scales, pack_int4_values, pack_int4_zeros

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from meltcore.errors import ShardError
+from meltcore.common.errors import ShardError
 from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meltcore.errors import ConfigError, ShardError
+from meltcore.common.errors import ConfigError, ShardError
 from meltcore.kernels.comm.all_reduce import (
     MAX_INT64,
     all_reduce,

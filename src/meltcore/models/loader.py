@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from meltcore.config import DType, Quantization
-from meltcore.errors import ConfigError, ShardError
-from meltcore.host_memory import host_available_bytes
+from meltcore.common.errors import ConfigError, ShardError
+from meltcore.common.host_memory import host_available_bytes
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import random_blocks
@@ -23,18 +22,19 @@ from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_parts, stored_dtypes
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.config_fields import Fields
-from meltcore.models.fairseq_weights import FairseqWeights
-from meltcore.models.finite_check import FiniteCheck
-from meltcore.models.model import LoadableModel, Model
-from meltcore.models.published_fp8 import keep_published_fp8
-from meltcore.models.published_int4 import quantize_to_int4
-from meltcore.models.quantization import quantize_as_stored, quantize_to_fp8
-from meltcore.models.quantization_config import AwqConfig, GptqConfig, read_quantization_config
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.fairseq_weights import FairseqWeights
+from meltcore.models.checkpoints.finite_check import FiniteCheck
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
+from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile, is_derived
+from meltcore.models.configs.config_fields import Fields
+from meltcore.models.configs.quantization_config import AwqConfig, GptqConfig, read_quantization_config
+from meltcore.models.decoders.model import LoadableModel, Model
+from meltcore.models.quantized.published_fp8 import keep_published_fp8
+from meltcore.models.quantized.published_int4 import quantize_to_int4
+from meltcore.models.quantized.quantization import quantize_as_stored, quantize_to_fp8
 from meltcore.models.registry import ARCHITECTURES
-from meltcore.models.safetensors_file import SafetensorsFile
-from meltcore.models.tensor_file import TensorEntry, TensorFile, is_derived
+from meltcore.settings.config import DType, Quantization
 
 Progress = Callable[[str, float], None]
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -272,7 +272,7 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
 def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     """Open the checkpoint's files of weights one by one."""
     if checkpoint.gguf is not None:
-        from meltcore.models.gguf_weights import GGUFWeights  # 0.2 s, which other checkpoints do not need
+        from meltcore.models.checkpoints.gguf_weights import GGUFWeights  # 0.2 s, which other checkpoints do not need
 
         yield from (GGUFWeights(file, checkpoint.config) for file in checkpoint.gguf.files)
         return

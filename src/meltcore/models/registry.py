@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meltcore.models.gemma3 import Gemma3
-from meltcore.models.granite import Granite
-from meltcore.models.llama import Llama, Mistral
-from meltcore.models.model import Model
-from meltcore.models.olmo2 import Olmo2
-from meltcore.models.phi3 import Phi3
-from meltcore.models.qwen2 import Qwen2
-from meltcore.models.qwen3 import Qwen3, Qwen3Moe
-from meltcore.models.qwen3_5 import Qwen3_5
-from meltcore.models.smollm3 import SmolLM3
+from meltcore.models.decoders.gemma3 import Gemma3
+from meltcore.models.decoders.granite import Granite
+from meltcore.models.decoders.llama import Llama, Mistral
+from meltcore.models.decoders.model import Model
+from meltcore.models.decoders.olmo2 import Olmo2
+from meltcore.models.decoders.phi3 import Phi3
+from meltcore.models.decoders.qwen2 import Qwen2
+from meltcore.models.decoders.qwen3 import Qwen3, Qwen3Moe
+from meltcore.models.decoders.qwen3_5 import Qwen3_5
+from meltcore.models.decoders.smollm3 import SmolLM3
 
 # From a parsed config.json to a model without weights. Raises ConfigError for what the family does not compute.
 ModelClass = Callable[[Mapping[str, Any]], Model]

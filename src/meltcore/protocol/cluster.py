@@ -1,7 +1,7 @@
 """Defines the lines between a process of Meltcore and the driver of a Ray cluster, its child (JSON over two pipes).
 
 Ray stays within the driver: a cluster that loses its head node ends the driver, and nothing else of Meltcore.
-`python -m meltcore.cluster.driver ADDRESS` is the driver. It ends, with what it has started, at the end of its input.
+`python -m meltcore.fleet.ray.driver ADDRESS` is the driver. It ends, with what it has started, at the end of its input.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.config import EngineConfig, PriorityClass, SharingConfig
-from meltcore.protocol.machine import Machine
+from meltcore.common.machine import Machine
 from meltcore.protocol.tcp import Listening
+from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
 
-DRIVER_MODULE = "meltcore.cluster.driver"
+DRIVER_MODULE = "meltcore.fleet.ray.driver"
 
 
 def gpu_resource(number: int) -> str:

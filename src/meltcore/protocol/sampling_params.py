@@ -2,7 +2,7 @@
 
 import msgspec
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 
 # The longest name of a socket in a folder of each kind. An address has at most 107 bytes and a terminator (unix(7)).
 ADMIN_SOCKET = "admin.sock"  # of a fleet, in the folder of its server

@@ -14,8 +14,8 @@ import weakref
 from pathlib import Path
 from typing import get_args
 
-from meltcore.config import PriorityClass
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
+from meltcore.settings.config import PriorityClass
 
 MAX_ENGINES = 64  # of one class on one GPU
 _WORD_BYTES = 8  # a double: an aligned store is never seen half done

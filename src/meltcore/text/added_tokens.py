@@ -8,9 +8,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from meltcore.errors import ConfigError
-from meltcore.models.config_fields import Fields
-from meltcore.models.json_file import read_json
+from meltcore.common.errors import ConfigError
+from meltcore.models.configs.config_fields import Fields
+from meltcore.models.configs.json_file import read_json
 from meltcore.text.chat_template import named_special_tokens
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")

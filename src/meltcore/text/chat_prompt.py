@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.chat_template import ChatTemplate, Message, MissingTemplate
 from meltcore.text.control_tokens import ControlTokens, Match
 from meltcore.text.tokenizer import Tokenizer

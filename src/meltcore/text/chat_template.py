@@ -8,9 +8,9 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.json_file import read_json
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.configs.json_file import read_json
 from meltcore.text.template_sandbox import MAX_CHARS, TemplateEnvironment, TemplateLimitError, limited
 
 Message = dict[str, Any]

@@ -16,9 +16,9 @@ import tokenizers
 from gguf.constants import TokenType
 from tokenizers import decoders, models, normalizers, processors
 
-from meltcore.errors import ConfigError, UnservableModelError
-from meltcore.models.gguf_file import GGUFModel, describe_value
-from meltcore.models.gguf_tokens import token_types
+from meltcore.common.errors import ConfigError, UnservableModelError
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
+from meltcore.models.checkpoints.gguf.gguf_tokens import token_types
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 SPACE = "▁"  # SentencePiece's

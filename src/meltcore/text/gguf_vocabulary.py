@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from gguf.constants import TokenType
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.gguf_config import read_config
-from meltcore.models.gguf_file import GGUFModel
-from meltcore.models.gguf_tokens import END_TOKENS
-from meltcore.models.json_file import read_json
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.gguf.gguf_config import read_config
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+from meltcore.models.checkpoints.gguf.gguf_tokens import END_TOKENS
+from meltcore.models.configs.json_file import read_json
 from meltcore.text.chat_template import find_source, special_token_texts, tokenizer_config
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.gguf_tokenizer import (

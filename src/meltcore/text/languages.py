@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 
 class Language(NamedTuple):

@@ -10,8 +10,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from meltcore.errors import ConfigError
-from meltcore.models.checkpoint import Checkpoint
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.text.added_tokens import add_listed_tokens
 from meltcore.text.control_tokens import ControlTokens
 

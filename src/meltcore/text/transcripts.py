@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.protocol.transcription import Word
 from meltcore.text.languages import code_among
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meltcore.common.errors import ConfigError
 from meltcore.engine.core.batch import take_new_pages
 from meltcore.engine.core.kv_cache import (
     PAGE_SIZE,
@@ -17,11 +18,10 @@ from meltcore.engine.core.kv_cache import (
     PrefixCache,
     pages_for,
 )
-from meltcore.engine.core.memory_plan import MemoryPlan, ModelShape, plan_memory
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk, Scheduler
-from meltcore.errors import ConfigError
-from meltcore.models.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
+from meltcore.engine.memory.memory_plan import MemoryPlan, ModelShape, plan_memory
+from meltcore.models.decoders.kv_cache_specs import FullAttentionSpec, SlidingWindowSpec, group_layers
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 

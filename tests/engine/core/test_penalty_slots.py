@@ -8,8 +8,8 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.core import memory_plan as memory
-from meltcore.engine.core.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION
+from meltcore.engine.memory import memory_plan as memory
+from meltcore.engine.memory.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION
 from meltcore.engine.worker.sampler import PenaltyTable
 
 MEMORY_BYTES = 256 * 2**20

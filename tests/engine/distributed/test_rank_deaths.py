@@ -13,10 +13,10 @@ import torch
 from engine_client import EngineClient
 from waiting import WAIT_S, wait_until
 
-from meltcore.config import EngineConfig
 from meltcore.protocol.generation import AddRequest, StepOutputs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import EngineFailed, Loading, Shutdown
+from meltcore.settings.config import EngineConfig
 
 RANK_MODULE = "meltcore.engine.distributed"
 TIMEOUT_S = 4.0

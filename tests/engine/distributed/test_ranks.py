@@ -15,12 +15,12 @@ import pytest
 import zmq
 from waiting import WAIT_S
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import RankError
 from meltcore.engine.distributed import rank_start
 from meltcore.engine.distributed import ranks as ranks_module
 from meltcore.engine.distributed.rank_messages import RankFailed, RankStage, encoder, rank_address
 from meltcore.engine.distributed.ranks import Ranks, step_counters
-from meltcore.errors import RankError
+from meltcore.settings.config import EngineConfig
 
 LIMIT_S = 3.0  # bounds the wait of a test that would hang
 ARRIVES_S = 0.3

@@ -14,14 +14,14 @@ import pytest
 import torch
 from waiting import WAIT_S
 
-from meltcore.engine.core import engine as engine_module
+from meltcore.common.errors import ConfigError, RankError
 from meltcore.engine.core.request import Request
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.ranks import LaunchWatch, Ranks
+from meltcore.engine.generation import engine as engine_module
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs
 from meltcore.engine.worker.sampler import SampleResult
 from meltcore.engine.worker.warm_up import StepLimits, rehearse
-from meltcore.errors import ConfigError, RankError
 from meltcore.layers import tensor_parallel
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.protocol.generation import AddRequest

@@ -11,12 +11,12 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core import engine as engine_file
-from meltcore.engine.core.engine import GenerationEngine
+from meltcore.common.errors import ConfigError
+from meltcore.engine.generation import engine as engine_file
+from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.host import device as device_file
 from meltcore.engine.host.device import byte_budget, choose_device, default_batched_tokens, exit_process, has_mps
-from meltcore.errors import ConfigError
+from meltcore.settings.config import EngineConfig
 
 
 class Loading(Exception):  # noqa: N818 - not an error

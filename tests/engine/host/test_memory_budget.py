@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
 from meltcore.engine.host import budget
 from meltcore.engine.host.budget import build_within_budget, hold_budget, limit_memory
-from meltcore.errors import ConfigError
 from meltcore.kernels import graph_capture, memory_pools
 from meltcore.kernels.graph_capture import GraphCache
+from meltcore.settings.config import EngineConfig
 
 MIB = 2**20
 CUDA = torch.device("cuda")  # as `--device auto` gives it

@@ -17,14 +17,14 @@ import zmq
 from engine_client import EngineClient
 from waiting import WAIT_S
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
 from meltcore.engine.host.shell import STEP, EngineShell, _CudaProfiler
-from meltcore.errors import ConfigError
 from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, EngineFailed, Profile, ProfileDone, Shutdown
 from meltcore.protocol.sockets import socket_address
+from meltcore.settings.config import EngineConfig
 
 
 @pytest.fixture

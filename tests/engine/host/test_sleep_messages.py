@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import zmq
 
+from meltcore.common.errors import SleepError
 from meltcore.engine.host.shell import EngineShell
 from meltcore.engine.host.sleep import Slept
-from meltcore.errors import SleepError
 from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs
 from meltcore.protocol.sampling_params import SamplingParams

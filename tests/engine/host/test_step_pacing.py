@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import WAIT_S, wait_until
 
-from meltcore.config import PriorityClass, SharingConfig
+from meltcore.common.errors import ConfigError
+from meltcore.common.process import end_group, start
 from meltcore.engine.host import shell
 from meltcore.engine.host.step_pacing import HOLD_S, MAX_POLL_S, POLL_S, SHORT_STEPS_S, StepPacing, StepTurn
-from meltcore.errors import ConfigError
-from meltcore.process import end_group, start
 from meltcore.protocol.generation import EngineStats, StepOutputs, ToEngine
 from meltcore.protocol.shell import EngineReady
 from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
+from meltcore.settings.config import PriorityClass, SharingConfig
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_a_step_without_others_reads_the_clock_once(marks: Path) -> None:
 
 WORKER = """
 import sys, time
-from meltcore.config import SharingConfig
+from meltcore.settings.config import SharingConfig
 from meltcore.engine.host.step_pacing import StepPacing
 pacing = StepPacing(SharingConfig(priority_class=sys.argv[2], marks=(sys.argv[1],)))
 step_s = float(sys.argv[3])

@@ -10,7 +10,7 @@ import torch
 
 from meltcore.engine.core.batch import RecurrentBatch
 from meltcore.engine.worker.caches import RecurrentStateCache
-from meltcore.models.kv_cache_specs import RecurrentStateSpec
+from meltcore.models.decoders.kv_cache_specs import RecurrentStateSpec
 
 Pairs = Sequence[tuple[int, int]]
 SPEC = RecurrentStateSpec(conv_channels=6, conv_width=4, heads=2, key_dim=3, value_dim=5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meltcore.engine.core.batch import NewPages, Step
-from meltcore.engine.core.graph_sizes import capture_sizes
+from meltcore.engine.memory.graph_sizes import capture_sizes
 from meltcore.engine.worker import cuda_graphs as graphs_file
 from meltcore.engine.worker import transfer as transfer_file
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, DecodeGraphs, DecodeOutput

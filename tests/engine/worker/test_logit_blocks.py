@@ -8,8 +8,8 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.core.memory_plan import LOGITS_FRACTION, RESERVE_FRACTION
-from meltcore.engine.core.workspace import LOGIT_BYTES
+from meltcore.engine.memory.memory_plan import LOGITS_FRACTION, RESERVE_FRACTION
+from meltcore.engine.memory.workspace import LOGIT_BYTES
 from meltcore.engine.worker.sampler import Sampler, SampleResult
 
 KINDS: list[dict[str, object]] = [

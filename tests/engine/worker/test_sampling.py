@@ -8,7 +8,7 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import AddRequest, SequenceOutput
 from meltcore.protocol.sampling_params import MAX_TOP_K, MIN_REPETITION_PENALTY, MIN_TEMPERATURE, SamplingParams
 

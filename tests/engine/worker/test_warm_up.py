@@ -9,7 +9,8 @@ import engine_tools as tools
 import pytest
 import torch
 
-from meltcore.engine.core import engine as engine_file
+from meltcore.common.errors import ConfigError
+from meltcore.engine.generation import engine as engine_file
 from meltcore.engine.worker import sampler as sampler_file
 from meltcore.engine.worker.warm_up import (
     EXPERT_TOKENS,
@@ -22,7 +23,6 @@ from meltcore.engine.worker.warm_up import (
     rehearse,
     warm_up,
 )
-from meltcore.errors import ConfigError
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch

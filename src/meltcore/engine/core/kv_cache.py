@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from meltcore.engine.core.request import Request
-from meltcore.models.kv_cache_specs import KVCacheGroups
+from meltcore.models.decoders.kv_cache_specs import KVCacheGroups
 
 PAGE_SIZE = 64  # tokens; equals the chunk of Gated DeltaNet, so that pages, recurrent states and hashes share one grid
 _HASH_BYTES = 16

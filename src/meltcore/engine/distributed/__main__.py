@@ -1,6 +1,6 @@
 """Runs a rank other than 0 (`rank_process.py`): `python -m meltcore.engine.distributed FOLDER RANK`."""
 
-from meltcore.process import loading_modules
+from meltcore.common.process import loading_modules
 
 if __name__ == "__main__":
     with loading_modules():

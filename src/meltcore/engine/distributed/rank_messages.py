@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from meltcore.engine.core.batch import Step
-from meltcore.engine.core.memory_plan import MemoryPlan
+from meltcore.engine.memory.memory_plan import MemoryPlan
 from meltcore.engine.worker.model_runner import ModelRunnerConfig
 from meltcore.engine.worker.warm_up import StepLimits
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import zmq
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import MeltcoreError
 from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_messages import (
     Allocate,
@@ -42,11 +42,11 @@ from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.engine.worker.loading import load
 from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import KernelCompiler, make_compiler
-from meltcore.errors import MeltcoreError
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.uniform_routing import set_uniform_routing
-from meltcore.models.checkpoint import CheckpointFiles, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import CheckpointFiles, open_checkpoint
+from meltcore.settings.config import EngineConfig
 
 
 class RankProcess:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from meltcore.config import EngineConfig
-from meltcore.process import start
+from meltcore.common.process import start
 from meltcore.protocol.sockets import SocketFolder
+from meltcore.settings.config import EngineConfig
 
 _RANK_COMMAND = (sys.executable, "-m", "meltcore.engine.distributed")
 _STDERR = 2

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import zmq
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import RankError
+from meltcore.common.process import describe_exit, is_stopped
 from meltcore.engine.core.batch import Step
-from meltcore.engine.core.memory_plan import MemoryPlan
 from meltcore.engine.distributed.rank_messages import (
     Allocate,
     CaptureGraphs,
@@ -39,13 +39,13 @@ from meltcore.engine.distributed.rank_messages import (
     rank_address,
 )
 from meltcore.engine.distributed.rank_start import StartedRanks, steps_file
+from meltcore.engine.memory.memory_plan import MemoryPlan
 from meltcore.engine.worker.model_runner import ModelRunnerConfig
 from meltcore.engine.worker.transfer import cuda_event
 from meltcore.engine.worker.warm_up import StepLimits
-from meltcore.errors import RankError
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.loader import Progress
-from meltcore.process import describe_exit, is_stopped
+from meltcore.settings.config import EngineConfig
 
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time
 NO_PROGRESS_LIMIT_S = 300.0  # while loading, without progress, which each file of weights counts as

@@ -13,11 +13,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
 from meltcore.engine.host.device import choose_device, has_budget
-from meltcore.errors import ConfigError
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import describe_pools
+from meltcore.settings.config import EngineConfig
 
 _MIB = 2**20
 

@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import torch
 
-from meltcore.config import EngineConfig
-from meltcore.engine.core.workspace import sleep_rounding_bytes
-from meltcore.errors import ConfigError
-from meltcore.host_memory import host_available_bytes, host_total_bytes
-from meltcore.protocol.machine import visible_gpus
+from meltcore.common.errors import ConfigError
+from meltcore.common.host_memory import host_available_bytes, host_total_bytes
+from meltcore.common.machine import visible_gpus
+from meltcore.engine.memory.workspace import sleep_rounding_bytes
+from meltcore.settings.config import EngineConfig
 
 # On a CPU the caches share memory with everything else, so by default an engine takes this fraction of what is free.
 _HOST_FRACTION = 0.25
@@ -21,7 +21,7 @@ _HOST_FRACTION = 0.25
 # not matter. 400 requests of 128 to 1,024 tokens: 33,400 output tokens/s offline against 31,600 (H200, 2026-11-21).
 _MIN_BATCHED_TOKENS, _GPU_BATCHED_TOKENS, _OFFLINE_BATCHED_TOKENS = 2048, 8192, 16_384
 # GPUs with less memory take fewer: the activations of such a step must fit in the reserve, a fraction of the memory
-# (engine/core/memory_plan.py). An 8B model's take about 0.8 GiB for 8,192 tokens. By arithmetic: none was measured.
+# (memory_plan.py). An 8B model's take about 0.8 GiB for 8,192 tokens. By arithmetic: none was measured.
 _GPU_BYTES, _OFFLINE_BYTES = 16 * 2**30, 32 * 2**30
 
 

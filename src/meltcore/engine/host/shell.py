@@ -18,13 +18,12 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meltcore.config import SharingConfig
+from meltcore.common.errors import MeltcoreError, RankError, RequestError
+from meltcore.common.host_memory import keep_freed_memory, trim_memory
 from meltcore.engine.host.client_sockets import open_sockets
 from meltcore.engine.host.cpu_threads import CpuThreads, core_limit
 from meltcore.engine.host.sleep import SleepMessage, SleepState
 from meltcore.engine.host.step_pacing import StepPacing, StepTurn
-from meltcore.errors import MeltcoreError, RankError, RequestError
-from meltcore.host_memory import keep_freed_memory, trim_memory
 from meltcore.protocol.shell import (
     AbortRequests,
     EngineFailed,
@@ -37,6 +36,7 @@ from meltcore.protocol.shell import (
     Sleep,
     Wake,
 )
+from meltcore.settings.config import SharingConfig
 
 # How often an idle process checks its engine. The thread on stdin notices the end of the server, not this.
 _IDLE_POLL_MS = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
-from meltcore.errors import RequestError, SleepError
+from meltcore.common.errors import RequestError, SleepError
 from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
 
 SleepMessage = Sleep | Wake

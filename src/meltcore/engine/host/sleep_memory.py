@@ -14,14 +14,14 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import nn
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError, MeltcoreError, SleepError
+from meltcore.common.host_memory import drop_pages, host_available_bytes
 from meltcore.engine.host.sleep import Slept
-from meltcore.errors import ConfigError, MeltcoreError, SleepError
-from meltcore.host_memory import drop_pages, host_available_bytes
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import MemoryPools
 from meltcore.models.loader import Progress
 from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.config import EngineConfig
 
 Keep = Literal["host", "disk"]
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meltcore.config import SharingConfig
 from meltcore.protocol.step_marks import StepMarks
+from meltcore.settings.config import SharingConfig
 
 # A mark is renewed at each step, so it has to outlast one.
 HOLD_S = 1.0

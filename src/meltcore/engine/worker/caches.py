@@ -6,7 +6,7 @@ import torch
 
 from meltcore.engine.core.batch import RecurrentBatch
 from meltcore.engine.worker.transfer import to_device, to_device_together
-from meltcore.models.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
+from meltcore.models.decoders.kv_cache_specs import KVCacheGroups, RecurrentStateSpec
 
 
 def allocate_caches(

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from meltcore.config import EngineConfig
+from meltcore.common.errors import ConfigError
+from meltcore.common.host_memory import trim_memory
 from meltcore.engine.core.kv_cache import PageLayout
-from meltcore.engine.core.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
-from meltcore.errors import ConfigError
-from meltcore.host_memory import trim_memory
+from meltcore.engine.memory.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.config_fields import MAX_POSITIONS
-from meltcore.models.host_weights import HostWeights, host_weights, weight_bytes
-from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.configs.config_fields import MAX_POSITIONS
+from meltcore.models.decoders.kv_cache_specs import group_layers
+from meltcore.models.decoders.model import Model
+from meltcore.models.decoders.rope import apply_overrides, scaling_for
 from meltcore.models.loader import (
     TORCH_DTYPES,
     Progress,
@@ -32,14 +32,14 @@ from meltcore.models.loader import (
     load_weights,
     matrix_dtypes,
 )
-from meltcore.models.model import Model
-from meltcore.models.quantization import require_fp8, scratch_bytes
-from meltcore.models.rope import apply_overrides, scaling_for
-from meltcore.models.step_sizes import decoder_step
+from meltcore.models.quantized.host_weights import HostWeights, host_weights, weight_bytes
+from meltcore.models.quantized.quantization import require_fp8, scratch_bytes
+from meltcore.models.quantized.step_sizes import decoder_step
 from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.config import EngineConfig
 
 if TYPE_CHECKING:
-    from meltcore.models.gguf_file import GGUFModel
+    from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 
 # Without --memory a CPU keeps pages for one full context, and for sequences of this many tokens: 16 of them, or as many
 # as this much memory holds. Sixteen full contexts would take gigabytes.
@@ -75,7 +75,9 @@ def load(
     # Loading and the rotary table only take memory: what does not fit now never will.
     held, note = _choose_host_weights(config, checkpoint, model, device, max_model_len, cache_dtype)
     if config.quantization == "none" and checkpoint.gguf is not None:
-        from meltcore.models.gguf_formats import describe_on_host  # imports gguf, which other checkpoints do not need
+        from meltcore.models.checkpoints.gguf.gguf_formats import (
+            describe_on_host,  # imports gguf, which other checkpoints do not need
+        )
 
         note = describe_on_host(checkpoint.gguf.tensors, note) if held is not None else note
         if group is None or group.rank == 0:
@@ -129,7 +131,7 @@ def _report_formats(gguf: GGUFModel, dtype: torch.dtype, note: str, held: HostWe
 
     A CPU that converts the weights once more gets a line for all of them, and lines for formats that lose something.
     """
-    from meltcore.models.gguf_formats import restored_formats
+    from meltcore.models.checkpoints.gguf.gguf_formats import restored_formats
 
     lines = [use.describe() for use in restored_formats(gguf.tensors, dtype.itemsize) if held is None or use.loss]
     if held is not None:

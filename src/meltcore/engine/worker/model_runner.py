@@ -18,10 +18,10 @@ from meltcore.engine.core.batch import (
     scored_positions,
     take_new_pages,
 )
-from meltcore.engine.core.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
+from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, capture_sizes
 from meltcore.engine.worker.caches import RecurrentStateCache, allocate_caches
 from meltcore.engine.worker.cuda_graphs import DecodeGraphs, DecodeOutput
 from meltcore.engine.worker.prefill_graphs import GraphBucket, PaddedInputs, PrefillGraphs, graph_buckets
@@ -30,9 +30,9 @@ from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_tog
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.argmax import argmax
-from meltcore.models.kv_cache_specs import group_layers
+from meltcore.models.decoders.kv_cache_specs import group_layers
+from meltcore.models.decoders.model import Model
 from meltcore.models.loader import Progress
-from meltcore.models.model import Model
 from meltcore.protocol.generation import TokenLogprobs
 
 # On GPUs of less memory the largest prefill graph has an eighth of the tokens: they cannot spare its memory.

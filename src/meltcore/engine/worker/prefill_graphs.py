@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
-from meltcore.engine.core.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
+from meltcore.engine.memory.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
 from meltcore.engine.worker.transfer import StagingBuffer, aligned
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES

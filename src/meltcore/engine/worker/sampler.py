@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.engine.core.request import Request
-from meltcore.engine.core.workspace import PENALTY_BYTES
+from meltcore.engine.memory.workspace import PENALTY_BYTES
 from meltcore.engine.worker.transfer import to_device, to_device_together, to_host
 from meltcore.kernels.sampling.argmax import argmax
 from meltcore.kernels.sampling.draw import gumbel_sample

@@ -26,7 +26,6 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from meltcore.config import EngineConfig
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
 from meltcore.engine.worker.compile_workers import CompileWorkers, KernelSource, worker_count
@@ -35,6 +34,7 @@ from meltcore.engine.worker.model_runner import ModelRunner
 from meltcore.kernels.nvrtc import Binary, record_launches
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.settings.config import EngineConfig
 
 # One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
 # kernels/quant/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.synthesis.vocabulary import Vocabulary
 from meltcore.text.visible import is_visible
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.checkpoint import Checkpoint
-from meltcore.models.config_fields import Fields
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.configs.config_fields import Fields
 
 # Of the published vocabulary
 _PUBLISHED_SIZE = 2545

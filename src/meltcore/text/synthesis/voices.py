@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 
 # Of the published checkpoint: "KAN_F (Happy)" is prompts/KAN_F_HAPPY_00001.wav.
 PUBLISHED_VOICES = ("KAN_F (Happy)", "MAR_F (WIKI)", "MAR_M (WIKI)", "PAN_F (Happy)", "TAM_F (Happy)")

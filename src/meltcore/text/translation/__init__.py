@@ -5,7 +5,7 @@ Importing it raises ConfigError where the packages of `meltcore[translate]` are 
 
 from importlib.util import find_spec
 
-from meltcore.errors import ConfigError
+from meltcore.common.errors import ConfigError
 
 _missing = [name for name in ("regex", "sacremoses", "sentencepiece") if find_spec(name) is None]
 if _missing:

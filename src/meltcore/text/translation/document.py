@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.languages import Language
 from meltcore.text.translation.indic_processor import postprocess, preprocess
 from meltcore.text.translation.indic_scripts import Normalizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.languages import Language
 from meltcore.text.translation.indic_scripts import (
     Normalizer,

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import regex
 
-from meltcore.errors import RequestError
+from meltcore.common.errors import RequestError
 from meltcore.text.languages import LANGUAGES, Language
 
 # Every tag of the published vocabularies. Those without a language above are outside the model card.

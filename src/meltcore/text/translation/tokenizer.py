@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
-from meltcore.errors import ConfigError, RequestError
-from meltcore.models.fairseq_config import DICTIONARY_FOLDER, TOKENIZER_FOLDER, read_dictionary
-from meltcore.models.json_file import read_json
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.models.checkpoints.fairseq_config import DICTIONARY_FOLDER, TOKENIZER_FOLDER, read_dictionary
+from meltcore.models.configs.json_file import read_json
 from meltcore.text.languages import Language
 from meltcore.text.translation.languages import TAGS
 

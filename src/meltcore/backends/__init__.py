@@ -1,1 +1,0 @@
-"""What the API talks to: engines in processes of this machine."""

@@ -1,0 +1,1 @@
+"""Commands that compare and tune."""

@@ -1,0 +1,114 @@
+"""`meltcore baseline`: save a control set of fresh starts under a name, list sets, or show one."""
+
+import argparse
+
+HELP = (
+    "Keep a control set: fresh starts of a server, each loaded at concurrency 1 and 32, with the fingerprint of the "
+    "machine. `meltcore compare NAME --run B.cmd` judges another server against it."
+)
+EXAMPLES = """\
+  meltcore baseline save main --run A.cmd
+  meltcore baseline save main --run A.cmd --starts 8 --concurrency 1,64 --replace
+  meltcore baseline list
+  meltcore baseline show main
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action, the baseline's name, and the options of a server's start and load."""
+    from meltcore.cli.start_options import add_start_options
+    from meltcore.common.options import number
+
+    parser.add_argument("action", choices=("save", "list", "show"), help="Save, list or show baselines.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="Name of the baseline to save or show.")
+    parser.add_argument("--run", metavar="FILE", help="Command file of the server to start, with {port} in it.")
+    parser.add_argument(
+        "--starts", type=number(int), default=6, metavar="N", help="Number of fresh starts, at least 6 (default: 6)."
+    )
+    parser.add_argument("--replace", action="store_true", help="Replace an existing baseline of this name.")
+    parser.add_argument(
+        "--baselines", default="baselines", metavar="DIR", help="Folder of the baselines (default: baselines)."
+    )
+    parser.add_argument("--json", action="store_true", help="With show: print the whole set as JSON.")
+    add_start_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Save, list or show baselines, and return the exit code.
+
+    Raises ConfigError for a missing name or command file, too few starts, or an unknown baseline.
+    """
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.common.errors import ConfigError
+
+    if args.action == "list":
+        return _list_baselines(args)
+    if args.name is None:
+        raise ConfigError(f"baseline {args.action} needs a NAME")
+    if args.action == "show":
+        return _show_baseline(args)
+    with signals_as_ctrl_c():
+        return _save_baseline(args)
+
+
+def _save_baseline(args: argparse.Namespace) -> int:
+    import sys
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    from rich.console import Console
+
+    from meltcore.cli.start_options import start_options, start_printers
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.experiments.compare.baseline import MIN_STARTS, baseline_folder, save_baseline
+    from meltcore.measure.experiments.compare.server import read_command
+    from meltcore.measure.experiments.compare.starts import interleave, run_starts
+    from meltcore.measure.report.comparisons.baseline import print_start_set
+
+    if args.run is None:
+        raise ConfigError("baseline save needs --run FILE, the command of the server to start")
+    if args.starts < MIN_STARTS:
+        raise ConfigError(f"a baseline is of at least {MIN_STARTS} starts; got {args.starts}")
+    folder = baseline_folder(Path(args.baselines), args.name, replace=args.replace)
+    command, plan = read_command(args.run), start_options(args, tuple(sys.argv[1:]))
+    console = Console()
+    report, on_start = start_printers(console, {args.name: args.starts})
+    with TemporaryDirectory() as logs:
+        planned_starts = interleave({args.name: command}, args.starts)
+        start_set = run_starts(planned_starts, plan, Path(logs), report=report, on_start=on_start)[args.name]
+        path = save_baseline(folder, start_set, Path(logs))
+    print_start_set(start_set, console)
+    console.print(f"saved: {path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _list_baselines(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from meltcore.measure.experiments.compare.baseline import list_baselines
+    from meltcore.measure.report.comparisons.baseline import print_start_sets
+
+    print_start_sets(list_baselines(Path(args.baselines)), Console())
+    return 0
+
+
+def _show_baseline(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.common.errors import ConfigError
+    from meltcore.measure.experiments.compare.baseline import find_start_set
+    from meltcore.measure.report.comparisons.baseline import print_start_set
+
+    start_set = find_start_set(args.name, Path(args.baselines))
+    if start_set is None:
+        raise ConfigError(f"there is no baseline {args.name} in {args.baselines}; see meltcore baseline list")
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(start_set), indent=2).decode())
+    else:
+        print_start_set(start_set, Console())
+    return 0

@@ -1,0 +1,26 @@
+"""`meltcore down`: drain and end a fleet."""
+
+import argparse
+
+HELP = "drain and end a fleet"
+EXAMPLES = """\
+  meltcore down                  the only fleet that runs
+  meltcore down --port 8080      one of several
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of the fleet and the time limit."""
+    from meltcore.common.options import number
+
+    parser.add_argument("--port", type=number(int), help="The fleet on this port.")
+    parser.add_argument(
+        "--timeout", type=number(float), default=60.0, metavar="S", help="Time for it to drain and exit (default: 60)."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """End the fleet; 1 when it is still draining after the limit. Raises ConfigError when the choice is not clear."""
+    from meltcore.fleet.daemon import find_fleet, stop
+
+    return stop([find_fleet(args.port)], args.timeout)

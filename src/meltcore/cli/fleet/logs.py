@@ -1,0 +1,35 @@
+"""`meltcore logs`: what the engines of a fleet have printed."""
+
+import argparse
+
+HELP = "print or follow the logs of a fleet's engines"
+EXAMPLES = """\
+  meltcore logs              all engines and the server
+  meltcore logs gemma -f     those of one model, until Ctrl-C
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the choice of lines."""
+    from meltcore.common.options import number
+
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="its name in fleet.yaml (default: all)")
+    parser.add_argument("-f", "--follow", action="store_true", help="Print new lines until Ctrl-C.")
+    parser.add_argument(
+        "-n", "--lines", type=number(int, minimum=0), metavar="N", help="The last N lines of each file (default: all)."
+    )
+    parser.add_argument("--port", type=number(int), help="The fleet on this port, also one that has ended.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the logs. Raises ConfigError when there is none."""
+    from meltcore.fleet.daemon import find_fleet, running, state_dir
+    from meltcore.fleet.run.logs import find_logs, log_folder, print_logs
+
+    port, server_log = args.port, ""
+    if port is None or any(record.fleet and record.port == port for record in running()):
+        record = find_fleet(port)
+        port, server_log = record.port, record.log
+    logs = find_logs(log_folder(state_dir(), port), server_log, args.model)
+    print_logs(logs, args.lines, follow=args.follow, out=lambda line: print(line, flush=args.follow))
+    return 0

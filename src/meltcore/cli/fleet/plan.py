@@ -1,0 +1,177 @@
+"""`meltcore plan FLEET.yaml`: what fits on which GPU, without torch, a GPU or weights."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meltcore.common.machine import Machine
+    from meltcore.fleet.plan.plan import Plan
+    from meltcore.fleet.plan.planned import FoundPlan
+    from meltcore.settings.fleet_spec import FleetSpec
+
+HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
+EXAMPLES = """\
+  meltcore plan fleet.yaml                        the GPUs of this machine
+  meltcore plan fleet.yaml --vram 141             one GPU of 141 GiB
+  meltcore plan fleet.yaml --vram 80,80           two GPUs of 80 GiB, as one fleet
+  meltcore plan fleet.yaml --vram 141 --html plan.html
+  meltcore plan fleet.yaml --json | jq .changes
+  meltcore plan fleet.yaml --vram 80 --write fleet-80.yaml   write a fleet that fits 80 GiB
+  meltcore plan fleet.yaml --ray auto             all nodes of the Ray cluster that this machine belongs to
+
+exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed), 2 an error
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file, the sizes of GPUs and the page."""
+    from meltcore.common.options import not_empty, number
+
+    def sizes(text: str) -> list[float]:
+        return [number(float, exclusive_minimum=0, maximum=4096)(size) for size in text.split(",")]
+
+    parser.add_argument("fleet", metavar="FLEET", help="a fleet.yaml")
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument(
+        "--vram", type=sizes, metavar="GIB,...", help="Memory of each GPU in GiB (default: the GPUs of this machine)."
+    )
+    machine.add_argument(
+        "--ray", type=not_empty, metavar="ADDRESS", help="Plan for a Ray cluster: auto, local or HOST:PORT."
+    )
+    parser.add_argument(
+        "--host-memory",
+        type=number(float, exclusive_minimum=0, maximum=2**20),
+        metavar="GIB",
+        help="Host memory for models on the CPU and weights that sleep (default: what is available; with --vram: any).",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the plan as JSON, sizes in bytes.")
+    parser.add_argument("--html", metavar="FILE", help="Write the plan as a page with a picture of each GPU.")
+    parser.add_argument(
+        "--write",
+        metavar="FILE",
+        help="Write the fleet with the changes of the nearest plan, without comments, as a new file. "
+        "FLEET itself is replaced where FILE names it.",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; returns 0 where the file fits as it is, else 1."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
+    from pathlib import Path
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.fleet.plan.plan import describe_plan
+    from meltcore.fleet.plan.planned import does_not_fit
+    from meltcore.measure.report.nodes.fleet_plan import plan_page
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.html import write_page
+    from meltcore.settings.fleet_file import load_fleet
+
+    spec = load_fleet(args.fleet)
+    if args.write is not None:
+        _check_writable(args)
+    found, machine = _plan_for_sizes(args, spec) if args.vram else _find_plan(args, spec)
+    shown = found.plan or found.nearest
+    reason = "" if shown else does_not_fit(found, machine)
+    document = describe_plan(
+        found.known,
+        shown,
+        source=args.fleet,
+        fits=found.plan is not None,
+        reason=reason[:1].upper() + reason[1:],
+        others_bytes=found.others_bytes,
+    )
+    page = plan_page(document)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    else:
+        print_page(page, Console())
+    written = sys.stderr if args.json else sys.stdout
+    if args.html is not None:
+        print(f"written: {write_page(Path(args.html), page)}", file=written)
+    if args.write is not None:
+        print(_write_fleet(args, shown), file=written)
+    return 0 if found.plan is not None else 1
+
+
+def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan for empty GPUs of the sizes of --vram, and that machine.
+
+    Keys and programs are not looked for here.
+    """
+    from meltcore.common.machine import Machine, VisibleGpu
+    from meltcore.fleet.admin.operations import check_config
+    from meltcore.fleet.plan.context_memory import find_contexts
+    from meltcore.fleet.plan.from_spec import server_config
+    from meltcore.fleet.plan.plan import GIB, empty_gpus, plan_fleet
+    from meltcore.fleet.plan.planned import FoundPlan, check_devices
+
+    check_config(server_config(spec))
+    if not spec.gpus:
+        check_devices(spec, len(args.vram))
+    sizes, contexts = [round(size * GIB) for size in args.vram], find_contexts(None)
+    host_bytes = None if args.host_memory is None else round(args.host_memory * GIB)
+    plan, nearest = plan_fleet(spec, sizes, contexts=contexts, host_bytes=host_bytes)
+    gpus = tuple(VisibleGpu(gpu.number, "", gpu.total_bytes, 0) for gpu in empty_gpus(spec, sizes, contexts))
+    found = FoundPlan(spec, spec, plan, nearest, None, gpus, [gpu.total_bytes for gpu in gpus], {})
+    return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
+
+
+def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan that `meltcore up` would follow now, on this machine or on a cluster, and what is there."""
+    from meltcore.common.errors import ConfigError
+    from meltcore.fleet.admin.operations import check_config, check_startable
+    from meltcore.fleet.plan.cluster import Cluster, node_checkpoints
+    from meltcore.fleet.plan.from_spec import server_config
+    from meltcore.fleet.plan.machine import read_machine
+    from meltcore.fleet.plan.plan import GIB
+    from meltcore.fleet.plan.planned import find_plan, print_unplanned
+
+    if args.ray:
+        if args.host_memory:
+            raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
+        check_config(server_config(spec))
+        cluster = Cluster.read(args.ray, node_checkpoints(spec))
+        machine = cluster.machine
+    else:
+        check_startable(server_config(spec))
+        cluster, machine = None, read_machine()
+        if args.host_memory:
+            machine = machine._replace(host_bytes=round(args.host_memory * GIB))
+    wants_gpus = any(model.kind != "url" and model.device != "cpu" for model in spec.models.values())
+    if wants_gpus and not machine.gpus and not machine.problem:
+        print_unplanned(
+            f"{'the cluster' if args.ray else 'this machine'} has no NVIDIA GPU, so this is the plan of its CPUs; "
+            "name the memory of a GPU in GiB to plan for one, as --vram 141"
+        )
+    return find_plan(spec, machine, print_unplanned, cluster), machine
+
+
+def _check_writable(args: argparse.Namespace) -> None:
+    """Raise ConfigError where --write names a file that exists and is not the fleet itself."""
+    from pathlib import Path
+
+    from meltcore.common.errors import ConfigError
+
+    file = Path(args.write)
+    if file.is_file() and not file.samefile(args.fleet):
+        raise ConfigError(f"--write: {file} exists already; name a new file, or {args.fleet} itself to replace it")
+
+
+def _write_fleet(args: argparse.Namespace, plan: "Plan | None") -> str:
+    """Write the fleet with the changes of its plan, nothing for None; returns a line that says so."""
+    from pathlib import Path
+
+    from meltcore.common.files import write_atomic
+    from meltcore.fleet.plan.nearest import changed_text
+
+    if plan is None:
+        return f"not written: {args.write}, since no plan fits"
+    file = Path(args.write)
+    text = changed_text(Path(args.fleet).read_text(encoding="utf-8"), plan.changes)
+    write_atomic(file, text.encode(), overwrite=file.is_file(), hint="name another file")
+    return f"written: {file}"

@@ -1,0 +1,27 @@
+"""`meltcore reload`: let a fleet follow its changed fleet.yaml."""
+
+import argparse
+
+HELP = "let a fleet follow its changed fleet.yaml"
+EXAMPLES = """\
+  meltcore reload     models that did not change keep running
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the choice of the fleet."""
+    from meltcore.common.options import number
+
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reload, and print what changed. Raises ConfigError for an invalid file: then nothing has changed."""
+    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    changes = call_admin(find_fleet(args.port).admin, "POST", "/reload", CHANGE_LIMIT_S)
+    for what, names in changes.items():
+        if names:
+            print(f"meltcore: {what}: {', '.join(names)}")
+    return 0

@@ -1,0 +1,28 @@
+"""`meltcore restart`: replace the engines of a fleet one after another."""
+
+import argparse
+
+HELP = "replace the engines of a fleet one after another"
+EXAMPLES = """\
+  meltcore restart           all models, in their order
+  meltcore restart gemma     one model, also one that has failed
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the choice of the fleet."""
+    from meltcore.common.options import number
+
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="its name or an alias (default: all)")
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Restart, and wait until each engine is ready. Raises ConfigError when one does not come back."""
+    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    query = {} if args.model is None else {"model": args.model}
+    names = call_admin(find_fleet(args.port).admin, "POST", "/restart", CHANGE_LIMIT_S, **query)
+    print(f"meltcore: restarted {', '.join(names)}")
+    return 0

@@ -1,0 +1,26 @@
+"""`meltcore sleep`: put a sleepable model to sleep."""
+
+import argparse
+
+HELP = "put a sleepable model of a fleet to sleep"
+EXAMPLES = """\
+  meltcore sleep gemma       its memory is free; the next request wakes it
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the choice of the fleet."""
+    from meltcore.common.options import number
+
+    parser.add_argument("model", metavar="MODEL", help="its name or an alias")
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait until it sleeps. Raises ConfigError for a model that cannot sleep."""
+    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    name = call_admin(find_fleet(args.port).admin, "POST", "/sleep", CHANGE_LIMIT_S, model=args.model)
+    print(f"meltcore: sleeps: {name}")
+    return 0

@@ -1,0 +1,46 @@
+"""`meltcore up`: serve all models of a fleet.yaml."""
+
+import argparse
+
+HELP = "serve all models of a fleet.yaml behind one address"
+EXAMPLES = """\
+  meltcore up                           ./fleet.yaml, until Ctrl-C
+  meltcore up my-fleet.yaml --daemon    in the background; `meltcore down` ends it
+  meltcore up my-fleet.yaml --ray auto  with engines on all nodes of the Ray cluster that this machine belongs to
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the file and the options of a fleet in the background."""
+    from meltcore.cli.start_options import add_daemon_options
+    from meltcore.common.options import not_empty
+
+    parser.add_argument("file", nargs="?", default="fleet.yaml", metavar="FILE", help="default: fleet.yaml")
+    parser.add_argument(
+        "--ray", type=not_empty, metavar="ADDRESS", help="Start engines on a Ray cluster: auto, local or HOST:PORT."
+    )
+    add_daemon_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal, or start a fleet in the background: then 1 where a model has failed or is pending.
+
+    Raises ConfigError, before anything starts, for a fleet that does not fit.
+    """
+    from pathlib import Path
+
+    from meltcore.common.process import loading_modules
+
+    with loading_modules():
+        from meltcore.cli.start_options import start_daemon
+        from meltcore.fleet.admin.operations import check_startable
+        from meltcore.fleet.daemon import fleet_options, serve_recorded
+        from meltcore.fleet.plan.planned import FleetPlanner, print_unplanned
+
+    path = Path(args.file).absolute()
+    planner = FleetPlanner(path, ray=args.ray)
+    config = planner.config(print_unplanned)
+    check_startable(config)  # also where a process in the background makes them again: its errors are in a log
+    if (status := start_daemon(args, config, planner)) is not None:
+        return status
+    return serve_recorded(config, "", path, fleet_options(path, args.ray, planner))

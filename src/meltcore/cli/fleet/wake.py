@@ -1,0 +1,26 @@
+"""`meltcore wake`: wake a model before its turn."""
+
+import argparse
+
+HELP = "wake a model of a fleet before its turn"
+EXAMPLES = """\
+  meltcore wake gemma        others are put to sleep for it where needed
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model and the choice of the fleet."""
+    from meltcore.common.options import number
+
+    parser.add_argument("model", metavar="MODEL", help="its name or an alias")
+    parser.add_argument("--port", type=number(int), help="The fleet on this port (default: the only one).")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Wait until it can serve. Raises ConfigError where it does not wake."""
+    from meltcore.fleet.admin.admin import CHANGE_LIMIT_S, call_admin
+    from meltcore.fleet.daemon import find_fleet
+
+    name = call_admin(find_fleet(args.port).admin, "POST", "/wake_up", CHANGE_LIMIT_S, model=args.model)
+    print(f"meltcore: awake: {name}")
+    return 0

@@ -1,0 +1,1 @@
+"""Commands on the GPUs of a node."""

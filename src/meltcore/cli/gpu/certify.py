@@ -1,0 +1,152 @@
+"""`meltcore certify`: verifies the hardware of this node, or names its faults."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+HELP = (
+    "Check this node's GPUs: state, speed, links, collectives, sustained load, silent errors, inference. Each metric "
+    "is compared with the topology, shipped values of the GPU type and a baseline of your own; the strictest counts. "
+    "What is unreadable, zero or hangs is UNKNOWN and never passes. Changes no setting; needs no root, no compiler and "
+    "no container."
+)
+EXAMPLES = """\
+  meltcore certify                                   about a minute: quick
+  meltcore certify --tier full
+  meltcore certify --tier full --baseline runs/20261121T120000Z-certify/certificate.json
+  meltcore certify --tier soak --hours 72
+  meltcore certify --gpu 0,3
+  meltcore certify --ray auto                        all nodes of the Ray cluster that this machine belongs to
+
+tiers and the checks that each requires:
+  quick      60 s    state, gemm (bf16, one size), memory (copy), host, collectives (one all-reduce)
+  standard    5 min  state, gemm, memory, host, peers, collectives, sustained, corruption, inference
+  full       20 min  the same, with every dtype, shape and size, and longer
+  soak      --hours  the same as full, with sustained and corruption for that long
+
+exit status, as Nagios defines it: 0 PASS, 1 WARN, 2 FAIL, 3 UNKNOWN, interrupted, nothing to check, wrong usage
+with --ray: that of the worst node; 1 also where a node is slow or unlike the others, 3 where one failed or was late
+"""
+EXIT_UNKNOWN = EXIT_ERROR = 3
+# What a node may take at most: a probe on a slow GPU takes three times as long, and torch has to load.
+_NODE_LIMITS_S = {"quick": 600.0, "standard": 1800.0, "full": 5400.0, "soak": 5400.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `meltcore certify`."""
+    from meltcore.cli.all_nodes import add_ray_options
+    from meltcore.common.options import number
+
+    def exit_unknown(message: str) -> NoReturn:
+        """Exits with UNKNOWN in place of argparse's status 2, which a monitor would read as FAIL."""
+        parser.print_usage(sys.stderr)
+        parser.exit(EXIT_UNKNOWN, f"{parser.prog}: UNKNOWN: {message}\n")
+
+    parser.error = exit_unknown  # type: ignore[method-assign]
+    parser.add_argument(
+        "--tier",
+        choices=("quick", "standard", "full", "soak"),
+        default="quick",
+        help="Set of checks and their duration (default: quick).",
+    )
+    parser.add_argument(
+        "--hours",
+        type=number(float, exclusive_minimum=0, maximum=24 * 365),
+        default=0.0,
+        metavar="H",
+        help="Duration of a soak.",
+    )
+    parser.add_argument(
+        "--gpu", metavar="ID,...", help="GPU indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs)."
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="CERTIFICATE",
+        help="Earlier certificate.json, or its folder, whose values become expectations.",
+    )
+    parser.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
+    parser.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
+    add_ray_options(parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
+    import traceback
+
+    from pynvml import NVMLError
+
+    from meltcore.cli.output import OutputError
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.common.errors import MeltcoreError
+    from meltcore.common.gpus.driver import GpuLostError
+    from meltcore.measure.documents.certificate import EXIT_CODES
+
+    try:
+        with signals_as_ctrl_c():
+            return _certify(args)
+    except GpuLostError as error:
+        print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
+        return EXIT_CODES["FAIL"]
+    except (MeltcoreError, NVMLError) as error:
+        print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # with --ray, or before anything was measured
+        print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
+    except OutputError:
+        raise
+    except Exception:
+        traceback.print_exc()
+    return EXIT_UNKNOWN
+
+
+def _certify(args: argparse.Namespace) -> int:
+    from contextlib import suppress
+
+    import msgspec
+    from pynvml import NVMLError
+    from rich.console import Console
+
+    from meltcore.cli.all_nodes import certificate_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.common.gpus.driver import Nvml, connect
+    from meltcore.common.gpus.select import select_gpus
+    from meltcore.measure.documents.certificate import read_certificate
+    from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.node.certify.expectations import make_baseline
+    from meltcore.measure.node.certify.run import certify, check_hours
+    from meltcore.measure.node.node import Node
+    from meltcore.measure.report.nodes.certificate import certificate_page, check_line, save_certificate
+    from meltcore.measure.report.page.console import print_blocks, print_page
+
+    check_hours(args.tier, args.hours)
+    if args.ray:
+        refuse_with_ray(args, "gpu", "baseline")
+        hours = ["--hours", f"{args.hours!r}"] if args.hours else []
+        limit_s = _NODE_LIMITS_S[args.tier] + 3600 * args.hours
+        command = ["certify", "--json", "--tier", args.tier, *hours]
+        return certificate_status(
+            run_on_all_nodes(args, command, limit_s=limit_s, needs_gpu=True, takes_gpus=True, out=args.out)
+        )
+    baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
+    node = Node(connect(Nvml))
+    gpus = select_gpus(node.nvml, args.gpu)
+    console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, soft_wrap=True)
+    with RunFolder.create_or_remove(args.out, "certify") as folder:
+        try:
+            with console.status("reading the GPUs") as status:
+                certificate = certify(
+                    node,
+                    gpus,
+                    args.tier,
+                    folder.path,
+                    hours=args.hours,
+                    baseline=baseline,
+                    on_start=status.update,
+                    on_report=lambda report: print_blocks([check_line(report)], console),
+                )
+        finally:
+            with suppress(NVMLError):  # the process ends soon, whether the driver answers or not
+                node.nvml.close()
+    save_certificate(folder.path, certificate)
+    print_page(certificate_page(certificate, folder.path), console)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
+    return certificate.exit_code

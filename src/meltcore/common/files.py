@@ -1,0 +1,197 @@
+"""Writes files atomically, and reads documents: JSON that names its type and its schema version."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+
+SCHEMA_VERSION = 2  # of every document
+REQUESTS_FILE = "requests.jsonl"  # streamed during a run, before there is a result
+Content = TypeVar("Content", bound=msgspec.Struct)
+
+
+@contextmanager
+def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
+    """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
+
+    Until then `path` is what it was, and after an error in the block nothing is left of the new one. A symbolic link
+    stays, and what it names is replaced; a replaced file keeps its mode. Raises ConfigError where `path` exists without
+    `overwrite` (its message ends with `hint`), where it is a device or pipe, and where it cannot be written, for
+    example on a full disk.
+    """
+    exists_error = ConfigError(f"{path} exists already; {hint}")
+    if not overwrite and os.path.lexists(path):
+        raise exists_error
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise ConfigError(f"{path} is a device or pipe; name a file")
+    temporary_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary_path
+        if target.is_file() and temporary_path.is_file():
+            temporary_path.chmod(stat.S_IMODE(target.stat().st_mode))
+        for written_path in (*temporary_path.glob("*"), temporary_path):
+            _sync(written_path)
+        if overwrite:
+            _replace(temporary_path, target)
+        else:
+            _publish(temporary_path, target)
+        _sync(target.parent)
+    except OSError as error:
+        _remove(temporary_path)
+        if not overwrite and error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another process wrote it meanwhile
+            raise exists_error from error
+        raise _write_error(path, error) from error
+    except BaseException:
+        _remove(temporary_path)
+        raise
+
+
+def _write_error(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {path}: {error.strerror or error}")
+
+
+def check_disk_space(path: Path, num_bytes: int) -> None:
+    """Raise ConfigError if the disk of `path` has less than `num_bytes` free."""
+    try:
+        free_bytes = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    if num_bytes > free_bytes:
+        needed, free = _format_size(num_bytes), _format_size(free_bytes)
+        raise ConfigError(f"{path} takes {needed}; the disk of {path.parent} has {free} free")
+
+
+def _format_size(num_bytes: int) -> str:
+    unit, size = next((each for each in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= each[1]), ("KiB", 2**10))
+    return f"{num_bytes / size:,.1f} {unit}"
+
+
+def _publish(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. Raises OSError if there is one, also where two processes do this concurrently."""
+    if new.is_dir():
+        path.mkdir()  # fails if it exists; a rename replaces an empty folder
+    else:
+        path.touch(exist_ok=False)
+    try:
+        new.replace(path)
+    except BaseException:
+        _remove(path)
+        raise
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Give `new` the name `path`. A folder there goes away afterwards, since no call replaces one that has files."""
+    if not (new.is_dir() and path.is_dir()):
+        new.replace(path)
+        return
+    previous = path.with_name(f".{path.name}.{os.getpid()}.old")
+    path.rename(previous)
+    try:
+        new.rename(path)
+    except OSError:
+        previous.rename(path)
+        raise
+    _remove(previous)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "") -> None:
+    """Write a file atomically: a crash leaves either the complete old file or the complete new one.
+
+    A symbolic link stays, and the file that it names is written. A device, a pipe and what standard output or standard
+    error goes to are written directly. Raises ConfigError where the file cannot be written, and where it exists
+    without `overwrite` (the message ends with `hint`).
+    """
+    if path.exists() and not path.is_dir() and ((fd := _standard_fd(path)) is not None or not path.is_file()):
+        try:
+            with open(path if fd is None else fd, "wb", closefd=fd is None) as output:
+                output.write(content)
+        except OSError as error:
+            raise _write_error(path, error) from error
+        return
+    with atomic_output(path, overwrite=overwrite, hint=hint) as temporary_path:
+        temporary_path.write_bytes(content)
+
+
+def _standard_fd(path: Path) -> int | None:
+    """Return the descriptor of standard output or standard error that goes to `path`, with what was printed flushed."""
+    for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(path.stat(), os.fstat(fd)):
+                stream.flush()
+                return fd
+    return None
+
+
+def write_document(path: Path, content: msgspec.Struct) -> Path:
+    """Write `content` as indented JSON to `path`; create its folder where missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _write_error(path, error) from error
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    return path
+
+
+def read_document(path: Path | str, *types: type[Content], name: str = "") -> Content:
+    """Read the document in a file, or in the file `name` of a run folder.
+
+    Raises ConfigError for a file that cannot be read, holds none of `types`, or is of another schema version.
+    """
+    path = Path(path)
+    path = path / name if name and path.is_dir() else path
+    raw_content = parse_json(path)
+    if not isinstance(raw_content, dict) or "document" not in raw_content:
+        raise ConfigError(f"{path} is not a meltcore document")
+    struct_by_type = {str(struct.__struct_config__.tag): struct for struct in types}
+    type_name = str(raw_content["document"])
+    if type_name not in struct_by_type:
+        raise ConfigError(f"{path} holds a {type_name}, not a {' or a '.join(struct_by_type)}")
+    if (version := raw_content.get("schema_version")) != SCHEMA_VERSION:
+        raise ConfigError(
+            f"cannot read {path}: it has schema version {version}; this meltcore reads version {SCHEMA_VERSION}"
+        )
+    try:
+        return msgspec.convert(raw_content, type=struct_by_type[type_name])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} breaks the schema of a {type_name}: {error}") from error
+
+
+def parse_json(path: Path) -> Any:
+    """Read and parse a JSON file. Raises ConfigError for an unreadable file and for invalid JSON."""
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        hint = "; the run ended before it could write one" if path.with_name(REQUESTS_FILE).exists() else ""
+        raise ConfigError(f"cannot read {path}: {error.strerror}{hint}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error

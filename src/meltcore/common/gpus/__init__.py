@@ -1,0 +1,1 @@
+"""Reads GPUs through NVML: the driver's calls, metrics, device selection and XID errors. No torch, no root."""

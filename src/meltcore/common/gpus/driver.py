@@ -1,0 +1,399 @@
+"""The only module that calls NVML. Each method reads one value in Meltcore's units or raises pynvml's NVMLError.
+
+`FakeNvml` of `tests/doubles/fake_gpu.py` implements the same methods from a script.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import pynvml
+from pynvml import NVMLError
+
+from meltcore.common.errors import MeltcoreError
+from meltcore.common.process import call_with_timeout
+
+Reading: TypeAlias = float | NVMLError  # one of several values that are read in one call; each can fail alone
+
+START_LIMIT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
+CALL_LIMIT_S = 10.0  # NVML returns within milliseconds; waking a sleeping GPU takes two or three seconds
+
+_FIELD_TYPES = {
+    pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: "usVal",
+}
+
+Item = TypeVar("Item")
+_Result = TypeVar("_Result")
+
+
+class NoDriverError(MeltcoreError):
+    """This machine has no NVIDIA driver."""
+
+
+class GpuLostError(MeltcoreError):
+    """The driver lists a GPU that it can no longer reach."""
+
+
+class Nvml:
+    """NVML, initialized. `device` is the handle of a whole GPU, `handle` that of a GPU or of a MIG device."""
+
+    def __init__(self) -> None:
+        """Raises NoDriverError where the driver's library is missing or does not start."""
+        try:
+            pynvml.nvmlInit()
+        except NVMLError as error:
+            raise NoDriverError(f"no NVIDIA driver here ({error}); there is no GPU to read") from error
+
+    def close(self) -> None:
+        """Shuts NVML down."""
+        pynvml.nvmlShutdown()
+
+    def driver(self) -> str:
+        """Returns the version of the driver."""
+        return _text(pynvml.nvmlSystemGetDriverVersion())
+
+    def cuda_driver(self) -> str:
+        """Returns the newest CUDA version that the driver supports, such as 13.0."""
+        version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        return f"{version // 1000}.{version % 1000 // 10}"
+
+    def gpus(self) -> list[Any]:
+        """Returns handles of the GPUs in NVML's order, which is that of the PCI bus.
+
+        NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
+        a lost GPU.
+        """
+        handles = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+            except NVMLError as error:
+                if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
+                    raise GpuLostError(
+                        f"GPU {index} is lost: it fell off the bus, or the driver gave up on it; drain and reboot the "
+                        "node"
+                    ) from error
+                if error.value != pynvml.NVML_ERROR_NO_PERMISSION:
+                    raise
+        return handles
+
+    def mig_devices(self, device: Any) -> list[Any]:
+        """Returns handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
+        try:
+            count = pynvml.nvmlDeviceGetMaxMigDeviceCount(device)
+        except NVMLError as error:
+            if error.value in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                return []
+            raise
+        handles = []
+        for index in range(count):
+            try:
+                handles.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(device, index))
+            except NVMLError as error:
+                # NOT_FOUND is an unused index; with MIG off every index gives NOT_SUPPORTED.
+                if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_ERROR_NOT_SUPPORTED):
+                    raise
+        return handles
+
+    def gpu_instance(self, mig_device: Any) -> int:
+        """Returns the GPU instance id of a MIG device."""
+        return int(pynvml.nvmlDeviceGetGpuInstanceId(mig_device))
+
+    def name(self, handle: Any) -> str:
+        """Returns the name of the GPU type, such as NVIDIA H200."""
+        return _text(pynvml.nvmlDeviceGetName(handle))
+
+    def uuid(self, handle: Any) -> str:
+        """Returns the UUID, such as GPU-... or MIG-..."""
+        return _text(pynvml.nvmlDeviceGetUUID(handle))
+
+    def architecture(self, device: Any) -> int:
+        """Returns the architecture as NVML_DEVICE_ARCH_*."""
+        return int(pynvml.nvmlDeviceGetArchitecture(device))
+
+    def temperature_c(self, device: Any) -> float:
+        """Returns the temperature of the GPU."""
+        return float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU))
+
+    def sm_clock_mhz(self, device: Any) -> float:
+        """Returns the current SM clock."""
+        return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
+
+    def memory_clock_mhz(self, device: Any) -> float:
+        """Returns the current memory clock."""
+        return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_MEM))
+
+    def clock_reasons(self, device: Any) -> int:
+        """Returns the bit mask of the clock event reasons; `metrics.clock_reason_names` gives their names."""
+        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(device))
+
+    def memory_bytes(self, handle: Any) -> tuple[int, int]:
+        """Returns used and total memory of a GPU or a MIG device."""
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.used), int(memory.total)
+
+    def ecc_errors(self, device: Any, *, uncorrected: bool, lifetime: bool = False) -> int:
+        """Returns the ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
+        bit = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+        counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
+        return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
+
+    def pcie_link(self, device: Any) -> tuple[int, int]:
+        """Returns the current PCIe link.
+
+        Returns (generation, width) now; an idle GPU lowers its generation to save power.
+        """
+        return pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device), pynvml.nvmlDeviceGetCurrPcieLinkWidth(device)
+
+    def pcie_link_max(self, device: Any) -> tuple[int, int]:
+        """Returns the maximum PCIe (generation, width) of this GPU in this machine."""
+        return pynvml.nvmlDeviceGetMaxPcieLinkGeneration(device), pynvml.nvmlDeviceGetMaxPcieLinkWidth(device)
+
+    def pcie_replays(self, device: Any) -> int:
+        """Returns the PCIe replay counter."""
+        return int(pynvml.nvmlDeviceGetPcieReplayCounter(device))
+
+    def utilization_percent(self, handle: Any) -> float:
+        """Returns NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
+        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
+        """Returns NVML_FI_* values in NVML's units, read in one call."""
+        return [_field(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
+
+    def vbios(self, device: Any) -> str:
+        """Returns the VBIOS version."""
+        return _text(pynvml.nvmlDeviceGetVbiosVersion(device))
+
+    def bus_id(self, device: Any) -> str:
+        """Returns the PCI bus id in the kernel's form: 0000:1b:00.0."""
+        return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(device).busId))
+
+    def compute_capability(self, device: Any) -> tuple[int, int]:
+        """Compute capability of the GPU: (major, minor)."""
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(device)
+        return int(major), int(minor)
+
+    def cores(self, device: Any) -> int:
+        """Returns the number of CUDA cores (FP32 units) of the whole GPU."""
+        return int(pynvml.nvmlDeviceGetNumGpuCores(device))
+
+    def sm_clock_max_mhz(self, device: Any) -> float:
+        """Returns the maximum SM clock."""
+        return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM))
+
+    def memory_clock_max_mhz(self, device: Any) -> float:
+        """Returns the maximum memory clock."""
+        return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_MEM))
+
+    def memory_bus_bits(self, device: Any) -> int:
+        """Returns the width of the memory bus."""
+        return int(pynvml.nvmlDeviceGetMemoryBusWidth(device))
+
+    def power_limits_w(self, device: Any) -> tuple[float, float]:
+        """Returns the GPU's power limits (enforced, default)."""
+        enforced = pynvml.nvmlDeviceGetEnforcedPowerLimit(device)
+        return enforced / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1e3
+
+    def gpu_pcie_generation_max(self, device: Any) -> int:
+        """Returns the maximum PCIe generation of the GPU itself, whatever its slot."""
+        return int(pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(device))
+
+    def ecc_mode(self, device: Any) -> int:
+        """Returns 1 where ECC is on, else 0."""
+        return int(pynvml.nvmlDeviceGetEccMode(device)[0])
+
+    def remapped_rows(self, device: Any) -> tuple[int, int, int, int]:
+        """Returns counts and flags of remapped memory rows.
+
+        Returns (rows for correctable errors, for uncorrectable errors, pending: 1 or 0, failed: 1 or 0).
+        """
+        corrected, uncorrected, pending, failed = pynvml.nvmlDeviceGetRemappedRows(device)
+        return int(corrected), int(uncorrected), int(pending), int(failed)
+
+    def mig_mode(self, device: Any) -> int:
+        """Returns 1 where MIG is on, else 0."""
+        return int(pynvml.nvmlDeviceGetMigMode(device)[0])
+
+    def persistence(self, device: Any) -> int:
+        """Returns 1 where persistence mode is on, else 0."""
+        return int(pynvml.nvmlDeviceGetPersistenceMode(device))
+
+    def processes(self, handle: Any) -> list[int]:
+        """Returns ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
+        return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+
+    def recovery_action(self, device: Any) -> int:
+        """Returns the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""
+        return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
+
+    def nvlinks(self, device: Any) -> int:
+        """Returns the number of NVLinks, whether up or down."""
+        return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]))
+
+    def nvlink_up(self, device: Any, link: int) -> bool:
+        """Returns whether the link is active."""
+        return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
+
+    def nvlink_speed_mbps(self, device: Any, link: int) -> float:
+        """Returns the link speed in 10^6 bytes per second in one direction."""
+        return self._link_field(device, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
+
+    def nvlink_peer(self, device: Any, link: int) -> str:
+        """Returns `switch`, or the bus id of the GPU at the other end."""
+        if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return "switch"
+        return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId))
+
+    def nvlink_errors(self, device: Any, link: int) -> int:
+        """Returns the sum of replays, recoveries and flit CRC errors since the driver was loaded.
+
+        From Blackwell on NVML lacks these counters (nvml.h); there the sum is of recoveries and effective errors.
+        """
+        counters = (pynvml.NVML_NVLINK_ERROR_DL_REPLAY, pynvml.NVML_NVLINK_ERROR_DL_RECOVERY,
+                    pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT)  # fmt: skip
+        try:
+            return sum(int(pynvml.nvmlDeviceGetNvLinkErrorCounter(device, link, counter)) for counter in counters)
+        except NVMLError as error:
+            if error.value != pynvml.NVML_ERROR_NOT_SUPPORTED:
+                raise
+        fields = (
+            pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS,
+            pynvml.NVML_FI_DEV_NVLINK_COUNT_EFFECTIVE_ERRORS,
+        )
+        return sum(int(self._link_field(device, link, field)) for field in fields)
+
+    def _link_field(self, device: Any, link: int, field: int) -> float:
+        """Returns an NVML_FI_* value of one link."""
+        return _number(_field(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
+
+    def common_ancestor(self, device: Any, other: Any) -> int:
+        """Returns the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
+        return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(device, other))
+
+    def gpm_supported(self, device: Any) -> bool:
+        """Returns whether the GPU has GPM counters."""
+        return bool(pynvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice)
+
+    def gpm_buffer(self) -> Any:
+        """Allocates a buffer for one reading of the GPM counters."""
+        return pynvml.nvmlGpmSampleAlloc()
+
+    def gpm_take(self, device: Any, gpu_instance: int | None, buffer: Any) -> None:
+        """Fills `buffer` with the current counters of the whole GPU or of one MIG GPU instance."""
+        if gpu_instance is None:
+            pynvml.nvmlGpmSampleGet(device, buffer)
+        else:
+            pynvml.nvmlGpmMigSampleGet(device, gpu_instance, buffer)
+
+    def gpm_metrics(self, earlier: Any, later: Any, ids: Sequence[int]) -> list[Reading]:
+        """Returns NVML_GPM_METRIC_* over the time between two filled buffers."""
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(ids)
+        request.sample1, request.sample2 = earlier, later
+        for index, metric_id in enumerate(ids):
+            request.metrics[index].metricId = metric_id
+        pynvml.nvmlGpmMetricsGet(request)
+        return [_checked(metric.nvmlReturn, metric.value) for metric in request.metrics[: len(ids)]]
+
+    def xid_events(self) -> Any:
+        """Creates an event set to register GPUs with."""
+        return pynvml.nvmlEventSetCreate()
+
+    def watch_xids(self, device: Any, events: Any) -> None:
+        """Registers a GPU's XID errors with an event set."""
+        pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
+
+    def next_xid(self, events: Any) -> tuple[int, int, int] | None:
+        """Returns the next unread event (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
+        try:
+            event = pynvml.nvmlEventSetWait_v2(events, 0)
+        except NVMLError as error:
+            if error.value == pynvml.NVML_ERROR_TIMEOUT:
+                return None
+            raise
+        return self.identity(event.device), int(event.gpuInstanceId), int(event.eventData)
+
+    def identity(self, handle: Any) -> int:
+        """Returns a number that is equal for two handles of the same device, and only for those."""
+        return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+class NvmlWithTimeout(Nvml):
+    """Forwards each call to `inner` with a time limit: on a dying GPU a driver call may never return.
+
+    A call past its limit raises NVML's TIMEOUT, which readers report as unreadable, and the GPU is not read again. The
+    thread of such a call stays behind and ends with the process.
+    """
+
+    def __init__(self, inner: Nvml, limit_s: float = CALL_LIMIT_S) -> None:
+        self._inner = inner
+        self._limit_s = limit_s
+        self._stuck: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        """Returns the attribute of `inner`, wrapped; `identity` makes no driver call."""
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        method = getattr(self._inner, name)
+        return method if name == "identity" else partial(self._call, method)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        handle = arguments[0] if arguments else None
+        if any(handle is stuck_handle for stuck_handle in self._stuck if handle is not None):
+            raise NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        try:
+            return call_with_timeout(self._limit_s, partial(method, *arguments, **keywords))
+        except TimeoutError:
+            self._stuck.append(handle)
+            raise NVMLError(pynvml.NVML_ERROR_TIMEOUT) from None
+
+
+def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
+    """Loads the driver's library by `start`, whose errors pass through. Raises MeltcoreError where it hangs."""
+    try:
+        return NvmlWithTimeout(call_with_timeout(limit_s, start))
+    except TimeoutError as error:
+        raise MeltcoreError(f"the NVIDIA driver does not answer: {error}; look in the kernel log") from error
+
+
+def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item]) -> list[_Result]:
+    """Calls `function` on every item in threads and keeps their order: eight GPUs have 144 NVLinks to read."""
+    with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
+        return list(pool.map(function, items))
+
+
+def short_bus_id(bus_id: str) -> str:
+    """Converts NVML's bus id (eight digits of domain, capitals) to the kernel's (four digits, lower case)."""
+    domain, _, bus_and_device = bus_id.partition(":")
+    return f"{domain[-4:]}:{bus_and_device}".lower()
+
+
+def _field(value: Any) -> Reading:
+    name = _FIELD_TYPES.get(value.valueType)
+    if value.nvmlReturn == pynvml.NVML_SUCCESS and name is None:
+        return NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+    return _checked(value.nvmlReturn, getattr(value.value, name or "dVal"))
+
+
+def _checked(status: int, value: float) -> Reading:
+    return float(value) if status == pynvml.NVML_SUCCESS else NVMLError(status)
+
+
+def _number(reading: Reading) -> float:
+    if isinstance(reading, NVMLError):
+        raise reading
+    return reading
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

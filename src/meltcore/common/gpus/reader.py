@@ -1,0 +1,193 @@
+"""Reads one GPU: every metric as a number, NOT_APPLICABLE or UNKNOWN."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pynvml
+from pynvml import NVMLError
+
+from meltcore.common.gpus.driver import Nvml, Reading
+from meltcore.common.gpus.gpu_types import Feature, GpuType, lacks_feature
+from meltcore.common.gpus.metrics import (
+    METRIC_BY_KEY,
+    NOT_APPLICABLE,
+    UNKNOWN,
+    Absent,
+    GpuMetric,
+    Value,
+    clock_reason_names,
+)
+from meltcore.common.gpus.select import GpuDevice
+
+_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND)
+
+# NVML field ids, each with the factor from NVML's unit to the metric's.
+FIELDS: dict[str, tuple[int, float]] = {
+    "memory_temperature_c": (pynvml.NVML_FI_DEV_MEMORY_TEMP, 1.0),
+    "power_w": (pynvml.NVML_FI_DEV_POWER_INSTANT, 1e-3),
+    "energy_j": (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, 1e-3),
+    # Nanoseconds slowed down. The counters miss nothing; the clock reasons are those of one moment.
+    "sw_thermal_slowdown_s": (pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_SW_THERM_SLOWDOWN, 1e-9),
+    "hw_thermal_slowdown_s": (pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN, 1e-9),
+    "hw_power_brake_s": (pynvml.NVML_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN, 1e-9),
+}
+
+# GPM readings closer together than this give unreliable means (NVML API reference, GPM).
+MIN_GPM_WINDOW_S = 0.1
+GPM_METRIC_IDS: dict[str, int] = {
+    "sm_active_percent": pynvml.NVML_GPM_METRIC_SM_UTIL,
+    "sm_occupancy_percent": pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+    "tensor_percent": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "dram_bandwidth_percent": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+    "pcie_tx_mib_per_s": pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+    "pcie_rx_mib_per_s": pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+    "nvlink_tx_mib_per_s": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,
+    "nvlink_rx_mib_per_s": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
+}
+
+
+class Sample(msgspec.Struct, kw_only=True, tag="sample"):
+    """One reading of one GPU.
+
+    `gpu` is an index into RecordingStart.gpus. `t_s` is the time before the first value, `read_s` the duration of all
+    of them. `clock_reasons` are names of metrics.py. `xids` are the critical errors since the previous sample.
+    `gpm_window_s`: length of the window of the GPM means. `lost`: the GPU fell off the bus; this is its last sample.
+    """
+
+    t_s: float
+    gpu: int
+    read_s: float
+    values: dict[str, Value]
+    clock_reasons: list[str] | Absent
+    xids: list[int] | Absent
+    gpm_window_s: float | None = None
+    lost: bool = False
+
+
+class GpmWindow:
+    """GPM performance counters (Hopper and later), as means over the shortest sufficient window.
+
+    A reading is kept until a younger one is old enough. Each sample thus has a window of at least MIN_GPM_WINDOW_S even
+    where samples come more often; windows then overlap.
+    """
+
+    def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
+        self._nvml = nvml
+        self._gpu = gpu
+        self._held: deque[tuple[float, Any]] = deque()
+        self._free: list[Any] = []
+        (supported,) = _read(lambda: (nvml.gpm_supported(gpu.device),), 1)
+        unsupported = None if supported else NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self._refusal = supported if isinstance(supported, NVMLError) else unsupported
+
+    def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
+        """Returns the values by key and the window's length in s.
+
+        Until a window exists, values are NVML's NO_DATA error.
+        """
+        if self._refusal is not None:
+            return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
+        try:
+            buffer = self._take()
+            self._held.append((now_s, buffer))
+            while len(self._held) > 2 and now_s - self._held[1][0] >= MIN_GPM_WINDOW_S:
+                self._free.append(self._held.popleft()[1])
+            start_s, earlier = self._held[0]
+            if now_s - start_s < MIN_GPM_WINDOW_S:
+                return dict.fromkeys(GPM_METRIC_IDS, NVMLError(pynvml.NVML_ERROR_NO_DATA)), None
+            values = self._nvml.gpm_metrics(earlier, buffer, list(GPM_METRIC_IDS.values()))
+        except NVMLError as error:
+            return dict.fromkeys(GPM_METRIC_IDS, error), None
+        return dict(zip(GPM_METRIC_IDS, values, strict=True)), now_s - start_s
+
+    def _take(self) -> Any:
+        buffer = self._free.pop() if self._free else self._nvml.gpm_buffer()
+        try:
+            self._nvml.gpm_take(self._gpu.device, self._gpu.gpu_instance, buffer)
+        except NVMLError:
+            self._free.append(buffer)
+            raise
+        return buffer
+
+
+class GpuReader:
+    """Reads one GPU repeatedly. Values that never change are read once, in the constructor."""
+
+    def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
+        self._nvml = nvml
+        self._gpu = gpu
+        self._gpm = GpmWindow(nvml, gpu)
+        self._gpm.read(time.monotonic())  # starts the first window
+        self._link_max = _read(lambda: nvml.pcie_link_max(gpu.device), 2)
+
+    def read(self, gpu_index: int, xids: list[int] | Absent) -> Sample:
+        """Takes a sample now. `gpu_index`: into the GPUs of the recording; `xids`: its new XIDs from the XidWatch."""
+        start_s = time.monotonic()
+        window, window_s = self._gpm.read(start_s)
+        readings = {**self._readings(), **window}
+        try:
+            reasons: list[str] | Absent = clock_reason_names(self._nvml.clock_reasons(self._gpu.device))
+        except NVMLError:
+            reasons = UNKNOWN  # every GPU type reports reasons
+        return Sample(
+            t_s=start_s,
+            gpu=gpu_index,
+            read_s=time.monotonic() - start_s,
+            values={
+                key: _value(metric, readings[key], self._gpu.info.gpu_type) for key, metric in METRIC_BY_KEY.items()
+            },
+            clock_reasons=reasons,
+            xids=xids,
+            gpm_window_s=window_s,
+            lost=any(isinstance(reading, NVMLError) and reading.value in _LOST for reading in readings.values()),
+        )
+
+    def _readings(self) -> dict[str, Reading]:
+        nvml, device, handle = self._nvml, self._gpu.device, self._gpu.handle
+        calls: tuple[tuple[tuple[str, ...], Callable[[], Sequence[Reading]]], ...] = (
+            (("temperature_c",), lambda: (nvml.temperature_c(device),)),
+            (("sm_clock_mhz",), lambda: (nvml.sm_clock_mhz(device),)),
+            (("memory_clock_mhz",), lambda: (nvml.memory_clock_mhz(device),)),
+            (("memory_used_bytes", "memory_total_bytes"), lambda: nvml.memory_bytes(handle)),
+            (("ecc_corrected",), lambda: (nvml.ecc_errors(device, uncorrected=False),)),
+            (("ecc_uncorrected",), lambda: (nvml.ecc_errors(device, uncorrected=True),)),
+            (("pcie_generation", "pcie_width"), lambda: nvml.pcie_link(device)),
+            (("pcie_replays",), lambda: (nvml.pcie_replays(device),)),
+            (("nvml_utilization_percent",), lambda: (nvml.utilization_percent(handle),)),
+            (tuple(FIELDS), lambda: _scaled(nvml.fields(device, [field for field, _ in FIELDS.values()]))),
+        )
+        readings: dict[str, Reading] = dict(zip(("pcie_generation_max", "pcie_width_max"), self._link_max, strict=True))
+        for keys, call in calls:
+            readings.update(zip(keys, _read(call, len(keys)), strict=True))
+        return readings
+
+
+def _read(call: Callable[[], Sequence[Reading]], count: int) -> Sequence[Reading]:
+    try:
+        return call()
+    except NVMLError as error:
+        return (error,) * count
+
+
+def _scaled(readings: Sequence[Reading]) -> list[Reading]:
+    scales = (scale for _, scale in FIELDS.values())
+    return [
+        reading if isinstance(reading, NVMLError) else reading * scale
+        for reading, scale in zip(readings, scales, strict=True)
+    ]
+
+
+def _value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
+    if isinstance(reading, NVMLError):
+        return absent(reading, gpu_type, metric.feature)
+    return reading if math.isfinite(reading) else UNKNOWN
+
+
+def absent(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
+    """Returns NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
+    unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+    return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

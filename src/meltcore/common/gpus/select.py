@@ -1,0 +1,159 @@
+"""Selects GPUs: all of them, those that the user names, or those that CUDA_VISIBLE_DEVICES leaves visible."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pynvml import NVMLError
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.gpus.driver import Nvml
+from meltcore.common.gpus.gpu_types import GpuType
+from meltcore.common.options import is_number
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
+
+
+class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
+    """Identity of a GPU or of a MIG device. `index` is that of the GPU in nvidia-smi."""
+
+    index: int
+    name: str
+    uuid: str
+    architecture: int | None
+    mig: bool = False
+
+    @property
+    def gpu_type(self) -> GpuType:
+        """The model, as the table of GPU types identifies it."""
+        return GpuType(self.name, self.architecture, self.mig)
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: "GPU 3", or with the start of its UUID for a MIG device."""
+        return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
+
+
+@dataclass(frozen=True)
+class GpuDevice:
+    """A selected GPU. `device` is NVML's handle of the whole GPU, `handle` that of the MIG device or the GPU itself.
+
+    Most values are read from the whole GPU. A MIG device has only its own memory and GPM counters.
+    """
+
+    info: GpuInfo
+    device: Any
+    handle: Any
+    gpu_instance: int | None = None
+
+
+def select_gpus(
+    nvml: Nvml, requested: str | None, environment: Mapping[str, str] = os.environ, *, split_mig: bool = False
+) -> list[GpuDevice]:
+    """Returns the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all; each once, in the given order.
+
+    `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
+    MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers).
+    `split_mig`: a GPU in MIG mode is replaced by its MIG devices, which are what a program can run on.
+    Raises ConfigError for a name that matches no GPU or several, and where no GPU is left.
+    """
+    selected = _selected(nvml, requested, environment)
+    if split_mig:
+        selected = [part for gpu in selected for part in ([gpu] if gpu.info.mig else _mig_devices(nvml, gpu) or [gpu])]
+    return list({gpu.info.uuid: gpu for gpu in selected}.values())
+
+
+def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str]) -> list[GpuDevice]:
+    gpus = [_gpu_device(nvml, index, handle) for index, handle in enumerate(nvml.gpus())]
+    if not gpus:
+        raise ConfigError("the NVIDIA driver sees no GPU")
+    if requested is not None:
+        return _select_by_names(nvml, gpus, requested.split(","), "--gpu")
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return gpus
+    names: list[str] = []
+    for name in map(str.strip, visible.split(",")):
+        if not name or name.startswith("-"):
+            break  # CUDA stops reading at an empty entry or a negative index
+        names.append(name)
+    if not names:
+        raise ConfigError(f"{VISIBLE}={visible!r} hides every GPU; unset it, or select GPUs with --gpu")
+    if any(is_number(name) for name in names):
+        _check_order(gpus, environment)
+    return _select_by_names(nvml, gpus, names, VISIBLE)
+
+
+def _check_order(gpus: list[GpuDevice], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where CUDA's indices may differ from NVML's: CUDA orders different GPUs by speed."""
+    names = {gpu.info.name for gpu in gpus}
+    if len(names) > 1 and environment.get(_ORDER) != "PCI_BUS_ID":
+        raise ConfigError(
+            f"{VISIBLE} names GPUs by index, and this machine has different ones ({', '.join(sorted(names))}), which "
+            f"CUDA orders by speed: set {_ORDER}=PCI_BUS_ID, or name them by UUID"
+        )
+
+
+def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], source: str) -> list[GpuDevice]:
+    mig_devices: list[GpuDevice] | None = None
+    selected: list[GpuDevice] = []
+    for name in map(str.strip, names):
+        if is_number(name):
+            if int(name) >= len(gpus):
+                raise ConfigError(f"{source} names GPU {name}; there are GPUs 0 to {len(gpus) - 1}")
+            selected.append(gpus[int(name)])
+        elif name.startswith("MIG-"):
+            if mig_devices is None:
+                mig_devices = [part for gpu in gpus for part in _mig_devices(nvml, gpu)]
+            selected.append(_by_instance(nvml, mig_devices, name) or _by_uuid(mig_devices, name, source))
+        else:
+            selected.append(_by_uuid(gpus, name, source))
+    return selected
+
+
+def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
+    """Returns the GPU whose UUID starts with `name`; CUDA accepts prefixes too."""
+    if not name:
+        raise ConfigError(f"{source} holds an empty name; it takes indices and UUIDs separated by commas")
+    matching_gpus = [gpu for gpu in gpus if gpu.info.uuid.startswith(name)]
+    if len(matching_gpus) != 1:
+        matches = "matches no GPU" if not matching_gpus else f"matches {len(matching_gpus)} GPUs"
+        available_ids = ", ".join(
+            gpu.info.uuid if gpu.info.mig else f"{gpu.info.index} ({gpu.info.uuid})" for gpu in gpus
+        )
+        raise ConfigError(f"{source} names {name!r}, which {matches}; there are {available_ids or 'none'}")
+    return matching_gpus[0]
+
+
+def _by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
+    """Returns the MIG device of MIG-GPU-UUID/GPU instance/compute instance, if it is alone in its GPU instance."""
+    uuid, _, instances = name.removeprefix("MIG-").partition("/")
+    instance = instances.partition("/")[0]
+    matching_instances = [
+        part for part in mig_devices if str(part.gpu_instance) == instance and nvml.uuid(part.device) == uuid
+    ]
+    return matching_instances[0] if len(matching_instances) == 1 else None
+
+
+def _gpu_device(nvml: Nvml, index: int, handle: Any) -> GpuDevice:
+    try:
+        architecture = nvml.architecture(handle)
+    except NVMLError:
+        architecture = None  # the table of GPU types then uses the name alone
+    info = GpuInfo(index=index, name=nvml.name(handle), uuid=nvml.uuid(handle), architecture=architecture)
+    return GpuDevice(info, handle, handle)
+
+
+def _mig_devices(nvml: Nvml, gpu: GpuDevice) -> list[GpuDevice]:
+    return [
+        GpuDevice(
+            msgspec.structs.replace(gpu.info, name=nvml.name(handle), uuid=nvml.uuid(handle), mig=True),
+            gpu.device,
+            handle,
+            nvml.gpu_instance(handle),
+        )
+        for handle in nvml.mig_devices(gpu.device)
+    ]

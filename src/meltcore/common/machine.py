@@ -1,0 +1,124 @@
+"""What a fleet may use of one machine: its GPUs and its host memory. A node of a cluster reports the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import is_number
+from meltcore.common.process import call_with_timeout
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
+_DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
+# Files of a driver whose GPUs have none of their own: of WSL2 (dxg), of Jetson (nvhost, nvgpu, nvmap), of a container
+# that was given a part of them.
+_DRIVER_FILES = ("dxg", "nvidia*", "nvhost*", "nvgpu*", "nvmap")
+_NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
+
+
+class VisibleGpu(NamedTuple):
+    """A GPU, numbered among the visible ones. used_bytes: of all processes, and what the driver keeps for itself.
+
+    problem: why NVML tells no memory of it, as for one that shares the memory of the host; its bytes are 0 then.
+    """
+
+    number: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+    problem: str = ""
+
+    def of_known_size(self, limit_bytes: int) -> VisibleGpu:
+        """Return this GPU, with the memory that a fleet may use of it where the driver tells none.
+
+        Raises ConfigError where that is not named either (0).
+        """
+        if self.problem and not limit_bytes:
+            wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
+            raise ConfigError(f"{self.problem}; name what the fleet may use of it as {wanted}")
+        return self._replace(total_bytes=limit_bytes) if self.problem else self
+
+
+class Machine(NamedTuple):
+    """What a fleet may use: its GPUs, the driver's version ("" without one), and bytes of host memory.
+
+    problem: why there may be GPUs that cannot be used, so that only models on the CPU can be planned.
+    """
+
+    gpus: tuple[VisibleGpu, ...]
+    driver: str
+    host_bytes: int
+    problem: str = ""
+
+    def checked(self) -> Machine:
+        """Return this machine. Raises ConfigError for one with a problem."""
+        if self.problem:
+            raise ConfigError(self.problem)
+        return self
+
+
+def named_gpus(value: str) -> list[str]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA stops reading at an empty or negative entry.
+
+    Raises ConfigError for a word that names no GPU.
+    """
+    names: list[str] = []
+    for name in map(str.strip, value.split(",")):
+        if name.lower() in _NO_GPU or name.startswith("-"):
+            break
+        if not is_number(name) and not name.startswith(("GPU-", "MIG-")):
+            hides = "names GPUs, and" if names else "hides every GPU:"
+            raise ConfigError(
+                f"{VISIBLE}={value!r} {hides} {name!r} is neither a number nor a UUID; leave it empty for the CPU"
+            )
+        names.append(name)
+    return names
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number.
+
+    Raises ConfigError for a variable that names no GPU, and where a GPU may be there that cannot be counted.
+    """
+    value = os.environ.get(VISIBLE)
+    if value is not None:
+        return named_gpus(value)
+    count = len(list(devices.glob(_DEVICE_FILES)))
+    if not count:
+        driver_file = next((path for pattern in _DRIVER_FILES for path in sorted(devices.glob(pattern))), None)
+        count = 0 if driver_file is None else _count_by_driver(driver_file)
+    return [str(gpu_index) for gpu_index in range(count)]
+
+
+@cache
+def _count_by_driver(driver_file: Path) -> int:
+    """Return how many GPUs the driver has that the file belongs to. Raises ConfigError where it does not say."""
+    import pynvml
+
+    def count() -> int:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+
+    try:
+        return call_with_timeout(DRIVER_TIMEOUT_S, count)
+    except (pynvml.NVMLError, TimeoutError) as error:
+        raise ConfigError(
+            f"this machine has {driver_file} of a GPU's driver, and its GPUs cannot be counted: {error}; "
+            f"set {VISIBLE} to their numbers, or to nothing (or `device: cpu`, --device cpu) for the CPU"
+        ) from error
+
+
+def gpu_environment(names: Sequence[str]) -> dict[str, str]:
+    """Return the environment in which CUDA sees these GPUs only, by number or UUID.
+
+    Without the order CUDA numbers the fastest GPU first, and NVML, of which the numbers are, the first on the PCI bus.
+    """
+    return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

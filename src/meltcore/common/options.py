@@ -1,0 +1,299 @@
+"""Makes command-line options from dataclass fields, which define name, type, default, limits and help once.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class ServeConfig:
+    ...     port: int = option(8000, "TCP port.", group="HTTP server", limits={"minimum": 0, "maximum": 65_535})
+    >>> parser = argparse.ArgumentParser(prog="serve")
+    >>> add_options(parser, ServeConfig)  # --port N  TCP port (default: 8000).
+    >>> from_options(ServeConfig, parser.parse_args(["--port", "0"]))
+    ServeConfig(port=0)
+
+The field's annotation decides how a value is read:
+
+    bool                    a flag: --name, or --no-name where the default is True
+    bool | None             both flags, as of a bool with the keyword action=BooleanOptionalAction
+    Literal[...]            one of its values
+    int, float, str         one value; a size such as 40GiB for an int whose name ends in _bytes
+    tuple[int, ...]         numbers with commas between; tuple[float, ...] alike
+    tuple[str, ...]         the option may be given several times; tuple[Literal[...], ...] alike
+
+A flag is the field's name without a unit (_s, _ms, _bytes) at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
+
+from meltcore.common.errors import ConfigError
+
+# Of a web page, as browsers send it: a scheme and a host in lower case, and a port that is not the scheme's own.
+ORIGIN_PATTERN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*]+"
+ORIGIN_FORM = "a scheme and a host in lower case without a path, such as https://app.example, or '*' for all"
+_Config = TypeVar("_Config")
+_METADATA = "option"
+_UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
+_SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE | re.ASCII)
+# Python also reads 1_000, +5, and the digits of all scripts, which no other program reads as it does.
+_WHOLE = re.compile(r"-?[0-9]+")
+_DECIMAL = re.compile(r"-?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
+_Number = TypeVar("_Number", int, float)
+_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = "",
+    flag: str = "",
+    short: str = "",
+    limits: Mapping[str, float] | None = None,
+    **keywords: Any,
+) -> Any:
+    """Declare a dataclass field that is also a command-line option.
+
+    Args:
+        default: Default of the field and of the option. The help shows it unless it is empty or the help names one.
+        help: Plain text; "%" needs no escape.
+        group: The heading in `--help` under which the option stands.
+        flag: The flag, where it is not the field's name.
+        short: A second, short flag.
+        limits: Limits of each number: `minimum`, `exclusive_minimum` and `maximum` of `number`.
+        keywords: Arguments of `add_argument` (metavar, type, nargs, action, ...), which win over the annotation.
+    """
+    metadata = {
+        _METADATA: {
+            "default": default,
+            "help": help,
+            "group": group,
+            "flag": flag,
+            "short": short,
+            "limits": limits or {},
+            "keywords": keywords,
+        }
+    }
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    config: type,
+    *names: str,
+    group: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add the options of the dataclass `config` to `parser`: all of them, or those of the fields `names`.
+
+    `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
+    together, also when they come from several classes.
+    """
+    hints = get_type_hints(config)
+    option_fields = {entry.name: entry for entry in fields(config) if _METADATA in entry.metadata}
+    groups = {entry.title: entry for entry in parser._action_groups}
+    for name in names or option_fields:
+        settings = option_fields[name].metadata[_METADATA]
+        title = settings["group"] if group is None else group
+        if title and title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        default = (defaults or {}).get(name, settings["default"])
+        _add_option(groups[title] if title else parser, name, hints[name], default, settings)
+
+
+def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
+    """Create a `config` from the parsed arguments that have the name of a field. `overrides` replace them."""
+    field_names = {entry.name for entry in fields(config)}  # type: ignore[arg-type]
+    parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    return config(**{name: value for name, value in parsed.items() if name in field_names} | overrides)
+
+
+def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: str) -> None:
+    """Raise ConfigError for the first option of `config` that was given another value than its default.
+
+    `reason` says why it has no meaning; `allowed` are fields that have one.
+    """
+    for entry in fields(config):
+        settings = entry.metadata.get(_METADATA)
+        value = getattr(args, entry.name, None)
+        if settings is None or entry.name in allowed or value is None:
+            continue
+        if (tuple(value) if isinstance(value, list) else value) != settings["default"]:
+            flag = settings["flag"] or "--" + _UNIT_SUFFIX.sub("", entry.name).replace("_", "-")
+            raise ConfigError(f"{flag} {reason}")
+
+
+def number(
+    number_type: type[int] | type[float],
+    *,
+    minimum: float = -math.inf,
+    exclusive_minimum: float = -math.inf,
+    maximum: float = math.inf,
+) -> Callable[[str], Any]:
+    """Return an argparse reader for one finite number within the limits. `exclusive_minimum` itself is not allowed.
+
+    The reader raises ArgumentTypeError for any other text.
+    """
+    limits = {"at least": minimum, "more than": exclusive_minimum, "at most": maximum}
+    limits_text = " and ".join(
+        f"{description} {limit:g}" for description, limit in limits.items() if math.isfinite(limit)
+    )
+    expected = ("a whole number" if number_type is int else "a number") + (limits_text and f" of {limits_text}")
+
+    def parse(text: str) -> Any:
+        try:
+            value = read_number(text, number_type)
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value) and exclusive_minimum < value and minimum <= value <= maximum:
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+
+    return parse
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text has digits from 0 to 9 only, and at least one."""
+    return text.isascii() and text.isdigit()
+
+
+def read_number(text: str, number_type: type[_Number]) -> _Number:
+    """Return the number that a user wrote in digits from 0 to 9, with spaces at its ends at most.
+
+    Raises ValueError for any other text, also for such that Python would read: 1_000, +5, and digits of other scripts.
+    """
+    pattern, plain = _WHOLE if number_type is int else _DECIMAL, text.strip(" \t\r\n")
+    if pattern.fullmatch(plain) is None:
+        raise ValueError(f"{text!r} is not a number in digits from 0 to 9")
+    return number_type(plain)
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes of a size like 40GiB, 512M or 1000000. Units are powers of 1024. Raises ArgumentTypeError."""
+    match = _SIZE_PATTERN.fullmatch(text.strip())
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 40GiB, 512MiB or 1000000")
+    return int(float(match[1]) * _SIZE_UNITS[(match[2] or "").upper()])
+
+
+def not_empty(text: str) -> str:
+    """Return `text`. Raises ArgumentTypeError where it is empty, as an unset shell variable leaves it."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is empty")
+    return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ArgumentTypeError for any other text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _add_option(
+    container: argparse._ActionsContainer, name: str, hint: Any, default: Any, settings: Mapping[str, Any]
+) -> None:
+    has_both_flags = hint == (bool | None) or settings["keywords"].get("action") is argparse.BooleanOptionalAction
+    [hint] = (
+        [type_arg for type_arg in get_args(hint) if type_arg is not NoneType] if NoneType in get_args(hint) else [hint]
+    )
+    is_negated = hint is bool and default is True and not has_both_flags
+    flag = settings["flag"] or ("--no-" if is_negated else "--") + _UNIT_SUFFIX.sub("", name).replace("_", "-")
+    keywords: dict[str, Any] = {"dest": name, "help": _help_text(settings["help"], hint, default)}
+    if has_both_flags:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif hint is bool:
+        keywords["action"] = "store_false" if is_negated else "store_true"
+    else:
+        keywords |= _parse_keywords(name, hint, settings["limits"])
+    keywords |= settings["keywords"]
+    flags = (settings["short"], flag) if settings["short"] else (flag,)
+    container.add_argument(
+        *flags, default=list(default) if keywords.get("action") in ("append", "extend") else default, **keywords
+    )
+
+
+def _parse_keywords(name: str, hint: Any, limits: Mapping[str, float]) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that make it read values of type `hint`."""
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint)}
+    if hint is int and name.endswith("_bytes"):
+        return {"type": size_bytes, "metavar": "SIZE"}
+    if hint in (int, float):
+        return {"type": number(hint, **limits), "metavar": "S" if name.endswith("_s") else "N"}
+    if get_origin(hint) is tuple:
+        element_type = get_args(hint)[0]
+        if element_type in (int, float):
+            parse_number = number(element_type, **limits)
+            return {
+                "type": lambda text: tuple(parse_number(number_text) for number_text in text.split(",")),
+                "metavar": "N,...",
+            }
+        return {"action": "append", **_parse_keywords(name, element_type, limits)}
+    return {"type": hint if isinstance(hint, type) else str}
+
+
+def _help_text(text: str, hint: Any, default: Any) -> str:
+    text = text.replace("%", "%%")
+    if hint is bool or default in (None, "", (), {}) or "default" in text:
+        return text
+    values = default if isinstance(default, tuple) else (default,)
+    default_text = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+    return f"{text.removesuffix('.')} (default: {default_text})."
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raise ConfigError for an origin that no browser sends in this form."""
+    for origin in origins:
+        if not re.fullmatch(ORIGIN_PATTERN, origin):
+            raise ConfigError(f"allowed_origins must be {ORIGIN_FORM}; got {origin!r}")
+
+
+def braces_fault(text: str, names: Sequence[str]) -> str:
+    """Return what is wrong with the names in braces of a text, "" where all of them are in `names`."""
+    try:
+        text.format(**dict.fromkeys(names, ""))
+    except (LookupError, ValueError, AttributeError):
+        known = " and ".join(f"{{{each}}}" for each in names)
+        return f"got {text!r}; may hold {known} in braces, no others; write other braces twice"
+    return ""
+
+
+def shown_url(url: str) -> str:
+    """Return a URL as errors and logs may show it: `***` instead of a user, a password, a query and a fragment."""
+    address = re.sub(r"[?#].*", "?***", url, flags=re.DOTALL)
+    scheme, separator, rest = address.rpartition("://")
+    host, slash, path = rest.partition("/")
+    if "@" in rest and "@" not in host:  # a password with a slash
+        host, slash, path = rest, "", ""
+    return f"{scheme}{separator}{re.sub('^.*@', '***@', host, flags=re.DOTALL)}{slash}{path}"
+
+
+def server_url_fault(url: str) -> str:
+    """Return what is wrong with the base address of another server, without its password; "": nothing."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        is_address = False
+    if not is_address:
+        return f"must be an address such as http://127.0.0.1:8001; got {shown_url(url)!r}"
+    if "@" in url or "?" in url or "#" in url:
+        return (
+            f"must have no user, password, query or fragment; got {shown_url(url)!r}; "
+            "upstream_key_env names the variable with a key"
+        )
+    return ""

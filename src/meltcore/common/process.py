@@ -1,0 +1,456 @@
+"""Starts, watches and ends child processes: process groups, output, readiness, time limits, signals.
+
+Every process of Meltcore is started here. A child leads its own session and process group unless the caller asks
+otherwise. Ctrl-C in the terminal thus reaches the parent alone, which ends its children in order. The module imports
+neither torch nor third-party packages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self, TypeVar
+
+from meltcore.common.errors import MeltcoreError
+from meltcore.common.process_output import log_tail
+
+KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
+STDERR = 2  # as `stdout`: the child's output joins our standard error, so that ours holds our own lines alone
+_POLL_S = 0.1
+_Result = TypeVar("_Result")
+
+
+class ProcessError(MeltcoreError):
+    """Reports that a process could not be started, did not become ready, or ended unexpectedly."""
+
+
+# --- starting ------------------------------------------------------------------------------------------------------
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[Any] | None = subprocess.DEVNULL,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    new_session: bool = True,
+) -> subprocess.Popen[bytes]:
+    """Starts a program. Pipes are unbuffered.
+
+    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
+    session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
+    knows the process. Raises ProcessError where the program cannot be started.
+    """
+    try:
+        with block_signals():
+            return subprocess.Popen(
+                list(command),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                start_new_session=new_session,
+                bufsize=0,
+            )
+    except OSError as error:
+        raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+async def start_async(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[Any] | None = subprocess.DEVNULL,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    new_session: bool = True,
+    pass_fds: Collection[int] = (),
+) -> asyncio.subprocess.Process:
+    """Starts a program whose pipes and exit are awaited on the event loop.
+
+    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
+    session and a process group. pass_fds: file descriptors that the child inherits. Raises ProcessError where the
+    program cannot be started.
+    """
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            start_new_session=new_session,
+            pass_fds=pass_fds,
+        )
+    except OSError as error:
+        raise ProcessError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+class CompletedRun(NamedTuple):
+    """Describes how a program ended.
+
+    returncode: None where the program exceeded its time limit. is_alive: whether even SIGKILL could not end it.
+    """
+
+    returncode: int | None
+    stdout: bytes
+    stderr: bytes
+    is_alive: bool = False
+
+
+def run(
+    command: Sequence[str],
+    *,
+    limit_s: float,
+    stdin: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+    terminate_limit_s: float = KILL_LIMIT_S,
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _process: None,
+) -> CompletedRun:
+    """Runs a program to its end. After `limit_s` or on an exception, ends the program and its process group.
+
+    Output goes through files: what a killed program had written is kept, and no pipe can fill up. terminate_limit_s:
+    time from SIGTERM to SIGKILL. on_start: called with the process once it runs. Raises ProcessError where it cannot
+    start.
+    """
+    with TemporaryFile() as stdin_file, TemporaryFile() as stdout_file, TemporaryFile() as stderr_file:
+        stdin_file.write(stdin)
+        stdin_file.seek(0)
+        process: subprocess.Popen[bytes] | None = None
+        ended_in_time, is_gone = False, True
+        try:
+            with block_signals():  # until it is known here, an interrupt would leave it running
+                process = start(
+                    command, stdin=stdin_file, stdout=stdout_file, stderr=stderr_file, environment=environment
+                )
+                on_start(process)
+            ended_in_time = ended_within(process, limit_s)
+        finally:  # also what a program that ended by itself left in its group
+            if process is not None:
+                is_gone = end_group(process, terminate_limit_s if not ended_in_time else 0.0)
+        stdout_file.seek(0)
+        stderr_file.seek(0)
+        return CompletedRun(
+            process.returncode if ended_in_time else None, stdout_file.read(), stderr_file.read(), is_alive=not is_gone
+        )
+
+
+# --- watching ------------------------------------------------------------------------------------------------------
+
+
+def describe_exit(returncode: int) -> str:
+    """Returns how a process ended, as text: its exit status, or the signal that killed it."""
+    return f"exit status {returncode}" if returncode >= 0 else f"killed by signal {-returncode}"
+
+
+def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
+    """Waits up to `limit_s` and returns whether `process` has ended."""
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Returns the fields of /proc/PID/stat from the third on, the state first (proc(5)).
+
+    None where the process is gone.
+    """
+    try:
+        # The second field, the name, is in parentheses and may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped by SIGSTOP or SIGTSTP. A process in a debugger does not count."""
+    fields = stat_fields(pid)
+    return fields is not None and fields[0] == "T"
+
+
+def start_ticks(pid: int) -> int | None:
+    """Returns when a process started, in clock ticks since boot; None where it has ended.
+
+    The start time distinguishes two processes that had the same id.
+    """
+    fields = stat_fields(pid)
+    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+def group_members(group_id: int) -> list[int]:
+    """Returns the process ids of a process group, without those that have ended and wait for their parent."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        fields = stat_fields(int(path.parent.name))
+        if fields is not None and int(fields[2]) == group_id and fields[0] not in "ZX":
+            members.append(int(path.parent.name))
+    return members
+
+
+class LoggedProcess:
+    """Runs a process inside a `with` block, with its output in a log file, and ends its group afterwards."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: Path,
+        *,
+        name: str,
+        report: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+        stop_limit_s: float = KILL_LIMIT_S,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
+        """Stores the command, which `with` starts.
+
+        name: the process's name in messages, such as "the server". report: receives lines for the user while the
+        process is being stopped. environment: the whole environment; None: that of this process. stop_limit_s: time
+        from SIGTERM to SIGKILL. stdin: a file descriptor.
+        """
+        self.command = list(command)
+        self._log_path = log_path
+        self._name = name
+        self._report = report
+        self._environment = os.environ if environment is None else environment
+        self._stop_limit_s = stop_limit_s
+        self._stdin = stdin
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._log_path.write_bytes(b"")
+            # To append: a log that grows too large is emptied while the process writes to it.
+            with self._log_path.open("ab") as log, block_signals():  # until it is known here
+                self._process = start(
+                    self.command,
+                    stdin=self._stdin,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Unbuffered: what a Python program prints must reach the file before the program is killed.
+                    environment={**self._environment, "PYTHONUNBUFFERED": "1"},
+                )
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def running(self) -> bool:
+        """Returns whether the process has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Returns the id of the process and of its group. Raises ProcessError before the start."""
+        if self._process is None:
+            raise ProcessError(f"{self._name} has not been started")
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Returns the exit code of the process; None while it runs and before the start."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def log(self) -> str:
+        """Returns all output so far."""
+        return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
+
+    def log_tail(self) -> str:
+        """Returns the last lines of the output."""
+        return log_tail(self._log_path) or "(it printed nothing)"
+
+    def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, goal: str) -> _Result:
+        """Calls `poll` until it returns a value, and returns the value.
+
+        goal: completes the error "it did not ...". Raises ProcessError after `limit_s`, or where the process ends
+        first.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            result = poll()
+            if result is not None:
+                return result
+            if not self.running:
+                background_hint = (
+                    " (a process that it left in the background is not ended with it)" if not self.returncode else ""
+                )
+                raise ProcessError(
+                    f"{self._name} ended with code {self.returncode} before it could {goal}{background_hint}:\n"
+                    f"{self.log_tail()}"
+                )
+            if time.monotonic() > deadline_s:
+                raise ProcessError(f"{self._name} did not {goal} within {limit_s:g} s:\n{self.log_tail()}")
+            time.sleep(_POLL_S)
+
+    def ended_within(self, limit_s: float) -> bool:
+        """Waits up to `limit_s` and returns whether the process has ended.
+
+        A process closes its connections before its exit is known, hence the wait.
+        """
+        return self._process is None or ended_within(self._process, limit_s)
+
+    def stop(self, limit_s: float | None = None) -> int | None:
+        """Ends the process group and returns the exit code of the process.
+
+        The group gets SIGTERM, and SIGKILL after `limit_s`, which is reported; None means `stop_limit_s`. The whole
+        group is ended: a worker that outlives its server would keep its GPU's memory.
+        """
+        if self._process is None:
+            return None
+        limit_s = self._stop_limit_s if limit_s is None else limit_s
+        end_group(
+            self._process,
+            limit_s,
+            on_timeout=lambda: self._report(f"{self._name} did not end within {limit_s:g} s of SIGTERM; killing it"),
+        )
+        return self.returncode
+
+
+# --- ending --------------------------------------------------------------------------------------------------------
+
+
+def end_group(
+    process: subprocess.Popen[Any],
+    limit_s: float,
+    *,
+    on_timeout: Callable[[], None] = lambda: None,
+    kill_limit_s: float = KILL_LIMIT_S,
+) -> bool:
+    """Ends the group that `process` leads with SIGTERM, then SIGKILL after `limit_s`. Returns whether all ended.
+
+    on_timeout: called before SIGKILL. False only where a process cannot be killed within `kill_limit_s`, such as in a
+    driver call. Signals are blocked, since a second Ctrl-C would leave processes without a parent.
+    """
+    with block_signals():
+        if _wait_group_ended(process, signal.SIGTERM, limit_s):
+            return True
+        try:
+            on_timeout()
+        finally:
+            is_gone = _wait_group_ended(process, signal.SIGKILL, kill_limit_s)
+        return is_gone
+
+
+def signal_group(group_id: int, signum: signal.Signals) -> None:
+    """Sends a signal to every process of a group. Does nothing where the group is gone."""
+    with suppress(ProcessLookupError):
+        os.killpg(group_id, signum)
+
+
+async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None:
+    """Waits until `process`, which was asked to exit, has ended. Kills it after `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, limit_s: float) -> bool:
+    """Signals every process of the group, and returns whether all have ended within `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    is_signalled = False
+    while process.poll() is None or group_members(process.pid):
+        if not is_signalled:
+            signal_group(process.pid, signum)
+            is_signalled = True
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+# --- time limits and signals ---------------------------------------------------------------------------------------
+
+
+def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Result:
+    """Calls `function` on a separate thread, and returns its result or raises its error.
+
+    Raises TimeoutError after `limit_s`. A thread that hangs, such as in a driver, continues until the process ends.
+    """
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run_call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # raised again on the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run_call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM until the block is left. Outside the main thread it does nothing.
+
+    Python runs signal handlers on the main thread only, so no other thread is ever interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    previous_handlers: dict[signal.Signals, Any] = {}
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        previous_handlers[signum] = signal.signal(signum, lambda signum, _frame: pending.append(signum))
+    try:
+        yield
+    finally:
+        for signum, handler in previous_handlers.items():
+            signal.signal(signum, handler)
+        for pending_signum in pending:
+            signal.raise_signal(pending_signum)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Suspend garbage collection, where many objects are made that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def loading_modules() -> Iterator[None]:
+    """Imports modules without garbage collection, then exempts their objects from every later collection.
+
+    The import of torch and the engine takes 1.6 s of CPU time, and 2.1 s with collections (2026-11-27).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,1 @@
+"""The generation engine, and the same behind two pipes."""

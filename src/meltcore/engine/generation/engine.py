@@ -1,0 +1,432 @@
+"""The generation engine: requests in, tokens out, one step after another."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import msgspec
+import numpy as np
+import torch
+
+from meltcore.common.errors import RequestError, SleepError
+from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, PagePool, PrefixCache
+from meltcore.engine.core.pacing import PromptSpeed
+from meltcore.engine.core.recurrent_states import RecurrentStatePool
+from meltcore.engine.core.request import Request, TokenMask
+from meltcore.engine.core.scheduler import Chunk, Scheduler
+from meltcore.engine.distributed.group_runner import GroupRunner
+from meltcore.engine.distributed.rank_start import StartedRanks
+from meltcore.engine.distributed.ranks import Ranks
+from meltcore.engine.host.device import choose_device, describe_device, has_budget, has_mps
+from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, required
+from meltcore.engine.host.step_pacing import StepTurn
+from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
+from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
+from meltcore.engine.worker.sampler import Sampler
+from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, warm_up
+from meltcore.kernels.launch import force_implementation
+from meltcore.layers.uniform_routing import set_uniform_routing
+from meltcore.models.checkpoints.checkpoint import CheckpointFiles, open_checkpoint
+from meltcore.models.decoders.kv_cache_specs import group_layers
+from meltcore.models.loader import Progress
+from meltcore.models.quantized.quantization import weight_dtypes
+from meltcore.protocol.generation import (
+    AddRequest,
+    EngineStats,
+    FinishReason,
+    GenerationReady,
+    RequestTimes,
+    SequenceOutput,
+    StepOutputs,
+    TokenLogprobs,
+)
+from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.config import EngineConfig
+
+
+class GenerationEngine:
+    """One replica of a model on one device, or on one per rank. Requests may be added and aborted between steps.
+
+    With async scheduling a step is launched before the last one's tokens are read: the device never waits for the host.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        pages: int | None = None,
+        recurrent_slots: int | None = None,
+        ranks: StartedRanks | None = None,
+    ) -> None:
+        """Load the model and prepare to serve.
+
+        pages, recurrent_slots: for tests; None: as the memory plan says. ranks: the rank processes, if they are started
+        already. Raises ConfigError when the model or a setting cannot work, RankError when a rank fails.
+        """
+        start_s = time.monotonic()
+        progress = progress or (lambda _stage, _fraction: None)
+        self.config = config
+        files: CheckpointFiles = "config" if config.load_format == "dummy" else "all"
+        self.checkpoint = open_checkpoint(config.model, files=files, tokenizer=config.tokenizer)
+        device = choose_device(config.device, num_ranks=config.tensor_parallel_size)
+        if config.tensor_parallel_size > 1:
+            check_shards(config, self.checkpoint, device)
+        self._compiler: KernelCompiler | None = None
+        self._ranks = Ranks(config, ranks) if config.tensor_parallel_size > 1 else None
+        if self._ranks is not None:
+            atexit.register(_close, weakref.ref(self))  # NCCL must not be left to the interpreter's teardown
+        try:
+            self._compiler = make_compiler(config, device)  # it forks, so before the GPU has a context of this process
+            if device.type == "cuda" and device.index is not None:
+                torch.cuda.set_device(device)  # for Triton launches and graph captures of this thread
+            self._sleep_memory = make_sleep_memory(
+                config, device, lambda: (self.runner.weights, self.runner.cache_tensors)
+            )
+            with nullcontext() if self._sleep_memory is None else self._sleep_memory.building():
+                self._prepare(device, progress, pages, recurrent_slots)
+            if self._sleep_memory is not None:
+                self.memory += self._sleep_memory.memory_rows()
+        except BaseException:
+            self.close()
+            raise
+        self._overlap = device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._launched: LaunchedStep | None = None
+        self._launched_s = 0.0
+        self._returned_s = 0.0  # when `step` last returned
+        self._prompt_speed = PromptSpeed(self.scheduler.max_num_batched_tokens)
+        self._was_held = False  # the engine waited for others while a step of its own was in flight
+        self._requests: dict[str, Request] = {}
+        self._ended_outputs: list[SequenceOutput] = []
+        # Some checkpoints name end tokens of a larger vocabulary, which this model can neither sample nor mask.
+        self._eos_token_ids = frozenset(
+            token_id for token_id in self.checkpoint.eos_token_ids if token_id < self.vocab_size
+        )
+        self._num_added = 0
+        self._steps = 0
+        self._step_s = 0.0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self.load_s = time.monotonic() - start_s
+
+    def _prepare(
+        self, device: torch.device, progress: Progress, pages: int | None, recurrent_slots: int | None
+    ) -> None:
+        """Load the model, and allocate caches and tables by the memory plan."""
+        config, ranks = self.config, self._ranks
+        group = None
+        if ranks is not None:
+            progress("joining the ranks", 0.0)
+            group = ranks.join(device)
+        progress("making the model", 0.0)
+        loaded = load(
+            config, self.checkpoint, device, progress if ranks is None else ranks.watched_progress(progress), group
+        )
+        plan = loaded.plan if ranks is None else ranks.common_plan(loaded.plan)
+        self.max_model_len, self.max_num_seqs = loaded.max_model_len, plan.max_num_seqs
+        self.memory = plan.rows if ranks is None else [_on_each_rank(row) for row in plan.rows]
+        self.outside_bytes = 0 if plan.workspace is None else plan.workspace.nodes
+        has_states = plan.recurrent_slots > 0
+        plan = plan._replace(
+            pages=plan.pages if pages is None else pages,
+            recurrent_slots=plan.recurrent_slots if recurrent_slots is None else recurrent_slots,
+        )
+        self.pool = PagePool(plan.pages)
+        self.states = RecurrentStatePool(plan.recurrent_slots) if has_states else None
+        layout = PageLayout.of(group_layers(loaded.model.kv_cache_specs()))
+        self.scheduler = Scheduler(
+            self.pool,
+            PrefixCache(self.pool, layout) if config.enable_prefix_caching else None,
+            self.states,
+            layout,
+            max_num_seqs=self.max_num_seqs,
+            penalty_slots=plan.penalty_slots,
+            max_num_batched_tokens=batched_tokens(config, device),
+            max_model_len=self.max_model_len,
+        )
+        self.vocab_size = loaded.model.config.vocab_size
+        tokens = self.scheduler.max_num_batched_tokens
+        runner_config = ModelRunnerConfig(
+            plan.pages, plan.recurrent_slots, self.max_num_seqs, self.max_model_len, tokens, plan.logit_rows
+        )
+        sampler = Sampler(self.vocab_size, device, config.seed, plan.penalty_slots)
+        if ranks is None or group is None:
+            self.runner = ModelRunner(loaded.model, sampler, runner_config, loaded.cache_dtype)
+        else:
+            ranks.allocate(runner_config)
+            self.runner = GroupRunner(loaded.model, sampler, runner_config, loaded.cache_dtype, group, ranks)
+            ranks.wait_allocated()
+        assert self.runner.cache_bytes == plan.cache_bytes, "the caches are allocated as planned"
+        self._select_kernels_and_capture(device, progress)
+        if ranks is not None:
+            ranks.serve()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute, to read or to report."""
+        return self.scheduler.has_work or self._launched is not None or bool(self._ended_outputs)
+
+    def add(self, message: AddRequest, token_mask: TokenMask | None = None) -> None:
+        """Queue a sequence. Raises RequestError when it cannot be served; API servers make the same checks."""
+        if message.request_id in self._requests:
+            raise RequestError(f"request id {message.request_id} is in use", param="request_id")
+        length = message.prompt_length
+        if not 1 <= length < self.max_model_len:
+            raise RequestError(
+                f"the prompt must have 1 to {self.max_model_len - 1} tokens; it has {length}", param="prompt"
+            )
+        message.sampling.check(self.vocab_size)
+        stop_ids = frozenset(message.sampling.stop_token_ids)
+        if not message.sampling.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        try:
+            request = Request(message, self._num_added + 1, stop_ids, token_mask)
+            is_valid = np.frombuffer(request.token_ids, np.uint32).max() < self.vocab_size
+        except OverflowError:  # negative, or of more than 32 bits
+            is_valid = False
+        if not is_valid:
+            raise RequestError(f"prompt token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+        self._num_added += 1
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+
+    def refuse(self, request_id: str, error: str) -> StepOutputs:
+        """Return the outputs that end a request which `add` has rejected."""
+        output = SequenceOutput(request_id, [], finish_reason="error", error=error)
+        return StepOutputs([output], self.stats(), time.monotonic())
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self.scheduler.finish(request, "abort")
+                self._ended_outputs.append(self._last_output(request, []))
+
+    def take_turn(self, turn: StepTurn) -> None:
+        """Put fewer prompt tokens into the next step while an engine of a higher class is at work on the same GPU."""
+        limit_s, budget = turn.limit_s, self.scheduler.max_num_batched_tokens
+        self.scheduler.max_prompt_tokens = budget if limit_s is None else self._prompt_speed.tokens_in(limit_s)
+        self._was_held = turn.waited_s > 0 and self._launched is not None
+
+    def step(self) -> StepOutputs:
+        """Launch the next step and read the one before it (without overlap: the same one). Returns the new outputs."""
+        start_s = time.monotonic()
+        scheduled = self.scheduler.schedule()
+        for chunk in scheduled:
+            if chunk.request.scheduled_s == 0.0:
+                chunk.request.scheduled_s = start_s
+                self._prompt_tokens += chunk.request.prompt_length
+        try:
+            launched = self.runner.launch(scheduled) if scheduled else None
+        except BaseException:  # in a caller's token mask, or by Ctrl-C: the offline API continues with other requests
+            self.scheduler.abandon(scheduled)
+            raise
+        step_to_read, launched_s = (self._launched, self._launched_s) if self._overlap else (launched, start_s)
+        self._launched, self._launched_s = (launched, start_s) if self._overlap else (None, 0.0)
+        outputs, self._ended_outputs = self._ended_outputs, []
+        if step_to_read is not None:
+            outputs += self._read(step_to_read)
+        end_s = time.monotonic()
+        if step_to_read is not None and not self._was_held:  # else it may have ended during the wait
+            self._record_time(step_to_read.chunks, end_s - max(launched_s, self._returned_s))
+        self._returned_s = end_s
+        if scheduled:
+            self._steps += 1
+        self._step_s += end_s - start_s
+        return StepOutputs(outputs, self.stats(), end_s)
+
+    def _record_time(self, chunks: list[Chunk], took_s: float) -> None:
+        self._prompt_speed.record(took_s, sum(chunk.size for chunk in chunks if chunk.size > 1))
+        if self.scheduler.pacer is not None:
+            self.scheduler.record_step_time(chunks, took_s)
+
+    def stats(self) -> EngineStats:
+        """Return the current gauges and counters."""
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=self.scheduler.waiting_count,
+            pages_used=self.pool.used,
+            pages_total=self.pool.total,
+            steps_total=self._steps,
+            step_s_total=self._step_s,
+            prompt_tokens_total=self._prompt_tokens,
+            generated_tokens_total=self._generated_tokens,
+            prefix_queried_tokens_total=self.scheduler.prefix_queried_tokens,
+            prefix_hit_tokens_total=self.scheduler.prefix_hit_tokens,
+            preemptions_total=self.scheduler.preemptions,
+            recurrent_state_slots=0 if self.states is None else self.states.total,
+            recurrent_state_slots_used=0 if self.states is None else self.states.used,
+            recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
+        )
+
+    def check(self) -> None:
+        """Raise RankError when a rank has failed. Only needed without work: `step` checks it too."""
+        if self._ranks is not None:
+            self._ranks.check()
+
+    def close(self) -> None:
+        """End the processes of other ranks. No step may follow."""
+        if self._compiler is not None:
+            self._compiler.close()
+        if self._ranks is not None:
+            self._ranks.close(self._drop_graphs)
+
+    def _drop_graphs(self) -> None:
+        assert isinstance(self.runner, GroupRunner)
+        self.runner.drop_graphs()
+
+    def sleep(self, keep: Keep) -> Slept:
+        """Give weights and caches back, while there is no work. Cached prefixes are forgotten.
+
+        Raises SleepError and changes nothing when it cannot, which is so without `enable_sleep_mode`.
+        """
+        memory = required(self._sleep_memory)
+        if self.has_work:
+            raise SleepError(f"the engine has {len(self._requests)} open requests; it sleeps only without any")
+        self.runner.forget_step()
+        slept = memory.sleep(keep)
+        self.pool.drop_cached()
+        return slept
+
+    def wake(self) -> int:
+        """Take weights and caches again. Returns the bytes of weights copied.
+
+        Raises SleepError when it cannot; the engine sleeps on, and can be woken again.
+        """
+        return required(self._sleep_memory).wake(self._reload_weights)
+
+    def _reload_weights(self) -> None:
+        fill_weights(self.runner.model, self.config, self.checkpoint, lambda _stage, _part: None)
+
+    def ready(self) -> GenerationReady:
+        """Return the properties of a loaded engine that API servers need."""
+        return GenerationReady(
+            device=describe_device(self.runner.device, self.config.tensor_parallel_size),
+            dtype=_precision_name(self.runner.model.dtype, self.config),
+            weights="dummy" if self.config.load_format == "dummy" else "real",
+            memory=self.memory,
+            load_s=self.load_s,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            vocab_size=self.vocab_size,
+            pages_total=self.pool.total,
+            page_size=PAGE_SIZE,
+            weight_dtypes=weight_dtypes(self.runner.model),
+            kv_cache_dtype=_dtype_name(self.runner.kv_cache_dtype),
+            speculative_decoding="none",  # a step yields one token per sequence
+        )
+
+    def check_idle(self) -> None:
+        """Raise AssertionError when an engine without work still holds memory: a leak."""
+        assert not self._requests, f"{len(self._requests)} requests are still known"
+        assert self.pool.used == 0, f"{self.pool.used} pages are still referenced"
+        self.pool.check()
+        if self.states is not None:
+            assert self.states.used == 0, f"{self.states.used} recurrent-state slots are still held"
+            self.states.check()
+        if self.scheduler.cache is not None:
+            self.scheduler.cache.check()
+        if self.scheduler.snapshots is not None:
+            self.scheduler.snapshots.check()
+
+    def _select_kernels_and_capture(self, device: torch.device, progress: Progress) -> None:
+        """Select the kernels' implementations. On a GPU compile all kernels, and capture steps as CUDA graphs."""
+        reference = "reference-kernels" in self.config.debug
+        force_implementation("reference" if reference else None)
+        set_uniform_routing("uniform-routing" in self.config.debug, self.config.seed)
+        if self._compiler is None:
+            return  # torch bodies need no compiling, and the host tells them how to pad, which a graph cannot
+        if self._may_stay_on_all_sms():
+            self.runner.model.prepare_decode(self.runner.caches)
+        limits = StepLimits(self.max_num_seqs, self.max_model_len, self.scheduler.max_num_batched_tokens)
+        progress("compiling kernels", 0.0)
+        if self._ranks is not None:
+            self._ranks.compile_kernels(limits)
+        self._compiler.compile_kernels(self.runner, limits)
+        self._compiler.close()
+        warm_up(self.runner, limits)
+        if not self.config.enforce_eager:
+            has_prefill_graphs = "no-prefill-graphs" not in self.config.debug
+            if has_budget(self.config, device):
+                torch.cuda.empty_cache()  # gaps of the warm-up belong to the graphs
+                self.runner.capture_graphs(progress, prefill=has_prefill_graphs, capture_all=True)
+                return
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+            self.runner.capture_graphs(progress, prefill=has_prefill_graphs)
+            graph_bytes = free_bytes - torch.cuda.mem_get_info(device)[0]
+            self.memory.append(MemoryRow("CUDA graphs", graph_bytes, "out of the reserve"))
+
+    def _may_stay_on_all_sms(self) -> bool:
+        """Return whether a kernel may wait for its blocks on other SMs: under MPS two of them could wait forever."""
+        sharing = self.config.sharing
+        is_mps = sharing is not None and sharing.mps_sm_percent is not None
+        if self._ranks is not None or is_mps or "no-persistent-decode" in self.config.debug:
+            return False
+        return not has_mps(self.runner.device)
+
+    def _read(self, step: LaunchedStep) -> list[SequenceOutput]:
+        token_ids, logprobs = step.read()
+        now = time.monotonic()
+        self.scheduler.update(step.chunks, token_ids)
+        outputs = []
+        for index, request in enumerate(step.requests):
+            if self._requests.get(request.id) is not request:
+                continue  # aborted while the step was in flight
+            self._generated_tokens += 1
+            is_first = request.first_token_s == 0.0
+            if is_first:
+                request.first_token_s = now
+            token_logprobs = [logprobs[index]] if index in logprobs else None
+            if request.finish_reason is None:
+                output = SequenceOutput(request.id, [token_ids[index]], logprobs=token_logprobs)
+            else:
+                output = self._last_output(request, [token_ids[index]], token_logprobs)
+            if is_first and request.sampling.prompt_logprobs is not None:
+                output = msgspec.structs.replace(output, prompt_logprobs=request.prompt_logprobs)
+            outputs.append(output)
+        return outputs
+
+    def _last_output(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None
+    ) -> SequenceOutput:
+        del self._requests[request.id]
+        reason: FinishReason = request.finish_reason or "abort"
+        return SequenceOutput(
+            request.id,
+            token_ids,
+            finish_reason=reason,
+            stop_token_id=request.stop_token_id,
+            logprobs=logprobs,
+            cached_tokens=request.cached_tokens,
+            times=RequestTimes(request.arrived_s, request.scheduled_s, request.first_token_s, time.monotonic()),
+        )
+
+
+def _close(engine: weakref.ref[GenerationEngine]) -> None:
+    live_engine = engine()
+    if live_engine is not None:
+        live_engine.close()
+
+
+def _precision_name(dtype: torch.dtype, config: EngineConfig) -> str:
+    """Return the data types of the computation, for the names of results."""
+    names = [_dtype_name(dtype)]
+    if config.quantization != "none":
+        names.append(f"{config.quantization}-weights")
+    if config.kv_cache_dtype != "auto":
+        names.append(f"{config.kv_cache_dtype}-kv")
+    return "+".join(names)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _on_each_rank(row: MemoryRow) -> MemoryRow:
+    return MemoryRow(row.name, row.size_bytes, f"{row.note}, on each rank" if row.note else "on each rank")

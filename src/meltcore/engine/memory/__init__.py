@@ -1,0 +1,1 @@
+"""Memory of engines: plans, what a model needs, workspaces."""

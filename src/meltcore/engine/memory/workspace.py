@@ -1,0 +1,93 @@
+"""Computes what a generation engine on a GPU needs beside weights and caches, instead of a fraction of its memory.
+
+With a budget in bytes a fraction would be wrong both ways: it starves small budgets and wastes large ones. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meltcore.engine.memory.graph_sizes import MAX_GRAPH_TOKENS, bucket_shapes, capture_sizes, max_prefills
+from meltcore.models.quantized.step_sizes import FUSED_ROWS, StepShape
+
+# Per slot and token of the vocabulary: a count in int32, and whether the prompt holds it.
+PENALTY_BYTES = 5
+LOGIT_BYTES = 4  # float32, as a head computes them
+# Logits that are sampled in a block: those of its rows, of rows with log-probabilities again, and these.
+SAMPLED_LOGIT_BYTES = 3 * LOGIT_BYTES
+MAX_LOGIT_ROWS = 64  # more are sampled in several blocks
+# cuBLAS keeps a workspace of 32 MiB for each stream, on GPUs of capability 9.0: of steps and of captures.
+LIBRARY_BYTES = 2 * 32 * 2**20 + 8 * 2**20
+# What a graph takes of the device outside of torch's allocator, per layer: 167 KiB measured (Qwen3-0.6B, 18 graphs,
+# H200, 2026-11-24).
+GRAPH_LAYER_BYTES = 176 * 2**10
+# Segments of the allocator are rounded up, and steps of other sizes leave gaps: 130 MiB with graphs where 255 MiB were
+# counted (Qwen3-0.6B, H200, 2026-11-24).
+_GAPS = 0.1
+_LEAST_GAP_BYTES = 160 * 2**20
+
+
+def sleep_rounding_bytes(weight_bytes: int) -> int:
+    """Return what an engine that can sleep loses to rounding: torch rounds large tensors of its pools up to 2 MiB.
+
+    477 MiB of 16.04 GiB were lost (Gemma-3-27B in Q4_0, H200, 2026-11-24).
+    """
+    return weight_bytes // 25 + 2**26
+
+
+class Workspace(NamedTuple):
+    """The parts of an engine's workspace in bytes.
+
+    step: activations of a step that is launched kernel by kernel; graphs: activations of graphs, which have memory of
+    their own; nodes: what graphs take outside of torch's allocator; sampling: logits and penalties; libraries: of
+    cuBLAS, tables of positions and gaps of the allocator.
+    """
+
+    step: int
+    graphs: int
+    nodes: int
+    sampling: int
+    libraries: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(self)
+
+
+def plan_workspace(
+    step: StepShape,
+    *,
+    vocab_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    penalty_slots: int,
+    logit_rows: int,
+    has_graphs: bool,
+) -> Workspace:
+    """Return the workspace of an engine with these limits."""
+
+    def activations(tokens: int, rows: int) -> int:
+        """Return the bytes of a step of `tokens` that computes `rows` of logits."""
+        scratch_bytes = step.scratch_bytes
+        if rows > FUSED_ROWS:
+            scratch_bytes = max(scratch_bytes, step.head_scratch_bytes)
+        if tokens >= step.expert_tokens:
+            scratch_bytes = max(scratch_bytes, step.scratch_bytes + step.expert_bytes)
+        return tokens * step.token_bytes + step.fixed_bytes + scratch_bytes + rows * vocab_size * LOGIT_BYTES
+
+    eager = activations(max_num_batched_tokens, max_num_seqs)
+    graphs = nodes = 0
+    if has_graphs:
+        shapes = bucket_shapes(max_num_seqs, min(MAX_GRAPH_TOKENS, max_num_batched_tokens))
+        sizes = capture_sizes(max_num_seqs)
+        tokens = max([max_num_seqs, *map(sum, shapes)])
+        rows = max([max_num_seqs, *(decodes + max_prefills(prompts) for decodes, prompts in shapes)])
+        # The logits of decode graphs are one tensor; those of a bucket live in the graphs' memory.
+        graphs = activations(tokens, rows) + max_num_seqs * vocab_size * LOGIT_BYTES
+        nodes = (len(shapes) + len(sizes)) * step.layers * GRAPH_LAYER_BYTES
+    sampling = logit_rows * vocab_size * SAMPLED_LOGIT_BYTES + penalty_slots * vocab_size * PENALTY_BYTES
+    tables = max_model_len * step.position_bytes
+    gaps = max(_LEAST_GAP_BYTES, int((eager + graphs) * _GAPS))
+    return Workspace(eager, graphs, nodes, sampling, LIBRARY_BYTES + tables + gaps)

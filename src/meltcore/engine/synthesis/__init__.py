@@ -1,0 +1,1 @@
+"""The synthesis engine: steps, graphs, voices and samples."""

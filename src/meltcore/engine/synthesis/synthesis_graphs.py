@@ -1,0 +1,64 @@
+"""One step of few utterances as a CUDA graph: its kernels are over sooner than they are launched."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
+from meltcore.models.configs.task_configs import SYNTHESIS_GRAPHS
+from meltcore.models.tasks.indicf5 import IndicF5
+
+
+class StepInputs(NamedTuple):
+    """What a step reads of a batch: arguments of `IndicF5.velocity`, and each row's position in the table of steps."""
+
+    noisy: torch.Tensor
+    condition: torch.Tensor
+    positions: torch.Tensor
+    is_padding: torch.Tensor | None
+
+
+class _Graph(NamedTuple):
+    inputs: StepInputs
+    graph: torch.cuda.CUDAGraph
+    velocity: torch.Tensor
+
+
+def step_velocity(model: IndicF5, inputs: StepInputs) -> torch.Tensor:
+    """Return the direction of one step, [rows, frames, num_mels] float32."""
+    modulations = model.modulations[inputs.positions]
+    return model.velocity(inputs.noisy, inputs.condition, modulations, inputs.is_padding)
+
+
+class StepGraphs:
+    """`step_velocity` of few utterances as CUDA graphs, by the shape of the batch.
+
+    Frames are not rounded up: without padding, attention needs no mask, and 32 replays pay for one capture.
+    """
+
+    def __init__(self, model: IndicF5, limits: tuple[int, int] = SYNTHESIS_GRAPHS) -> None:
+        """limits: frames of the longest step that is a graph, and graphs that are kept."""
+        self._model = model
+        self._max_frames, max_graphs = limits
+        self._cache: GraphCache[_Graph] = GraphCache(max_graphs)
+
+    def velocity(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute as `step_velocity` does. The next step of the same shape overwrites the result."""
+        rows, frames, _ = inputs.noisy.shape
+        if rows * frames > self._max_frames:
+            return step_velocity(self._model, inputs)
+
+        def make(capturer: GraphCapturer) -> _Graph:
+            own = StepInputs(*(None if values is None else values.clone() for values in inputs))  # type: ignore[arg-type]
+            step_velocity(self._model, own)  # so that nothing is loaded or chosen during the capture
+            torch.cuda.synchronize()
+            return _Graph(own, *capturer.capture(lambda: step_velocity(self._model, own)))
+
+        kept = self._cache.get((rows, frames, inputs.is_padding is None), make)
+        for own, values in zip(kept.inputs, inputs, strict=True):
+            if own is not None and values is not None:
+                own.copy_(values)
+        kept.graph.replay()
+        return kept.velocity

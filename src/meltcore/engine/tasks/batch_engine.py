@@ -1,0 +1,262 @@
+"""BatchEngine: requests with a cost in, results out, batched continuously under a latency bound.
+
+A task computes; the engine decides what it computes next. To add a task, write a class with the methods of `BatchTask`
+and messages as in `protocol/batch.py`.
+
+- Cost: positions that a request takes while it runs, such as frames or tokens (all beams counted). A batch costs its
+  number of requests times its shape, the padded cost of its largest. The padded cost of all running requests never
+  exceeds `BatchTask.max_cost`, which the task derives from its byte budget.
+- Batches: whenever something fits, the first request in order (priority, deadline, arrival) begins, with others of a
+  similar shape. There is no waiting for a batch to fill.
+- Latency bound: a started batch is limited to what the engine, by its measured speed, computes within `max_start_s`,
+  so that a request of high priority that arrives meanwhile waits at most that long. One request alone always begins.
+- A task may finish all requests in one step (transcription), or one position of each per step (translation): `start`
+  may be called while others run, and their results come from any later `step`.
+- A request that is aborted while it waits never begins; one that runs is ended by `BatchTask.abort` before the next
+  step. A request that has not begun at its deadline ends with "deadline".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.core.waiting import Waiting, WaitingQueue, shape_buckets
+from meltcore.engine.host.shell import Outputs
+from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.step_pacing import StepTurn
+from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
+from meltcore.settings.config import EngineConfig
+
+Request = TypeVar("Request", bound=TaskRequest)
+Result = TypeVar("Result", bound=TaskResult)
+_AcceptedRequest = TypeVar("_AcceptedRequest", bound=TaskRequest, contravariant=True)
+
+MAX_START_S = 0.25
+# Weight of the newest batch in the measured seconds per padded cost.
+_SPEED_WEIGHT = 0.3
+
+
+class BatchTask(Protocol[_AcceptedRequest, Result]):
+    """What a batch engine computes. Requests begin and are aborted between steps only."""
+
+    max_cost: int  # the padded cost of all requests that run together; fixed
+
+    def cost(self, request: _AcceptedRequest) -> int:
+        """Return the positions of a request, at least 1. Raises RequestError for one that cannot be served."""
+
+    outside_bytes: int  # of a budget that its CUDA graphs take outside of torch's allocator; 0 without one
+
+    def start(self, requests: Sequence[_AcceptedRequest], shape: int) -> None:
+        """Begin these requests, padded to `shape`, beside those that run. Their messages are not kept by the engine."""
+
+    def step(self) -> list[Result]:
+        """Compute until there is a result, or one position of every running request. Returns the new results.
+
+        A request's last result has a finish_reason. Times are set by the engine.
+        """
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End running requests without a result."""
+
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Result:
+        """Return the result that ends a request for a reason of the engine's."""
+
+    def outputs(self, results: list[Result], stats: BatchStats, step_ended_s: float) -> Outputs:
+        """Return the message with the results of a step."""
+
+    def ready(self) -> BatchReady:
+        """Return the message that says that the engine can serve."""
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+        """Give memory back while nothing runs. Raises SleepError and changes nothing if it cannot."""
+
+    def wake(self) -> int:
+        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
+
+    def close(self) -> None:
+        """Release the device."""
+
+
+# Settings of the generation engine alone
+_GENERATION_SETTINGS = (
+    *("tokenizer", "chat_template", "special_tokens_in_messages", "quantization", "kv_cache_dtype"),
+    *("tensor_parallel_size", "max_model_len", "hf_overrides"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
+
+
+def check_options(config: EngineConfig, task: str, supported: Sequence[str] = ()) -> None:
+    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default.
+
+    supported: settings that it has.
+    """
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        default = setting.default if setting.default_factory is MISSING else setting.default_factory()
+        if setting.name in _GENERATION_SETTINGS and setting.name not in supported and value != default:
+            flag = "--" + setting.name.replace("_", "-")
+            raise ConfigError(f"{flag} {value}: {task} does not support it, and {config.model} is a model for {task}")
+
+
+class _Running(NamedTuple):
+    """A request that has begun: the padded cost that it holds, and its times."""
+
+    padded_cost: int
+    arrived_s: float
+    started_s: float
+
+
+class BatchEngine(Generic[Request, Result]):
+    """Serves one task on one device for the process shell (`engine/host/shell.py`)."""
+
+    def __init__(
+        self,
+        task: BatchTask[Request, Result],
+        *,
+        max_start_s: float = MAX_START_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Serve `task`. clock: monotonic seconds."""
+        self.task = task
+        self._max_start_s = self._start_limit_s = max_start_s
+        self._clock = clock
+        self._queue: WaitingQueue[Request] = WaitingQueue(shape_buckets(task.max_cost))
+        self._running: dict[str, _Running] = {}
+        self._running_cost = 0
+        self._ended: list[Result] = []
+        self._s_per_cost: float | None = None
+        self._steps = self._expired = self._cost = self._padded_cost = 0
+        self._step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to compute or to report."""
+        return bool(self._running or self._ended or len(self._queue))
+
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of its budget that it does not allocate by torch."""
+        return self.task.outside_bytes
+
+    def ready(self) -> BatchReady:
+        """Return the message that says that the engine can serve."""
+        return self.task.ready()
+
+    def add(self, message: Request) -> None:
+        """Queue a request. Raises RequestError when it cannot be served."""
+        request_id = message.request_id
+        if request_id in self._running or request_id in self._queue:
+            raise RequestError(f"request id {request_id} is in use", param="request_id")
+        cost = self.task.cost(message)
+        if cost > self.task.max_cost:
+            raise RequestError(f"the request takes {cost} positions; the engine computes at most {self.task.max_cost}")
+        self._queue.add(message, cost)
+
+    def refuse(self, request_id: str, error: str) -> Outputs:
+        """Return the outputs that end a request which `add` has refused."""
+        return self.task.outputs([self.task.ended(request_id, "error", error)], self.stats(), self._clock())
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
+        running = []
+        for request_id in request_ids:
+            if request_id in self._running:
+                running.append(request_id)
+                self._release(request_id)
+            elif self._queue.remove(request_id) is None:
+                continue
+            self._ended.append(self.task.ended(request_id, "abort", None))
+        if running:
+            self.task.abort(running)
+
+    def take_turn(self, turn: StepTurn) -> None:
+        """Start smaller batches while an engine of a higher class is at work on the same GPU."""
+        self._start_limit_s = min(self._max_start_s, turn.limit_s or self._max_start_s)
+
+    def step(self) -> Outputs:
+        """Begin what fits, compute one step of the task, and return the new results."""
+        began_s = self._clock()
+        for request in self._queue.expired(began_s):
+            self._expired += 1
+            self._ended.append(self.task.ended(request.request_id, "deadline", None))
+        started_cost = self._start(began_s)
+        results, self._ended = self._ended, []
+        if self._running:
+            results += [self._finished(result) for result in self.task.step()]
+            self._steps += 1
+        ended_s = self._clock()
+        self._step_s += ended_s - began_s
+        if started_cost:
+            self._record_speed((ended_s - began_s) / started_cost)
+        return self.task.outputs(results, self.stats(), ended_s)
+
+    def check(self) -> None:
+        """Do nothing: there are no ranks that could fail."""
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+        """Give memory back while there is no work. Raises SleepError and changes nothing if it cannot."""
+        return self.task.sleep(keep)
+
+    def wake(self) -> int:
+        """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
+        return self.task.wake()
+
+    def close(self) -> None:
+        """Release the device."""
+        self.task.close()
+
+    def stats(self) -> BatchStats:
+        """Return the current gauges and counters."""
+        return BatchStats(
+            running=len(self._running),
+            waiting=len(self._queue),
+            waiting_cost=self._queue.cost,
+            steps_total=self._steps,
+            step_s_total=self._step_s,
+            cost_total=self._cost,
+            padded_cost_total=self._padded_cost,
+            expired_total=self._expired,
+        )
+
+    def _start(self, now_s: float) -> int:
+        """Begin the next batch if one fits. Returns its padded cost."""
+        free_cost = self.task.max_cost - self._running_cost
+        bound = int(self._start_limit_s / self._s_per_cost) if self._s_per_cost else None
+        batch = self._queue.take(free_cost, bound)
+        if not batch:
+            return 0
+        shape = max(waiting.shape for waiting in batch)
+        for waiting in batch:
+            self._hold(waiting, shape, now_s)
+        self.task.start([waiting.request for waiting in batch], shape)
+        return shape * len(batch)
+
+    def _hold(self, waiting: Waiting[Request], shape: int, now_s: float) -> None:
+        self._running[waiting.request.request_id] = _Running(shape, waiting.request.arrived_s or now_s, now_s)
+        self._running_cost += shape
+        self._cost += waiting.cost
+        self._padded_cost += shape
+
+    def _release(self, request_id: str) -> _Running:
+        running = self._running.pop(request_id)
+        self._running_cost -= running.padded_cost
+        return running
+
+    def _finished(self, result: Result) -> Result:
+        """Return a task's result with its times if it is a request's last one."""
+        if result.finish_reason is None:
+            return result
+        running = self._release(result.request_id)
+        times = TaskTimes(running.arrived_s, running.started_s, self._clock())
+        return msgspec.structs.replace(result, times=times)
+
+    def _record_speed(self, s_per_cost: float) -> None:
+        """Average the speed of batches. The first ones, which load kernels, are soon outweighed."""
+        previous = s_per_cost if self._s_per_cost is None else self._s_per_cost
+        self._s_per_cost = previous + _SPEED_WEIGHT * (s_per_cost - previous)

@@ -1,0 +1,1 @@
+"""The transcription engine and its device loops: CTC and RNN-T."""

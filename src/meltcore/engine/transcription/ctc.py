@@ -1,0 +1,46 @@
+"""Greedy CTC decoding of a batch: the best token of every frame, repetitions merged, blanks dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from meltcore.models.tasks.conformer import padding_mask
+
+
+@dataclass(frozen=True)
+class Emissions:
+    """The tokens of one clip, by their ids within the language, with the frames that each spans.
+
+    Emissions are equal where their tokens and frames are: probabilities of a clip in company differ in their last bits.
+    """
+
+    tokens: list[int]
+    first_frames: list[int]
+    end_frames: list[int]  # the frame after the last one
+    logprobs: list[float] = field(default_factory=list, compare=False)  # of each token
+    blank_logprobs: list[float] = field(default_factory=list, compare=False)  # of the blank, in each frame of the clip
+
+
+def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[Emissions]:
+    """Return each clip's emissions. logits: [clips, frames, tokens], frames: [clips] int64, frames per clip."""
+    best = logits.argmax(-1).masked_fill(padding_mask(frames, logits.shape[1]), blank)
+    logprobs = logits.log_softmax(-1, dtype=torch.float32)
+    chosen = logprobs.gather(-1, best[..., None])[..., 0].cpu()
+    blanks = logprobs[..., blank].cpu()
+    rows = zip(best.cpu(), chosen, blanks, frames.tolist(), strict=True)
+    return [emissions_of(tokens, scores, row[:count], blank) for tokens, scores, row, count in rows]
+
+
+def emissions_of(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: torch.Tensor, blank: int) -> Emissions:
+    """Merge the runs of one clip's best tokens. A token has the highest log-probability of its frames.
+
+    best: [frames] int64 on the host; logprobs: [frames] of these tokens; blank_logprobs: [frames] of the clip.
+    """
+    tokens, runs, counts = torch.unique_consecutive(best, return_inverse=True, return_counts=True)
+    highest = torch.full((len(tokens),), -torch.inf).scatter_reduce(0, runs, logprobs, "amax")
+    ends = counts.cumsum(0)
+    is_token = tokens != blank
+    kept, first, end, scores = (each[is_token].tolist() for each in (tokens, ends - counts, ends, highest))
+    return Emissions(kept, first, end, scores, blank_logprobs.tolist())

@@ -1,0 +1,305 @@
+"""Transcription for the batch engine: clips in, transcripts with word times out. A batch is one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from meltcore.common.errors import RequestError
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep_memory import SleepableTask
+from meltcore.engine.memory.memory_plans import (
+    BUDGET_TRANSCRIPTION_GRAPHS,
+    MAX_CLIP_S,
+    MAX_TRANSCRIPTION_COST,
+    TRANSCRIPTION_GRAPHS,
+    graph_node_bytes,
+    plan_transcription,
+    transcription_shape,
+)
+from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
+from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
+from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
+from meltcore.engine.transcription.transducer import TransducerGraphs, transducer_greedy
+from meltcore.models.checkpoints.checkpoint import find_transcriber, has_assets
+from meltcore.models.checkpoints.nemo_archive import NemoArchive
+from meltcore.models.configs.task_configs import IndicConformerConfig
+from meltcore.models.loader import Progress, allocate, check_memory, task_dtype
+from meltcore.models.tasks.indicconformer import IndicConformer, TranscriberFiles
+from meltcore.models.tasks.transcriber_assets import PublishedAssets
+from meltcore.protocol.batch import BatchStats, TaskFinishReason
+from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
+from meltcore.settings.config import EngineConfig
+
+_SAMPLE_BYTES = 2
+# Seconds per RNN-T token of random weights: their heads would emit none, or all they may. Speech has 3 to 5 per s.
+_SYNTHETIC_TOKEN_S = 0.25
+_WORD_START = "\u2581"
+
+
+class _Batch(NamedTuple):
+    """Requests that have begun, and the number of encoder frames that they are padded to."""
+
+    requests: Sequence[Transcribe]
+    shape: int
+
+
+class TranscriptionTask(SleepableTask):
+    """Transcribes clips with an IndicConformer on one device."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
+    ) -> None:
+        """Load the model and plan its memory.
+
+        Raises ConfigError when the checkpoint or a setting cannot work.
+        """
+        start_s = time.monotonic()
+        check_options(config, "transcription")
+        path = find_transcriber(config.model, dummy=config.load_format == "dummy")
+        assert path is not None, "the caller has found it"
+        device = choose_device(config.device)
+        super().__init__(config, device)
+        self._dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
+        self._weights: Literal["real", "dummy"] = "dummy" if config.load_format == "dummy" else "real"
+        self._token_texts: dict[str, list[str]] = {}
+
+        def load(*, progress: Progress) -> IndicConformer:
+            files: TranscriberFiles = PublishedAssets(path) if has_assets(path) else NemoArchive(path)
+            try:
+                model = _build(config, files.model_config, self._dtype, device)
+                self._token_texts = _load(model, files, config, progress)
+            finally:
+                files.close()
+            return model
+
+        self.model = self._keep_model(load, progress)
+        model_config = self.model.config
+        self.max_samples = MAX_CLIP_S * model_config.features.sample_rate
+        self._languages = {language: index for index, language in enumerate(model_config.languages)}
+        max_shape = transcription_shape(model_config)
+        weight_bytes = sum(values.nbytes for values in self.model.parameters())
+        is_exact = has_budget(config, device)
+        self.max_cost, self.memory = plan_transcription(
+            model_config,
+            weight_bytes=weight_bytes,
+            element_size=self._dtype.itemsize,
+            memory_bytes=byte_budget(config, device, weight_bytes),
+            max_shape=max_shape,
+            limit=MAX_TRANSCRIPTION_COST[device.type],
+            graphs=BUDGET_TRANSCRIPTION_GRAPHS if is_exact else None,
+        )
+        graphs = BUDGET_TRANSCRIPTION_GRAPHS if is_exact else TRANSCRIPTION_GRAPHS
+        self.model.encoder.pre_encode.max_elements = graphs.subsampling
+        num_graphs = graphs.encoder + graphs.transducer
+        self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
+        self.model.prepare(max_shape)
+        self._batches: list[_Batch] = []
+        is_cuda = device.type == "cuda"
+        is_dummy = self._weights == "dummy"
+        self._frames_per_token = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s)) if is_dummy else None
+        self.memory += self._sleep_rows()
+        with self._building():
+            self._encoder_graphs = EncoderGraphs(self.model, graphs.encoder, graphs.clips) if is_cuda else None
+            self._rnnt_graphs = (
+                TransducerGraphs(self.model, graphs.transducer, self._frames_per_token) if is_cuda else None
+            )
+        self._device = device
+        self._load_s = time.monotonic() - start_s
+
+    def cost(self, request: Transcribe) -> int:
+        """Return the clip's encoder frames. Raises RequestError for a clip or language that cannot be served."""
+        if request.language not in self._languages:
+            raise RequestError(
+                f"language {request.language!r} is not one of the model's: {', '.join(self._languages)}",
+                param="language",
+            )
+        samples, odd_bytes = divmod(len(request.samples), _SAMPLE_BYTES)
+        min_samples = self.model.config.features.min_samples
+        if odd_bytes or not min_samples <= samples <= self.max_samples:
+            raise RequestError(
+                f"a clip must have {min_samples} to {self.max_samples} samples of {_SAMPLE_BYTES} bytes; "
+                f"it has {len(request.samples)} bytes",
+                param="file",
+            )
+        return self.model.encoded_frames(samples)
+
+    def start(self, requests: Sequence[Transcribe], shape: int) -> None:
+        """Queue a batch for the next step."""
+        self._batches.append(_Batch(requests, shape))
+
+    def step(self) -> list[Transcript]:
+        """Transcribe the oldest batch."""
+        requests, shape = self._batches.pop(0)
+        if not requests:
+            return []
+        with torch.inference_mode():
+            encoded, frames = self._encode(requests, shape)
+            emissions: list[Emissions | None] = [None] * len(requests)
+            for rows, found in (*self._ctc(requests, encoded, frames), *self._rnnt(requests, encoded, frames)):
+                for row, emission in zip(rows, found, strict=True):
+                    emissions[row] = emission
+        return [
+            self._transcript(request, emission, count)
+            for request, emission, count in zip(requests, emissions, frames.tolist(), strict=True)
+            if emission is not None
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests of batches that have not been computed."""
+        ids = set(request_ids)
+        self._batches = [
+            batch._replace(requests=[request for request in batch.requests if request.request_id not in ids])
+            for batch in self._batches
+        ]
+
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Transcript:
+        """Return the transcript without text that ends a request."""
+        return Transcript(request_id=request_id, finish_reason=reason, error=error)
+
+    def outputs(self, results: list[Transcript], stats: BatchStats, step_ended_s: float) -> TranscriptionOutputs:
+        """Return the message with the transcripts of a step."""
+        return TranscriptionOutputs(results, stats, step_ended_s)
+
+    def ready(self) -> TranscriptionReady:
+        """Return the limits of requests."""
+        features = self.model.config.features
+        return TranscriptionReady(
+            device=describe_device(self._device, 1),
+            dtype=str(self._dtype).removeprefix("torch."),
+            weights=self._weights,
+            memory=self.memory,
+            load_s=self._load_s,
+            task="transcription",
+            max_cost=self.max_cost,
+            languages=list(self._languages),
+            sample_rate=features.sample_rate,
+            min_samples=features.min_samples,
+            max_samples=self.max_samples,
+            tokens="real" if self._weights == "real" else "synthetic",
+        )
+
+    def close(self) -> None:
+        """Do nothing: the device is released with the process."""
+
+    def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the encoder's output of the clips and their frame counts. shape: frames that they are padded to."""
+        features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
+        # The longest clip of `shape` encoder frames.
+        size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
+        is_cuda = self._device.type == "cuda"
+        samples = torch.zeros(len(requests), size, dtype=torch.int16, pin_memory=is_cuda)
+        lengths = torch.zeros(len(requests), dtype=torch.int64, pin_memory=is_cuda)
+        for row, (target, request) in enumerate(zip(samples.numpy(), requests, strict=True)):
+            clip = np.frombuffer(request.samples, np.int16)
+            target[: len(clip)] = clip
+            lengths[row] = len(clip)
+        on_device = samples.to(self._device, non_blocking=True), lengths.to(self._device, non_blocking=True)
+        if self._encoder_graphs is not None:
+            return self._encoder_graphs.encode(*on_device)
+        return encode_samples(self.model, *on_device)
+
+    def _ctc(
+        self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
+    ) -> list[tuple[list[int], list[Emissions]]]:
+        """Decode the clips that ask for CTC, language by language. Returns (rows, their emissions)."""
+        by_language: dict[str, list[int]] = {}
+        for row, request in enumerate(requests):
+            if request.decoder == "ctc":
+                by_language.setdefault(request.language, []).append(row)
+        blank = self.model.config.blank
+        return [
+            (rows, ctc_greedy(self.model.ctc_logits(encoded[rows], self._languages[language]), frames[rows], blank))
+            for language, rows in by_language.items()
+        ]
+
+    def _rnnt(
+        self, requests: Sequence[Transcribe], encoded: torch.Tensor, frames: torch.Tensor
+    ) -> list[tuple[list[int], list[Emissions]]]:
+        """Decode the clips that ask for RNN-T, of all languages together. Returns (rows, their emissions)."""
+        rows = [row for row, request in enumerate(requests) if request.decoder == "rnnt"]
+        if not rows:
+            return []
+        languages = torch.tensor([self._languages[requests[row].language] for row in rows], device=self._device)
+        if len(rows) < len(requests):
+            encoded, frames = encoded[rows], frames[rows]
+        found = transducer_greedy(
+            self.model,
+            encoded,
+            frames,
+            languages,
+            graphs=self._rnnt_graphs,
+            frames_per_token=self._frames_per_token,
+        )
+        return [(rows, found)]
+
+    def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
+        words = words_of(emissions, self._token_texts[request.language], self.model.config.frame_s)
+        return Transcript(
+            request_id=request.request_id,
+            finish_reason="stop",
+            text=" ".join(word.text for word in words),
+            words=words,
+            tokens=len(emissions.tokens),
+            frames=frames,
+        )
+
+
+def transcription_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> BatchEngine[Transcribe, Transcript]:
+    """Load a transcriber and return its engine. Raises ConfigError."""
+    return BatchEngine(TranscriptionTask(config, progress))
+
+
+def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
+    """Join tokens to words with their times. texts: of the language's tokens; frame_s: seconds per frame."""
+    tokens = emissions.tokens
+    starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
+    words = (_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))
+    return tuple(word for word in words if word.text)
+
+
+def _word(emissions: Emissions, texts: Sequence[str], frame_s: float, first: int, end: int) -> Word:
+    """Return the word of the tokens from `first` to before `end`."""
+    tokens = emissions.tokens[first:end]
+    first_frame, end_frame = emissions.first_frames[first], emissions.end_frames[end - 1]
+    return Word(
+        "".join(texts[token] for token in tokens).removeprefix(_WORD_START),
+        round(first_frame * frame_s, 3),
+        round(end_frame * frame_s, 3),
+        tuple(tokens),
+        sum(emissions.logprobs[first:end]),
+        sum(emissions.blank_logprobs[first_frame:end_frame]),
+    )
+
+
+def _build(
+    config: EngineConfig, model_config: IndicConformerConfig, dtype: torch.dtype, device: torch.device
+) -> IndicConformer:
+    """Build the model with uninitialized weights on the device. Raises ConfigError when they do not fit."""
+    with torch.device("meta"):
+        model = IndicConformer(model_config).to(dtype)
+    check_memory(config.model, sum(values.nbytes for values in model.parameters()), device, 1)
+    return allocate(model, device)
+
+
+def _load(
+    model: IndicConformer, files: TranscriberFiles, config: EngineConfig, progress: Callable[[str, float], None]
+) -> dict[str, list[str]]:
+    """Fill the weights and return the texts of the tokens, by language. Of dummy weights they are numbers."""
+    if config.load_format == "dummy":
+        progress("making weights", 0.0)
+        model.fill_dummy(config.seed)
+        names = [f"{_WORD_START}{token}" for token in range(model.config.tokens_per_language)]
+        return dict.fromkeys(model.config.languages, names)
+    progress("reading tokenizers", 0.0)
+    texts = files.token_texts(model.config)
+    progress("loading weights", 0.0)
+    model.load(files.tensors(), str(files.path), has_batch_norm=files.has_batch_norm)
+    return texts

@@ -1,0 +1,1 @@
+"""The translation engine and its device loop: beam search."""

@@ -1,0 +1,165 @@
+"""Translation for the batch engine: tokens of sentences in, tokens of their translations out.
+
+A step computes one token per beam of every running sentence. Sentences begin and end at any step, each in a slot of
+the beam search, so that none waits for a batch to end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+import torch
+
+from meltcore.common.errors import RequestError
+from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
+from meltcore.engine.host.sleep_memory import SleepableTask
+from meltcore.engine.memory.memory_plans import (
+    BUDGET_ENCODER_TOKENS,
+    MAX_SLOTS,
+    graph_node_bytes,
+    plan_slots,
+    translation_workspace,
+)
+from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
+from meltcore.engine.translation.beam_search import BeamSearch
+from meltcore.engine.translation.beam_state import BeamOptions
+from meltcore.engine.translation.translation import load_translation_model
+from meltcore.models.checkpoints.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
+from meltcore.models.configs.task_configs import graph_rows
+from meltcore.models.loader import task_dtype
+from meltcore.protocol.batch import BatchStats, TaskFinishReason
+from meltcore.protocol.shell import MemoryRow
+from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
+from meltcore.settings.config import EngineConfig
+
+
+class TranslationTask(SleepableTask):
+    """Translates sentences with an IndicTrans2 checkpoint on one device."""
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
+    ) -> None:
+        """Load the model, and allocate the slots that fit into the memory.
+
+        Raises ConfigError when the checkpoint or a setting cannot work, and when memory is not enough for one slot.
+        """
+        start_s = time.monotonic()
+        check_options(config, "translation", ("max_model_len",))
+        is_dummy = config.load_format == "dummy"
+        checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
+        self._device = choose_device(config.device)
+        super().__init__(config, self._device)
+        self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
+        self._has_tokenizer = checkpoint.has_sentencepiece
+        self.model = self._keep_model(
+            partial(
+                load_translation_model,
+                checkpoint,
+                task_dtype(config.dtype, self._device, on_gpu=torch.float16),
+                self._device,
+                dummy_seed=config.seed if is_dummy else None,
+            ),
+            progress,
+        )
+        sizes = self.model.config
+        self.max_source, max_new_tokens = sizes.sentence_limits(config.max_model_len)
+        self.options = BeamOptions(max_new_tokens=max_new_tokens, has_synthetic_lengths=is_dummy)
+        weight_bytes = sum(weight.nbytes for weight in self.model.parameters())
+        slot_bytes = BeamSearch.slot_bytes(self.model, self.options, self.max_source)
+        is_exact, memory_bytes = has_budget(config, self._device), byte_budget(config, self._device, weight_bytes)
+        workspace = partial(translation_workspace, sizes, self.model.dtype.itemsize, num_beams=self.options.num_beams)
+        self.slots = plan_slots(
+            weight_bytes, slot_bytes, memory_bytes, MAX_SLOTS[self._device.type], workspace if is_exact else None
+        )
+        self.memory = [
+            MemoryRow("weights", weight_bytes),
+            MemoryRow(
+                "slots",
+                (self.slots + 1) * slot_bytes,
+                f"of {self.slots} sentences and a spare: {self.max_source} tokens, {self.options.num_beams} beams of "
+                f"{self.options.max_new_tokens}",
+            ),
+            *self._sleep_rows(),
+        ]
+        self.outside_bytes = graph_node_bytes(len(graph_rows(self.slots)), sizes.decoder.num_layers) if is_exact else 0
+        if is_exact:
+            self.memory.append(MemoryRow("workspace", workspace(self.slots), "of the encoder, graphs and libraries"))
+        with self._building():
+            self._search = BeamSearch(
+                self.model,
+                self.options,
+                slots=self.slots,
+                max_source=self.max_source,
+                encoder_tokens=BUDGET_ENCODER_TOKENS if is_exact else None,
+            )
+            self._search.capture(progress)
+        self._caches = [self._search.state.self_kv, self._search.state.cross_kv]
+        # A sentence holds its slot for as long as it runs, whatever its length: all cost the same.
+        positions = self.max_source + self.options.num_beams * self.options.max_new_tokens
+        self._slot_cost = next(shape for shape in shape_buckets(2 * positions) if shape >= positions)
+        self.max_cost = self.slots * self._slot_cost
+        self._load_s = time.monotonic() - start_s
+
+    def cost(self, request: Translate) -> int:
+        """Return the positions of a slot. Raises RequestError for a source that cannot be read."""
+        length, vocab_size = len(request.token_ids), self.model.config.encoder.vocab_size
+        if not 1 <= length <= self.max_source:
+            raise RequestError(f"a sentence has {length} tokens; it must have 1 to {self.max_source}")
+        if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+            raise RequestError(f"a sentence has token ids outside the model's, 0 to {vocab_size - 1}")
+        return self._slot_cost
+
+    def start(self, requests: Sequence[Translate], shape: int) -> None:  # noqa: ARG002 - all slots have one shape
+        """Encode sentences and begin to decode them."""
+        self._search.add([request.request_id for request in requests], [request.token_ids for request in requests])
+
+    def step(self) -> list[Translated]:
+        """Compute one token per beam of all sentences. Returns the translations that are complete."""
+        return [
+            Translated(request_id=str(key), finish_reason="stop", token_ids=tuple(token_ids), score=score)
+            for key, token_ids, score in self._search.step()
+        ]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Free the slots of sentences."""
+        self._search.cancel(request_ids)
+
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Translated:
+        """Return the result without a translation that ends a request."""
+        return Translated(request_id=request_id, finish_reason=reason, error=error)
+
+    def outputs(self, results: list[Translated], stats: BatchStats, step_ended_s: float) -> TranslationOutputs:
+        """Return the message with the translations of a step."""
+        return TranslationOutputs(results, stats, step_ended_s)
+
+    def ready(self) -> TranslationReady:
+        """Return the limits of requests."""
+        return TranslationReady(
+            device=describe_device(self._device, 1),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            weights=self._weights,
+            memory=self.memory,
+            load_s=self._load_s,
+            task="translation",
+            max_cost=self.max_cost,
+            slots=self.slots,
+            max_source=self.max_source,
+            vocab_size=self.model.config.encoder.vocab_size,
+            num_beams=self.options.num_beams,
+            max_new_tokens=self.options.max_new_tokens,
+            tokens="real" if self._has_tokenizer else "synthetic",
+        )
+
+    def close(self) -> None:
+        """Do nothing: the device is released with the process."""
+
+
+def translation_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> BatchEngine[Translate, Translated]:
+    """Load a translation checkpoint and return its engine. Raises ConfigError."""
+    return BatchEngine(TranslationTask(config, progress))

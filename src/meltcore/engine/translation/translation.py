@@ -1,0 +1,60 @@
+"""Loads a translation checkpoint, and translates a list of token sequences through the slots of one beam search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meltcore.engine.translation.beam_search import BeamSearch
+from meltcore.engine.translation.beam_state import BeamOptions
+from meltcore.kernels.memory_pools import free_cached_memory
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.loader import Progress, allocate, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.tasks.indictrans2 import IndicTrans2
+
+
+def load_translation_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    dummy_seed: int | None = None,
+    progress: Progress = lambda _stage, _part: None,
+) -> IndicTrans2:
+    """Build the model and load its weights. dummy_seed: fill it with random weights instead.
+
+    Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
+    """
+    with torch.device("meta"):
+        model = IndicTrans2(checkpoint.config).to(dtype)
+    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
+    model = allocate(model, device)
+    if dummy_seed is not None:
+        fill_dummy_weights(model, checkpoint, dummy_seed)
+    else:
+        load_weights(model, checkpoint, progress)
+    free_cached_memory(device)
+    model.prepare()
+    return model
+
+
+def translate_all(
+    model: IndicTrans2, sources: Sequence[list[int]], options: BeamOptions, *, slots: int
+) -> list[list[int]]:
+    """Return the best output of each source. Long sources begin first, and short ones fill the slots that they leave.
+
+    slots: sources that are decoded together at most.
+    """
+    if not sources:
+        return []
+    search = BeamSearch(model, options, slots=min(slots, len(sources)), max_source=max(map(len, sources)))
+    waiting = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    outputs: dict[object, list[int]] = {}
+    while waiting or search.num_running:
+        count = min(search.num_free, len(waiting))
+        keys = waiting[len(waiting) - count :]
+        del waiting[len(waiting) - count :]
+        search.add(keys, [sources[key] for key in keys])
+        outputs |= {translation.key: translation.token_ids for translation in search.step()}
+    return [outputs[i] for i in range(len(sources))]

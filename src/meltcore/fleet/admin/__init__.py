@@ -1,0 +1,1 @@
+"""Operations on a running fleet, at its admin socket."""

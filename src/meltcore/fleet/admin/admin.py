@@ -1,0 +1,159 @@
+"""The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a unix socket or a port.
+
+The socket is in the folder of the server's sockets, which only its user may enter. The port listens on 127.0.0.1 alone.
+Web pages cannot use it: requests with the header Origin, or with a Host that is not of this machine, are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.fleet.admin.operations import FleetOperations
+from meltcore.protocol.sockets import ADMIN_SOCKET
+from meltcore.serve.http.http_server import EmbeddedServer
+from meltcore.serve.http.origins import host_name, is_loopback
+from meltcore.serve.requests.metrics import Metrics
+
+_START_LIMIT_S, _START_POLL_S = 10.0, 0.005
+_CLOSE_LIMIT_S = 2.0
+_PS_LIMIT_S = 10.0
+CHANGE_LIMIT_S = 3600.0  # of a restart: every model may drain and load
+
+
+class AdminServer:
+    """Serves the operations of a fleet on the supervisor's event loop."""
+
+    def __init__(
+        self,
+        operations: FleetOperations,
+        metrics: Metrics,
+        folder: Path,
+        listener: socket.socket | None,
+    ) -> None:
+        """Prepare the socket in `folder`. `listener`: of the admin port."""
+        self._operations = operations
+        self._metrics = metrics
+        app = Starlette(
+            routes=[
+                Route("/ps", self._ps, methods=["GET"]),
+                Route("/metrics", self._metrics_page, methods=["GET"]),
+                Route("/reload", self._reload, methods=["POST"]),
+                Route("/restart", self._restart, methods=["POST"]),
+                Route("/sleep", self._sleep, methods=["POST"]),
+                Route("/wake_up", self._wake_up, methods=["POST"]),
+            ]
+        )
+        settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
+        unix_config = uvicorn.Config(app, uds=str(folder / ADMIN_SOCKET), **settings)
+        self._servers: list[tuple[EmbeddedServer, list[socket.socket] | None]] = [(EmbeddedServer(unix_config), None)]
+        if listener is not None:
+            self._servers.append((EmbeddedServer(uvicorn.Config(app, **settings)), [listener]))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start to serve. Raises MeltcoreError when requests are not accepted in time."""
+        self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
+        deadline_s = time.monotonic() + _START_LIMIT_S
+        while not all(server.started for server, _ in self._servers):
+            if time.monotonic() > deadline_s or any(task.done() for task in self._tasks):
+                await self.stop()
+                raise MeltcoreError(f"the fleet's commands are not answered within {_START_LIMIT_S:g} s of the start")
+            await asyncio.sleep(_START_POLL_S)
+
+    async def stop(self) -> None:
+        """Stop serving; requests in progress are ended."""
+        for server, _ in self._servers:
+            server.should_exit = server.force_exit = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_LIMIT_S)
+        for task in self._tasks:
+            task.cancel()
+
+    async def _ps(self, request: Request) -> Response:
+        return _refusal(request) or _json(self._operations.rows())
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return _refusal(request) or Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _reload(self, request: Request) -> Response:
+        return _refusal(request) or await _answer(self._operations.reload)
+
+    async def _restart(self, request: Request) -> Response:
+        name = request.query_params.get("model")
+        return _refusal(request) or await _answer(lambda: self._operations.restart(name))
+
+    async def _sleep(self, request: Request) -> Response:
+        name = request.query_params.get("model", "")
+        return _refusal(request) or await _answer(lambda: self._operations.sleep(name))
+
+    async def _wake_up(self, request: Request) -> Response:
+        name = request.query_params.get("model", "")
+        return _refusal(request) or await _answer(lambda: self._operations.wake(name))
+
+
+def _refusal(request: Request) -> Response | None:
+    if "origin" in request.headers:
+        return _json({"error": "web pages may not use the admin port"}, 403)
+    host = request.headers.get("host", "localhost")
+    if not is_loopback(host_name(host)):
+        return _json({"error": f"the header Host is {host!r}; the admin port takes localhost and 127.0.0.1 alone"}, 403)
+    return None
+
+
+async def _answer(operation: Callable[[], Any]) -> Response:
+    try:
+        return _json(await operation())
+    except MeltcoreError as error:
+        return _json({"error": str(error)}, 409)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, limit_s: float) -> None:
+        super().__init__("localhost", timeout=limit_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
+    """Ask the fleet whose admin socket is at `path`; returns its answer. Raises ConfigError with the fleet's error."""
+    connection = _UnixConnection(path, limit_s)
+    try:
+        connection.request(method, f"{route}?{urlencode(query)}" if query else route)
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"the fleet does not answer at {path}: {error}") from error
+    finally:
+        connection.close()
+    try:
+        answer = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the fleet sent no JSON for {route} (status {response.status})") from error
+    if response.status != http.client.OK:
+        raise ConfigError(str(answer["error"]))
+    return answer

@@ -1,0 +1,331 @@
+"""What can be done to a running fleet: list its engines, restart them one by one, and follow a changed fleet.yaml."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.process_output import one_line
+from meltcore.fleet.plan.placement import Placement, place_replicas, placed_gpus
+from meltcore.fleet.plan.running_fleet import Running
+from meltcore.fleet.run.foreign_model import ForeignModel, check_foreign
+from meltcore.fleet.run.replica import Replica
+from meltcore.fleet.run.served_model import ServedModel
+from meltcore.fleet.run.supervised_model import POLL_S
+from meltcore.fleet.swap.turns import Turns
+from meltcore.protocol.channel import EndRequests
+from meltcore.serve.requests.keys import resolve_keys
+from meltcore.serve.requests.tracing import resolve_tracing
+from meltcore.settings.config import ForeignConfig, ModelConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from meltcore.fleet.plan.planned import FleetPlanner
+
+Model = ServedModel | ForeignModel
+_END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """One engine in `meltcore ps`. Names of fields are columns of the table and keys of --json."""
+
+    model: str
+    replica: int
+    task: str
+    state: str  # of the replica
+    status: str  # of the model, as /health has it
+    reason: str  # why the model cannot serve, or this replica of a model that can; "": it can
+    pid: int | None
+    memory_bytes: int  # as the engine planned it; 0 before it is loaded; what it holds while it sleeps
+    restarts: int
+    open_requests: int
+    port: int
+    log: str
+    gpus: int = 0  # that it takes memory_bytes of, each; 0 on a CPU and for other servers
+    node: str | None = None  # of a cluster, where pid is; "": it runs on none now; None: no engine of a cluster
+
+
+class ReloadResult(msgspec.Struct, frozen=True):
+    """What a reload changed: names of models."""
+
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+    unchanged: list[str]
+
+
+class FleetModels(Protocol):
+    """The part of the supervisor that operations read and change."""
+
+    config: ServerConfig
+    port: int
+    models: dict[int, Model]
+    turns: Turns
+
+    async def read_running(self, checkpoints: Sequence[str]) -> Running:
+        """Return the settings and the engines of the fleet. Raises ConfigError where its cluster cannot be read."""
+
+    async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
+        """Add a model and begin to load it."""
+
+    def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
+        """Add a foreign model and begin to load it."""
+
+    def forget_model(self, model: Model) -> None:
+        """Leave out a model that has ended."""
+
+    def change_config(self, config: ServerConfig) -> None:
+        """Take the configuration of a reload."""
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message to all API servers."""
+
+
+class FleetOperations:
+    """Changes a running fleet, one operation at a time."""
+
+    def __init__(self, supervisor: FleetModels, planner: FleetPlanner | None) -> None:
+        """`planner`: of the fleet.yaml; None: there is none."""
+        self._supervisor = supervisor
+        self._planner = planner
+        self._lock = asyncio.Lock()
+
+    def rows(self) -> list[EngineRow]:
+        """Return the engines of all models."""
+        models = self._supervisor.models.values()
+        return [row for model in models for row in _rows(model, self._supervisor.port)]
+
+    async def restart(self, name: str | None) -> list[str]:
+        """Replace the engines of a model (None: of all), one after another; returns the models' names.
+
+        Raises ConfigError for an unknown name, and when an engine does not come back: the rest is left as it is.
+        """
+        async with self._lock:
+            models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
+            for model in models:
+                await self._restart(model)
+            return [model.name for model in models]
+
+    async def sleep(self, name: str) -> str:
+        """Put a sleepable model to sleep until a request wakes it; returns its name. Raises ConfigError."""
+        model = self._find(name)
+        await self._supervisor.turns.sleep(model)
+        return model.name
+
+    async def wake(self, name: str) -> str:
+        """Wake a model before its turn; returns its name. Raises ConfigError where it does not wake."""
+        model = self._find(name)
+        await self._supervisor.turns.wake(model)
+        return model.name
+
+    def _find(self, name: str) -> Model:
+        models = self._supervisor.models.values()
+        for model in models:
+            if name in model.config.names and model.status != "draining":
+                return model
+        known = ", ".join(model.name for model in models)
+        raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
+
+    async def _restart(self, model: Model) -> None:
+        try:
+            if isinstance(model, ForeignModel) or model.limits is not None:
+                await model.replace_engines(self._supervisor.config.drain_timeout_s)
+                return
+            started = await self._replace(model, model.config)
+            if started.loading is not None:
+                await _wait_loaded(started, started.loading)
+                if started.loading.cancelled():  # by `meltcore down`
+                    raise ConfigError(f"{model.name} was ended while it was loading")
+                if started.loading.done():
+                    started.loading.result()
+        except MeltcoreError as error:  # of an engine
+            raise ConfigError(f"{model.name} did not come back: {error}") from error
+        if started.status == "failed" or (isinstance(started, ServedModel) and started.is_pending):
+            raise ConfigError(started.reason)
+
+    async def reload(self) -> ReloadResult:
+        """Read fleet.yaml again: end removed models, start added ones, replace changed ones. Others keep running.
+
+        Raises ConfigError, in which case nothing has changed, for an invalid file and for settings of the server, which
+        cannot change while it runs.
+        """
+        if (planner := self._planner) is None:
+            raise ConfigError("this fleet was started without a file")
+        async with self._lock:
+            supervisor = self._supervisor
+            running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))
+            config = check_startable(await asyncio.to_thread(planner.config, running=running))
+            for model in config.models:
+                place_replicas(model)
+            check_unchanged(supervisor.config, config)
+            planner.accept()
+            old = {model.name: model for model in supervisor.models.values()}
+            new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
+            new |= {model.names[0]: model for model in config.foreign}
+            result = ReloadResult(
+                added=[name for name in new if name not in old],
+                removed=[name for name in old if name not in new],
+                changed=[name for name in new if name in old and new[name] != old[name].config],
+                unchanged=[name for name in new if name in old and new[name] == old[name].config],
+            )
+            supervisor.config = config  # its engines share the cores as it says
+            await asyncio.gather(*(self._end(old[name], "removed from") for name in result.removed))
+            for name in result.removed:
+                supervisor.forget_model(old[name])
+            for name in result.changed:
+                await self._replace(old[name], new[name])
+            for name in result.added:
+                await self._add(new[name])
+            supervisor.change_config(config)
+            return result
+
+    async def _add(self, config: ModelConfig | ForeignConfig) -> Model:
+        if isinstance(config, ForeignConfig):
+            return self._supervisor.add_fleet_foreign(config)
+        return await self._supervisor.add_fleet_model(config, place_replicas(config))
+
+    async def _replace(self, model: Model, config: ModelConfig | ForeignConfig) -> Model:
+        """End a model and add its successor, to which its names lead without a gap."""
+        await self._end(model, "replaced in")
+        successor = await self._add(config)
+        self._supervisor.forget_model(model)
+        return successor
+
+    async def _end(self, model: Model, what: str) -> None:
+        """Refuse new requests, let the open ones finish within the drain limit, and end the engines."""
+        limit_s = self._supervisor.config.drain_timeout_s
+        model.drain(f"{model.name} is being {what} the fleet")
+        await _wait_idle(model, limit_s)
+        if model.stats.total("in_flight"):
+            error = f"{model.name} is being {what} the fleet, and {limit_s:g} s were not enough for this answer"
+            self._supervisor.broadcast(EndRequests(model.number, error, 503, "model_stopping"))
+            await _wait_idle(model, _END_LIMIT_S)
+        if model.loading is not None:
+            model.loading.cancel()
+        await model.stop()
+
+
+async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:
+    """Wait until a model is loaded or has failed, or waits itself for room on a node."""
+    while not loading.done() and not (isinstance(model, ServedModel) and model.is_pending):
+        await asyncio.wait({loading}, timeout=POLL_S)
+
+
+async def _wait_idle(model: Model, limit_s: float) -> None:
+    """Wait until a model has no open requests, for at most `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    stopped = asyncio.create_task(asyncio.sleep(limit_s))
+    try:
+        while model.stats.total("in_flight") and time.monotonic() < deadline_s:
+            await asyncio.wait({stopped}, timeout=POLL_S)
+    finally:
+        stopped.cancel()
+
+
+def check_config(config: ServerConfig) -> None:
+    """Raise ConfigError when two models have the same name, or `routes` names none of them."""
+    every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
+    names = [name for of_model in every_model for name in set(of_model)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
+    config.check_routes()
+
+
+def check_startable(config: ServerConfig) -> ServerConfig:
+    """Return the resolved configuration after the checks that need no process, for a start, a plan and a reload.
+
+    Raises ConfigError for what `check_config` and `resolve_config` refuse: names, keys, programs, endpoints.
+    """
+    check_config(config)
+    return resolve_config(config)
+
+
+def resolve_config(config: ServerConfig) -> ServerConfig:
+    """Return the configuration as a server runs it: keys as hashes, and the endpoint of traces.
+
+    Two configurations can be compared only when both are resolved. Raises ConfigError for a key or a server that cannot
+    be used.
+    """
+    for foreign in config.foreign:
+        check_foreign(foreign)
+    return resolve_tracing(resolve_keys(config))
+
+
+def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
+    """Raise ConfigError when settings differ that API servers read at their start."""
+    fields = [
+        field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign", "routes")
+    ]
+    # The room of models that take turns follows from the plan: it changes with the models.
+    old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))
+    changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
+    if "api_keys" in changed:
+        old_keys, new_keys = ({key.name: key for key in config.api_keys} for config in (old, new))
+        names = [name for name in old_keys | new_keys if old_keys.get(name) != new_keys.get(name)]
+        changed[changed.index("api_keys")] = f"keys ({', '.join(names) or 'their order'})"
+    if changed:
+        raise ConfigError(
+            f"only models, languages and routes can change while the fleet runs, and {', '.join(changed)} changed: "
+            "end it with `meltcore down` and start it again"
+        )
+
+
+def _rows(model: Model, port: int) -> list[EngineRow]:
+    if isinstance(model, ForeignModel):
+        return [_foreign_row(model, replica, port) for replica in range(model.config.num_replicas)]
+    return [_row(model, replica, port) for replica in model.replicas]
+
+
+def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
+    limits = replica.limits
+    is_open = model.limits is not None
+    state = "loading" if replica.state == "ready" and not is_open else replica.state
+    return EngineRow(
+        model=model.name,
+        replica=replica.index,
+        task=getattr(limits, "task", None) or model.task or "unknown",
+        state="failed" if model.status == "failed" else state,
+        status=model.status,
+        reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,
+        pid=model.engines[replica.index].pid,
+        memory_bytes=replica.resident_bytes
+        if replica.state == "sleeping"
+        else _memory_bytes(limits.memory if limits is not None else ()),
+        restarts=replica.restarts,
+        open_requests=round(model.stats.open_requests(replica.index)),
+        port=port,
+        log=str(replica.log or ""),
+        gpus=len(placed_gpus(replica.placement)),
+        node=model.engines[replica.index].node,
+    )
+
+
+def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
+    """Return the row of another server. How much memory it takes is not known here."""
+    server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
+    process = server.process if server is not None else None
+    return EngineRow(
+        model=model.name,
+        replica=replica,
+        task="foreign",
+        state=model.status if server is None else server.state,
+        status=model.status,
+        reason=model.reason if model.status != "ready" else one_line(server.reason) if server is not None else "",
+        pid=process.pid if process is not None else None,
+        memory_bytes=0,
+        restarts=server.restarts if server is not None else 0,
+        open_requests=round(model.stats.open_requests(replica)),
+        port=port,
+        log=str(server.log) if server is not None else "",
+    )
+
+
+def _memory_bytes(rows: Sequence[Any]) -> int:
+    """Return the sum of a memory table. CUDA graphs are taken out of its reserve, and weights sleep on the host."""
+    return sum(row.size_bytes for row in rows if row.note != "out of the reserve" and row.name != "weights asleep")

@@ -1,0 +1,92 @@
+"""What processes take of a GPU beside their budgets: CUDA contexts, code of kernels, and memory of the driver.
+
+`context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Where there is
+no row the plan assumes values, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+
+import msgspec
+
+from meltcore.engine.memory.memory_needs import peer_bytes
+from meltcore.settings.fleet_spec import FleetTask
+
+_MIB = 2**20
+_TABLE = "context_memory.json"
+
+
+class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
+
+    driver_bytes: what the driver keeps of a GPU without a process; processes: of an engine process of each task, beside
+    its budget; nccl_bytes: of each rank of a tensor-parallel engine, for NCCL's buffers, assumed unless a row has it;
+    measured: the date.
+    """
+
+    gpu: str = ""
+    driver: str = ""
+    driver_bytes: int
+    processes: Mapping[FleetTask, int]
+    nccl_bytes: int = 1024 * _MIB
+    measured: str = ""
+    is_other_driver: bool = False
+
+    def process_bytes(self, task: FleetTask, ranks: int = 1) -> int:
+        """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group.
+
+        With several, each also holds a buffer that the others write to.
+        """
+        return self.processes[task] + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
+
+    @property
+    def nccl_note(self) -> str:
+        """What ranks of tensor-parallel engines take besides, in a sentence."""
+        two, eight = (f"{peer_bytes(ranks) / _MIB:.0f} MiB" for ranks in (2, 8))
+        return (
+            f"Each rank of a tensor-parallel engine takes {self.nccl_bytes / _MIB:.0f} MiB more for NCCL, assumed, "
+            f"and {two} of two ranks to {eight} of eight for what its peers write."
+        )
+
+    @property
+    def note(self) -> str:
+        """Where the numbers come from, in a sentence."""
+        sizes = {task: size / _MIB for task, size in self.processes.items()}
+        low, high = min(sizes.values()), max(sizes.values())
+        each = f"{low:.0f} MiB" if round(low) == round(high) else f"{low:.0f} to {high:.0f} MiB"
+        what = (
+            f"Of each process {each} for its CUDA context and kernels, and {self.driver_bytes / _MIB:.0f} MiB of a GPU"
+        )
+        if not self.gpu:
+            return f"{what} for the driver, are assumed, not measured."
+        other = "; this machine has another one" if self.is_other_driver else ""
+        return f"{what} for the driver, were measured on {self.gpu} with driver {self.driver} ({self.measured}){other}."
+
+
+ASSUMED = ContextMemory(
+    driver_bytes=640 * _MIB,  # a little more than what was measured on any GPU
+    processes=dict.fromkeys(("generation", "translation", "transcription", "synthesis"), 800 * _MIB),
+)
+
+
+def context_table() -> tuple[ContextMemory, ...]:
+    """Return the measured rows."""
+    text = (resources.files("meltcore.fleet.plan") / _TABLE).read_bytes()
+    return msgspec.json.decode(text, type=tuple[ContextMemory, ...])
+
+
+def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
+    """Return the row of a GPU type and driver, else of the type with another driver, else ASSUMED.
+
+    gpu: as NVML names it; None for a GPU that is pretended, which takes the first row.
+    """
+    rows = context_table()
+    if gpu is None:
+        return rows[0] if rows else ASSUMED
+    same = [row for row in rows if row.gpu == gpu]
+    exact = [row for row in same if row.driver == driver]
+    if exact:
+        return exact[0]
+    return msgspec.structs.replace(same[-1], is_other_driver=True) if same else ASSUMED

@@ -1,0 +1,217 @@
+"""Places engines on GPUs and on the CPUs of hosts, first-fit, beside those that stay where they are."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from meltcore.fleet.plan.context_memory import ASSUMED
+
+
+class Engine(NamedTuple):
+    """One replica of a model to place. size_bytes: on each of its GPUs, with `resident_bytes`.
+
+    resident_bytes: the context of its process, and of a model that takes turns what it holds besides while it sleeps.
+    """
+
+    model: str
+    replica: int
+    size_bytes: int
+    gpus: int
+    only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
+    sleeps: bool
+    resident_bytes: int = ASSUMED.process_bytes("generation")
+    lacking: frozenset[str] = frozenset()  # nodes that cannot load it
+
+    @property
+    def awake_bytes(self) -> int:
+        """Bytes that it gives up while it sleeps."""
+        return self.size_bytes - self.resident_bytes if self.sleeps else 0
+
+
+class Gpu(NamedTuple):
+    """A GPU and the engines on it. One sleeping model at a time is awake: the largest counts."""
+
+    number: int
+    total_bytes: int
+    engines: tuple[Engine, ...] = ()
+    driver_bytes: int = ASSUMED.driver_bytes
+    node: str = ""  # of a cluster; "": this machine
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all engines; of those that take turns what each holds asleep, and the largest."""
+        resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
+        return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
+
+
+class Place(NamedTuple):
+    """Where an engine is that stays there: its node ("": this machine) and its GPUs, none for one on the CPU."""
+
+    node: str
+    gpus: tuple[int, ...]
+
+
+Lacking = Mapping[str, frozenset[str]]  # by model: the nodes that cannot load it
+Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: that one is in no place, and gets none
+
+
+class Host(NamedTuple):
+    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes).
+
+    pinned_bytes: what engines on its GPUs keep of their weights while they sleep.
+    """
+
+    node: str  # of a cluster; "": this machine
+    total_bytes: int | None
+    engines: tuple[tuple[str, int, int], ...] = ()
+    pinned_bytes: int = 0
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of the engines on the CPU."""
+        return sum(size for _, _, size in self.engines)
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are left, infinite without a limit."""
+        total = float("inf") if self.total_bytes is None else self.total_bytes
+        return total - self.pinned_bytes - self.engine_bytes
+
+
+class _Room:
+    """A GPU while engines are placed on it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self._engines = gpu, list(gpu.engines)
+        self._models = {engine.model for engine in gpu.engines}
+        self._resident_bytes = gpu.driver_bytes + sum(engine.size_bytes - engine.awake_bytes for engine in gpu.engines)
+        self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
+
+    def fits(self, engine: Engine) -> bool:
+        """Return whether it has room for one more engine, by `Gpu.used_bytes`."""
+        awake_bytes = engine.awake_bytes
+        resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
+        return resident_bytes + max(self._awake_bytes, awake_bytes) <= self.gpu.total_bytes
+
+    def has(self, model: str) -> bool:
+        return model in self._models
+
+    def add(self, engine: Engine) -> None:
+        awake_bytes = engine.awake_bytes
+        self._engines.append(engine)
+        self._models.add(engine.model)
+        self._resident_bytes += engine.size_bytes - awake_bytes
+        self._awake_bytes = max(self._awake_bytes, awake_bytes)
+
+    def filled(self) -> Gpu:
+        return self.gpu._replace(engines=tuple(self._engines))
+
+
+def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
+    """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
+
+    All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
+    """
+    rooms = [_Room(gpu) for gpu in gpus]
+    there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
+    replicas = Counter((node, model) for node, model, _ in there)
+    ordered = sorted(engines, key=lambda each: (-each.size_bytes * each.gpus, each.model, each.replica))
+    for _, alike in groupby(ordered, key=lambda each: each._replace(replica=0)):
+        if not _place_alike(list(alike), rooms, replicas):
+            return None
+    return tuple(room.filled() for room in rooms)
+
+
+def _place_alike(engines: Sequence[Engine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
+    """Place engines that differ in their replica alone; returns whether all fit. replicas: by node and model.
+
+    Each GPU is looked at one time, and after each engine those of its node again: nothing has changed on the others.
+    """
+    first = engines[0]
+    fitting: dict[str, list[int]] = {}  # by node: GPUs without the model first
+    for index, room in enumerate(rooms):
+        is_allowed = (not first.only or room.gpu.number in first.only) and room.gpu.node not in first.lacking
+        if is_allowed and room.fits(first):
+            fitting.setdefault(room.gpu.node, []).append(index)
+
+    def order(index: int) -> tuple[bool, int]:
+        return rooms[index].has(first.model), index
+
+    def rank(node: str) -> tuple[int, tuple[bool, int], str]:
+        return replicas[node, first.model], order(fitting[node][0]), node
+
+    for indices in fitting.values():
+        indices.sort(key=order)
+    nodes = [rank(node) for node, indices in fitting.items() if len(indices) >= first.gpus]
+    heapq.heapify(nodes)
+    for engine in engines:
+        if not nodes:
+            return False
+        node = nodes[0][-1]
+        for index in fitting[node][: engine.gpus]:
+            rooms[index].add(engine)
+        replicas[node, engine.model] += 1
+        fitting[node] = sorted((index for index in fitting[node] if rooms[index].fits(engine)), key=order)
+        if len(fitting[node]) >= engine.gpus:
+            heapq.heapreplace(nodes, rank(node))
+        else:
+            heapq.heappop(nodes)
+    return True
+
+
+def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[list[Engine], list[Gpu]]:
+    """Return the engines to place, and the GPUs with those that stay."""
+    stay: dict[int, list[Engine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
+    to_place = []
+    for engine in engines:
+        key = engine.model, engine.replica
+        if key not in kept:
+            to_place.append(engine)
+        elif (place := kept[key]) is not None:
+            for number in stay.keys() & place.gpus:  # it may be about to end on one that the file no longer allows
+                stay[number].append(engine)
+    return to_place, [gpu._replace(engines=tuple(stay[gpu.number])) for gpu in gpus]
+
+
+def place_on_hosts(
+    engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
+) -> tuple[Host, ...] | None:
+    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most is free.
+
+    engines: (model, replica, bytes). lacking: nodes that cannot load a model. Returns the hosts with their engines,
+    None where one does not fit.
+    """
+    free_bytes = [host.free_bytes for host in hosts]
+    if any(size < 0 for size in free_bytes):
+        return None
+    placed = [list(host.engines) for host in hosts]
+    replicas = Counter((at, name) for at, host in enumerate(hosts) for name, _, _ in host.engines)
+    for engine in sorted(engines, key=lambda each: (-each[2], each[0], each[1])):
+        name, _, size = engine
+        without = (lacking or {}).get(name, frozenset())
+        fitting = [at for at, free in enumerate(free_bytes) if free >= size and hosts[at].node not in without]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda at: (replicas[at, name], -free_bytes[at]))
+        placed[best].append(engine)
+        free_bytes[best] -= size
+        replicas[best, name] += 1
+    return tuple(host._replace(engines=tuple(found)) for host, found in zip(hosts, placed, strict=True))
+
+
+def keep_on_hosts(
+    engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
+) -> tuple[list[tuple[str, int, int]], list[Host]]:
+    """Return the engines to place on CPUs, and the hosts with those that stay."""
+    stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
+    to_place = []
+    for engine in engines:
+        if (key := engine[:2]) not in kept:
+            to_place.append(engine)
+        elif (place := kept[key]) is not None:
+            stay[place.node].append(engine)
+    return to_place, [host._replace(engines=tuple(stay[host.node])) for host in hosts]

@@ -1,0 +1,192 @@
+"""Turns a fleet.yaml into the settings of a server: a ModelConfig or a ForeignConfig per model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meltcore.common.errors import ConfigError
+from meltcore.fleet.plan.placement import replica_gpus
+from meltcore.settings.config import (
+    EngineConfig,
+    ForeignConfig,
+    KeyConfig,
+    ModelConfig,
+    ResidencyConfig,
+    ServerConfig,
+    SharingConfig,
+)
+from meltcore.settings.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection, SharingSection
+from meltcore.settings.routes_config import RoutesConfig, TranslationRule
+
+_ENGINE_FIELDS = (
+    *("tokenizer", "chat_template", "special_tokens_in_messages"),
+    *("load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
+)
+
+_FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
+    "generation": ("/v1/chat/completions", "/v1/completions"),
+    "translation": ("/v1/translate",),
+    "transcription": ("/v1/audio/transcriptions",),
+    "synthesis": ("/v1/audio/speech",),
+}
+
+
+def server_config(spec: FleetSpec) -> ServerConfig:
+    """Return the settings of a server with all models of the fleet: our own, then those of foreign servers."""
+    server, limits, timeouts = spec.server, spec.limits, spec.timeouts
+    optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
+    return ServerConfig(
+        models=tuple(model_config(spec, name) for name, model in spec.models.items() if model.kind == "engine"),
+        foreign=tuple(foreign_config(spec, name) for name, model in spec.models.items() if model.kind != "engine"),
+        host=server.host,
+        port=server.port,
+        api_server_count=server.api_server_count,
+        request_timeout_s=timeouts.request_s,
+        class_shares=limits.class_shares,
+        drain_timeout_s=timeouts.drain_s,
+        allowed_origins=server.allowed_origins,
+        log_format=server.log_format,
+        otlp_traces_endpoint=server.otlp_endpoint,
+        routes=routes_config(spec),
+        residency=ResidencyConfig(
+            minimum_s=spec.residency.minimum_s,
+            turn_s=spec.residency.turn_s,
+            swaps_per_minute=spec.residency.swaps_per_minute,
+            keep=spec.residency.keep,
+            start_timeout_s=timeouts.start_s,
+        ),
+        api_keys=tuple(key_config(spec, key) for key in spec.keys),
+        sharing=sharing_config(spec.sharing),
+        **optional,
+    )
+
+
+def sharing_config(section: SharingSection) -> SharingConfig | None:
+    """Return how the engines of a fleet share GPUs in time; None for without regard to each other."""
+    if section.means == "none":
+        return None
+    return SharingConfig(
+        min_share=section.min_share,
+        max_wait_ms=section.max_wait_ms,
+        step_ms=section.step_ms,
+        mps_sm_percent=section.mps_sm_percent if section.means == "mps" else None,
+    )
+
+
+def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
+    """Return an API key's source and limits: its own, else those of the file's `limits`."""
+    return KeyConfig(
+        name=key.name,
+        env=key.env,
+        file=key.file,
+        highest_class=key.priority,
+        requests_per_minute=key.requests_per_minute or spec.limits.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute or spec.limits.tokens_per_minute,
+    )
+
+
+def routes_config(spec: FleetSpec) -> RoutesConfig:
+    """Return the choice of models for requests that name a language and no model."""
+    languages, routes = spec.languages, spec.routes
+    prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
+    return RoutesConfig(
+        order=tuple(spec.models),
+        translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
+        transcription=languages.transcription,
+        synthesis=languages.synthesis,
+        substitute=languages.substitute_lists,
+        translate_backend=routes.translate.backend,
+        translate_model=routes.translate.model,
+        translate_stop=routes.translate.stop,
+        chat_model=routes.chat.model,
+        chat_language=routes.chat.language,
+        **{key: prompt for key, prompt in prompts.items() if prompt is not None},
+    )
+
+
+def model_config(spec: FleetSpec, name: str) -> ModelConfig:
+    """Return the settings of one model of Meltcore's own engines. Raises ConfigError for another server."""
+    model = spec.models[name]
+    if model.checkpoint is None or model.kind != "engine":
+        raise ConfigError(f"models.{name}: a model with a {model.kind} has no engine of ours")
+    return ModelConfig(
+        engine=engine_config(model, _engine_checkpoint(name, model, model.checkpoint)),
+        served_model_name=(name, *model.aliases),
+        data_parallel_size=model.replicas,
+        replica_gpus=() if isinstance(model.device, str) else tuple(replica_gpus(model)),
+        max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
+        max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
+        max_queue_chars=model.max_queue_chars or spec.limits.max_queue_chars,
+        max_queue_audio_s=model.max_queue_audio_s or spec.limits.max_queue_audio_s,
+        generation_config=model.generation_config,
+        priority_class=model.priority,
+        sleepable=model.residency == "sleepable",
+        start_timeout_s=spec.timeouts.start_s,
+    )
+
+
+def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
+    """Return the settings of a model that is another server. Raises ConfigError for values that cannot work."""
+    model, timeouts = spec.models[name], spec.timeouts
+    size = model.tensor_parallel_size
+    gpus: tuple[tuple[str, ...], ...] = ()
+    if not isinstance(model.device, str):
+        gpus = tuple(tuple(map(str, numbers)) for numbers in replica_gpus(model))
+    elif model.device == "cpu" and model.command is not None:
+        gpus = ((),) * model.replicas  # an empty CUDA_VISIBLE_DEVICES: none
+    return ForeignConfig(
+        served_model_name=(name, *model.aliases),
+        urls=() if model.url is None else (model.url,),
+        command=model.command,
+        replicas=model.replicas,
+        gpus=gpus,
+        tensor_parallel_size=size,
+        memory_bytes=None if model.memory is None else int(model.memory),
+        checkpoint=model.checkpoint,
+        python=model.python,
+        environment=model.environment,
+        max_model_len=model.max_model_len,
+        max_num_seqs=model.max_num_seqs,
+        sleepable=model.residency == "sleepable" and model.command is not None,
+        sleep_mode=model.sleep_mode,
+        upstream_model=model.upstream_model,
+        api_key_variable=model.upstream_key_env,
+        paths=_FOREIGN_PATHS[model.task],
+        max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
+        max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
+        priority_class=model.priority,
+        start_timeout_s=timeouts.start_s,
+        connect_timeout_s=timeouts.connect_s,
+        first_byte_timeout_s=min(300.0, timeouts.request_s),
+    )
+
+
+def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
+    """Return what the engines of a model open: its checkpoint, or its `shapes` for random weights of one not here.
+
+    Raises ConfigError for shapes that stand for a GGUF file, whose blocks no configuration has.
+    """
+    if model.load_format != "dummy" or model.shapes is None or Path(checkpoint).expanduser().exists():
+        return checkpoint
+    if model.format in ("q4_0", "q8_0"):
+        raise ConfigError(
+            f"models.{name}: random weights in {model.format} need a GGUF file for their layout, and {checkpoint} is "
+            f"not on this machine; name a file, or remove format for dense weights of {model.shapes}"
+        )
+    return model.shapes
+
+
+def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
+    """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
+    # For other tasks it is for the plan alone: the memory of an engine decides how many sentences or clips run.
+    planned_fields = () if model.task == "generation" else ("max_num_seqs",)
+    device = model.device if isinstance(model.device, str) else "cuda"
+    return EngineConfig(
+        model=checkpoint,
+        device=device,
+        memory_bytes=None if model.memory is None else int(model.memory),
+        enable_sleep_mode=model.residency == "sleepable" and model.tensor_parallel_size == 1,
+        **{field: getattr(model, field) for field in _ENGINE_FIELDS if field not in planned_fields},
+    )

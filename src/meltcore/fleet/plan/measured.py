@@ -1,0 +1,38 @@
+"""The memory of a running fleet as NVML reports it, beside what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meltcore.common.errors import ConfigError
+from meltcore.fleet.plan.context_memory import find_contexts
+from meltcore.fleet.plan.machine import process_bytes, read_gpus
+
+_GIB = 2**30
+
+
+def add_measured(rows: list[dict[str, Any]]) -> str:
+    """Add to each engine of `meltcore ps` its planned bytes with its CUDA context, and those that NVML reports.
+
+    Returns a line with both totals. rows: as /ps answers, changed in place: "with context" and "NVML" in bytes, None
+    where there are none. Raises ConfigError where NVML does not answer, and without a GPU.
+    """
+    gpus, driver = read_gpus()
+    if not gpus:
+        raise ConfigError("--nvml: no NVIDIA GPU is visible here")
+    contexts, by_process = find_contexts(gpus[0].name, driver), process_bytes()
+    planned = contexts.driver_bytes * len(gpus)
+    for row in rows:
+        task = row["task"]
+        row["with context"] = row["NVML"] = None
+        if row["gpus"] and row["memory_bytes"] and task in contexts.processes:
+            each_bytes = row["memory_bytes"] + contexts.process_bytes(task, row["gpus"])
+            row["with context"] = row["gpus"] * each_bytes
+            planned += row["with context"]
+            row["NVML"] = by_process.get(row["pid"])
+    used = sum(gpu.used_bytes for gpu in gpus)
+    where = "GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    return (
+        f"{where}: {planned / _GIB:.2f} GiB planned with driver and contexts, {used / _GIB:.2f} GiB in use by NVML "
+        f"({(used - planned) / planned:+.1%}). {contexts.note}"
+    )

@@ -1,0 +1,88 @@
+"""What the engines of a fleet need: of GPUs, of the host for engines on its CPU, and pinned for weights that sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meltcore.common.errors import ConfigError
+from meltcore.engine.memory.memory_needs import EngineNeeds, TaskMismatchError, UnknownSizesError, engine_needs
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
+
+# Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
+HOST_PROCESS_BYTES = 768 * 2**20
+
+
+def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
+    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known.
+
+    known: of models that were asked for before; new ones are added.
+    """
+    known, needs = {} if known is None else known, {}
+    for name, model in spec.models.items():
+        if model.kind == "engine":
+            needs[name] = known_needs(known, name, model)
+        elif model.kind == "command" and model.memory is None and model.device != "cpu":
+            raise ConfigError(f"models.{name}: a plan needs the memory of a command: name `memory`")
+    return needs
+
+
+def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -> EngineNeeds:
+    """Return the memory of a model's engine from `known`, where it is added if it is new.
+
+    The checkpoint of a new one is opened, which may ask the Hub for its files.
+    """
+    key = repr(model)  # without its name: models of a fleet are often alike
+    if key not in known:
+        known[key] = named_needs(name, model)
+    return known[key]
+
+
+def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:
+    """Return the bytes of host memory of all engines on the CPU, and those pinned for weights that sleep."""
+    pinned = (
+        model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
+        for name, model in spec.models.items()
+        if model.residency == "sleepable" and model.device != "cpu"
+    )
+    return sum(size for _, _, size in cpu_engines(spec, needs)), sum(pinned)
+
+
+def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tuple[str, int, int]]:
+    """Yield the engines on the CPU as (model, replica, bytes of host memory)."""
+    for name, model in spec.models.items():
+        if name in needs and model.device == "cpu":
+            for replica in range(model.replicas):
+                yield name, replica, HOST_PROCESS_BYTES + needs[name].budget_bytes
+
+
+def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> int:
+    """Return the pinned host memory that an engine of a sleeping model keeps for each of its GPUs: its weights there.
+
+    0 where weights are dropped, and for an engine without a sleep mode, which is ended. Where the file alone knows the
+    model's memory, also that of a vLLM server, all of it counts.
+    """
+    model = spec.models[name]
+    if spec.residency.keep != "host":
+        return 0
+    if name not in needs:
+        return int(model.memory or 0) if model.sleep_mode == "vllm" else 0
+    if model.tensor_parallel_size > 1:
+        return 0
+    rows = needs[name].rows
+    if not rows:
+        return needs[name].budget_bytes
+    return sum(row.size_bytes for row in rows if row.name in ("weights", "rounding"))
+
+
+def named_needs(name: str, model: ModelSection) -> EngineNeeds:
+    """Return the memory of a model's engine; an error names the model."""
+    try:
+        return engine_needs(model, on_cpu=model.device == "cpu")
+    except UnknownSizesError as error:
+        if model.memory is not None:  # the file knows them
+            return EngineNeeds(model.task, int(model.memory), [], model.max_model_len, model.max_num_seqs or 0, "file")
+        raise UnknownSizesError(f"models.{name}: {error}") from error
+    except TaskMismatchError as error:
+        raise TaskMismatchError(f"models.{name}.task: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"models.{name}: {error}") from error

@@ -1,0 +1,325 @@
+"""Plans which models of a fleet go to which GPU, what sleeps, what goes to the CPU, and the nearest plan that fits.
+
+Nothing is started and no weights are read: `engine_needs` says what each engine needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.engine.memory.memory_needs import EngineNeeds
+from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
+from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, Kept, Lacking, keep, keep_on_hosts, place, place_on_hosts
+from meltcore.fleet.plan.nearest import nearest
+from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
+from meltcore.fleet.plan.placement import replica_gpus
+from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
+from meltcore.settings.fleet_spec import FleetSpec, Size
+
+GIB = 2**30
+# Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
+MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8, 7)}
+MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g"), ("1g",) * 7)
+
+
+class Plan(NamedTuple):
+    """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
+
+    changes: empty for the file as it is; sleeping: models that take turns. other_changes: others that are enough too,
+    either with concurrency and context as in the file, or with smaller ones and fewer turns. is_cut: the time for the
+    search was over, and fewer changes may be enough.
+    """
+
+    gpus: tuple[Gpu, ...]
+    on_cpu: tuple[str, ...]
+    needs: dict[str, EngineNeeds]
+    sleeping: tuple[str, ...]
+    contexts: ContextMemory
+    hosts: tuple[Host, ...]
+    changes: tuple[str, ...] = ()
+    other_changes: tuple[str, ...] = ()
+    is_cut: bool = False
+
+    def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
+        """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
+        placed: dict[int, list[int]] = {}
+        for gpu in self.gpus:
+            for engine in gpu.engines:
+                if engine.model == model:
+                    placed.setdefault(engine.replica, []).append(gpu.number)
+        return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
+
+    def nodes(self, model: str) -> tuple[str, ...]:
+        """Return the node of each replica of a model, "" for this machine; empty for another server."""
+        found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
+        found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
+        return tuple(found[replica] for replica in sorted(found))
+
+
+def plan_fleet(
+    spec: FleetSpec,
+    gpu_bytes: Sequence[int],
+    *,
+    contexts: ContextMemory = ASSUMED,
+    host_bytes: int | Mapping[str, int] | None = None,
+    gpu_nodes: Sequence[str] | None = None,
+    kept: Kept | None = None,
+    lacking: Lacking | None = None,
+) -> tuple[Plan | None, Plan | None]:
+    """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
+
+    gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
+    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster, where models take no turns, as Ray counts
+    the memory of engines that sleep; kept: engines that stay there; lacking: nodes that are no place for a model, as
+    they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be
+    known, and for tensor parallelism over nodes.
+    """
+    if gpu_nodes is not None:
+        _check_one_node(spec, gpu_nodes)
+    gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
+    by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
+    hosts = [Host(node, total) for node, total in by_node.items()]
+    known: dict[str, EngineNeeds] = {}
+
+    def try_plan(changed: FleetSpec) -> Plan | None:
+        return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=gpu_nodes is None)
+
+    if (plan := try_plan(spec)) is not None:
+        return plan, None
+    found, other_changes = nearest(spec, try_plan, known)
+    if found is None:
+        return None, None
+    return None, found.plan._replace(changes=found.changes, other_changes=other_changes, is_cut=found.is_cut)
+
+
+def empty_gpus(
+    spec: FleetSpec, gpu_bytes: Sequence[int], contexts: ContextMemory, gpu_nodes: Sequence[str] | None = None
+) -> list[Gpu]:
+    """Return the GPUs that a fleet may use, within its limits, without those that are gone."""
+    numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
+    return [
+        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
+        for number, total in zip(numbers, gpu_bytes, strict=False)
+        if total > 0
+    ]
+
+
+def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
+    """Raise ConfigError for an engine whose GPUs cannot be of one node."""
+    largest = max(Counter(gpu_nodes).values(), default=0)
+    for name, model in spec.models.items():
+        ranks = model.tensor_parallel_size
+        if model.device == "cpu" or model.kind == "url" or ranks == 1:
+            continue
+        if ranks > largest:
+            raise ConfigError(
+                f"models.{name}.tensor_parallel_size: got {ranks}; the largest node of the cluster has {largest} GPUs, "
+                "and tensor parallelism does not go over nodes"
+            )
+        for group in replica_gpus(model):
+            nodes = sorted({gpu_nodes[number] for number in group if number < len(gpu_nodes)})
+            if len(nodes) > 1:
+                raise ConfigError(
+                    f"models.{name}.device: the GPUs {', '.join(map(str, group))} of one engine are on "
+                    f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
+                )
+
+
+def _try(
+    spec: FleetSpec,
+    gpus: Sequence[Gpu],
+    contexts: ContextMemory,
+    hosts: Sequence[Host],
+    known: dict[str, EngineNeeds],
+    kept: Kept,
+    lacking: Lacking,
+    *,
+    in_turns: bool,
+) -> Plan | None:
+    """Return the plan with all models awake, else, in_turns, with sleepable ones asleep, None where neither fits.
+
+    known: needs of models, kept from one fleet to the next.
+    """
+    needs = fleet_needs(spec, known)
+    on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
+    sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
+    for sleeping in dict.fromkeys(((), sleepable if in_turns else ())):
+        to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts, lacking), gpus, kept)
+        if sleeping == sleepable:  # what runs there does so: only others may lack room
+            beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]
+        if any(gpu.used_bytes > gpu.total_bytes for gpu in beside) or (placed := place(to_place, beside)) is None:
+            continue
+        pinned: Counter[str] = Counter()  # by node
+        for gpu in placed:
+            for engine in gpu.engines:
+                pinned[gpu.node] += pinned_bytes(spec, needs, engine.model) if engine.sleeps else 0
+        with_pinned = [host._replace(pinned_bytes=pinned[host.node]) for host in hosts]
+        placed_hosts = place_on_hosts(*keep_on_hosts(cpu_engines(spec, needs), with_pinned, kept), lacking)
+        if placed_hosts is not None:
+            return Plan(placed, on_cpu, needs, sleeping, contexts, placed_hosts)
+    return None
+
+
+def gpu_engines(
+    spec: FleetSpec,
+    needs: dict[str, EngineNeeds],
+    sleeping: Sequence[str],
+    contexts: ContextMemory,
+    lacking: Lacking | None = None,
+) -> Iterator[Engine]:
+    """Yield the engines on GPUs, those of the models in `sleeping` as such that take turns."""
+    for name, model in spec.models.items():
+        if model.device == "cpu" or model.kind == "url":
+            continue
+        size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
+        ranks = model.tensor_parallel_size
+        resident_bytes = contexts.process_bytes(model.task, ranks)
+        if name in sleeping and name in needs:
+            resident_bytes += needs[name].asleep_bytes
+        nodes = (lacking or {}).get(name, frozenset())
+        for replica, only in enumerate(replica_gpus(model)):
+            yield Engine(name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes)
+
+
+def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
+    """Return whether each MIG layout of a GPU of this size holds the engines of a plan, as (layout, fits).
+
+    An engine with several ranks fits none: a process sees one MIG device, without peer access and NCCL to another.
+    """
+    engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
+    found = []
+    for layout in MIG_LAYOUTS:
+        slices = [
+            Gpu(index, total_bytes * MIG_PROFILES[name][0] // 8, (), plan.contexts.driver_bytes)
+            for index, name in enumerate(layout)
+        ]
+        is_alone = all(engine.gpus == 1 for engine in engines)
+        found.append((" + ".join(layout), is_alone and place(engines, slices) is not None))
+    return found
+
+
+def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
+    """Return the fleet with what the plan gives to each model of Meltcore's engines.
+
+    That are its budget, and the GPUs of all replicas one after another.
+    """
+    spec = with_needs(spec, plan.needs)
+    models = dict(spec.models)
+    for name in plan.needs:
+        if numbers := [number for replica in plan.replicas(name) for number in replica]:
+            models[name] = msgspec.structs.replace(models[name], device=tuple(numbers))
+    return msgspec.structs.replace(spec, models=models)
+
+
+def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
+    """Return the fleet with the memory of each model, and for generation the context and concurrency it is for."""
+    models = dict(spec.models)
+    for name, needs in needs_by_name.items():
+        model = models[name]
+        changes: dict[str, object] = {"memory": Size(needs.budget_bytes)}
+        if model.task == "generation" and model.memory is None:
+            changes |= {
+                "max_model_len": needs.max_model_len,
+                "max_num_seqs": needs.concurrency,
+                "max_num_batched_tokens": needs.max_num_batched_tokens,
+            }
+        models[name] = msgspec.structs.replace(model, **changes)
+    return msgspec.structs.replace(spec, models=models)
+
+
+def describe_plan(
+    spec: FleetSpec,
+    plan: Plan | None,
+    *,
+    source: str,
+    fits: bool,
+    reason: str = "",
+    others_bytes: Mapping[int, int] | None = None,
+) -> FleetPlan:
+    """Return the document of a plan, for None with the reason alone.
+
+    source: the file; fits: as it is; others_bytes: that other processes have of GPUs, by number.
+    """
+    if plan is None:
+        return FleetPlan(
+            source=source, fits=False, reason=reason, gpus=[], models=[], changes=[], mig=[], context_note=""
+        )
+    gpus = [
+        PlannedGpu(
+            number=gpu.number,
+            total_bytes=gpu.total_bytes,
+            used_bytes=gpu.used_bytes,
+            parts=list(_parts(gpu)),
+            node=gpu.node,
+            others_bytes=(others_bytes or {}).get(gpu.number, 0),
+        )
+        for gpu in plan.gpus
+    ]
+    has_ranks = any(engine.gpus > 1 for gpu in plan.gpus for engine in gpu.engines)
+    return FleetPlan(
+        source=source,
+        fits=fits,
+        gpus=gpus,
+        models=[_describe_model(spec, plan, name) for name in spec.models],
+        changes=list(plan.changes),
+        other_changes=list(plan.other_changes),
+        mig=mig_layouts(plan, plan.gpus[0].total_bytes) if plan.gpus else [],
+        context_note=f"{plan.contexts.note} {plan.contexts.nccl_note}" if has_ranks else plan.contexts.note,
+        hosts=[
+            PlannedHost(
+                node=host.node,
+                total_bytes=host.total_bytes,
+                engine_bytes=host.engine_bytes,
+                pinned_bytes=host.pinned_bytes,
+            )
+            for host in plan.hosts
+        ],
+    )
+
+
+def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
+    yield PlannedPart(name="driver", size_bytes=gpu.driver_bytes)
+    awake = max((engine.awake_bytes for engine in gpu.engines), default=0)
+    for engine in gpu.engines:
+        if not engine.sleeps:
+            yield PlannedPart(name=engine.model, size_bytes=engine.size_bytes)
+    asleep = [engine for engine in gpu.engines if engine.sleeps]
+    if asleep:
+        names = " or ".join(dict.fromkeys(engine.model for engine in asleep))
+        yield PlannedPart(
+            name=names, size_bytes=awake + sum(engine.resident_bytes for engine in asleep), note="take turns"
+        )
+
+
+def _describe_model(spec: FleetSpec, plan: Plan, name: str) -> PlannedModel:
+    needs, model = plan.needs.get(name), spec.models[name]
+    rows = needs.rows if needs else []
+    return PlannedModel(
+        name=name,
+        task=model.task,
+        place=_place_text(plan, name),
+        is_sleeping=name in plan.sleeping,
+        max_model_len=needs.max_model_len if needs else None,
+        concurrency=needs.concurrency if needs else None,
+        budget_bytes=needs.budget_bytes if needs else int(model.memory or 0),
+        parts=[PlannedPart(name=row.name, size_bytes=row.size_bytes, note=row.note) for row in rows],
+        source=needs.source if needs else model.kind,
+        max_num_seqs=model.max_num_seqs if needs and (model.max_num_seqs or 0) > needs.concurrency else None,
+    )
+
+
+def _place_text(plan: Plan, model: str) -> str:
+    nodes = sorted(set(plan.nodes(model)))
+    numbers: dict[str, list[int]] = {node: [] for node in nodes}
+    for gpu in plan.gpus:
+        if any(engine.model == model for engine in gpu.engines):
+            numbers[gpu.node].append(gpu.number)
+    places = [f"GPU {', '.join(map(str, numbers[node]))}" if numbers[node] else "CPU" for node in nodes]
+    return "; ".join(f"{node} {text}".strip() for node, text in zip(nodes, places, strict=True)) or "another server"

@@ -1,0 +1,497 @@
+"""The plan of `meltcore plan`, `up` and `reload`: each engine gets its GPUs and its budget before any is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.machine import Machine, VisibleGpu, visible_gpus
+from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError
+from meltcore.fleet.plan.cluster import (
+    Cluster,
+    check_loadable,
+    lacking_nodes,
+    lacking_text,
+    left_out_text,
+    model_lacking_text,
+    node_checkpoints,
+    on_nodes,
+)
+from meltcore.fleet.plan.context_memory import ContextMemory, find_contexts
+from meltcore.fleet.plan.first_fit import Host, Place
+from meltcore.fleet.plan.from_spec import server_config
+from meltcore.fleet.plan.machine import read_machine
+from meltcore.fleet.plan.nearest import SEARCH_LIMIT_S
+from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs
+from meltcore.fleet.plan.placement import replica_gpus
+from meltcore.fleet.plan.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
+from meltcore.fleet.plan.running_fleet import Running, fleet_places, place_engine, unchanged_models, without_engines
+from meltcore.protocol.cluster import ClusterNode, StartEngine
+from meltcore.protocol.fleet_plan import other_changes_text
+from meltcore.settings.config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_file import load_fleet
+from meltcore.settings.fleet_spec import FleetSpec
+
+_GIB = 2**30
+_MAX_SIZES_SHOWN = 16
+
+
+class PlannedFrom(NamedTuple):
+    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster at an address, as read."""
+
+    path: str
+    ray: str | None
+    machine: Machine | None
+    cluster: Cluster | None
+
+
+class FleetPlanner:
+    """Plans a fleet.yaml again and again.
+
+    Memory counts as it was before the fleet had engines there: of this machine when the fleet was started, of a node of
+    a cluster when it got its first one.
+    """
+
+    def __init__(
+        self, path: Path, machine: Machine | None = None, ray: str | None = None, cluster: Cluster | None = None
+    ) -> None:
+        """`machine`: what the fleet may use; None reads it. ray: the address of a Ray cluster to plan for instead.
+
+        `cluster`: what is there; None reads it. Raises ConfigError where NVML or the cluster does not answer.
+        """
+        self.path, self.ray = path, ray
+        self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
+        if cluster is None and ray is not None:
+            cluster = Cluster.read(ray, node_checkpoints(load_fleet(path)))
+        self._cluster = cluster
+        self._before: dict[str, ClusterNode] = {}  # each node without what engines of the fleet have of it
+        if self._cluster is not None:
+            machine = self._cluster.machine
+            self._before = {node.name: node for node in self._cluster.nodes}
+        self._machine = machine if machine is not None else read_machine()
+        self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
+
+    @classmethod
+    def of(cls, planned: PlannedFrom) -> FleetPlanner:
+        """Return a planner that plans from the same as another one, of another process."""
+        return cls(Path(planned.path), planned.machine, planned.ray, planned.cluster)
+
+    @property
+    def planned_from(self) -> PlannedFrom:
+        """What it plans from. GPUs of a cluster keep their numbers with it."""
+        return PlannedFrom(str(self.path), self.ray, self._machine, self._cluster)
+
+    @property
+    def node_names(self) -> dict[str, str]:
+        """The names of the cluster's nodes by their ids, also of those that are left out."""
+        if self._cluster is None:
+            return {}
+        return {node.node_id: node.name for node in (*self._cluster.nodes, *self._cluster.left_out)}
+
+    def checkpoints(self) -> list[str]:
+        """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
+        return node_checkpoints(load_fleet(self.path))
+
+    def config(
+        self, report: Callable[[str], None] = lambda _line: None, running: Running | None = None
+    ) -> ServerConfig:
+        """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
+
+        running: the fleet that runs: models that did not change stay as they are, and others are planned beside them.
+        Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
+        """
+        self._next_spec = load_fleet(self.path)
+        cluster, machine = self._cluster, self._machine
+        if running is not None and running.nodes is not None:
+            cluster = self._look(running.nodes, running.places)
+            machine = cluster.machine
+        found = _fitting(find_plan(self._next_spec, machine, report, cluster, running), machine)
+        assert found.plan is not None
+        assert found.config is not None
+        names = cluster.gpu_names if cluster is not None else visible_gpus() if machine.gpus else []
+        residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
+        return dataclasses.replace(found.config, residency=residency)
+
+    def accept(self) -> None:
+        """Note that the fleet runs by the last plan from now on."""
+        self._running_spec = self._next_spec
+
+    def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Cluster:
+        """Take the nodes as they are now, without what engines of the fleet at `places` have of them.
+
+        A node with a problem is left out. Engines go on there, so what it was before them stays known.
+        """
+        own = list(places.values())
+        with self._looking:
+            assert self._cluster is not None
+            before = {node.name: self._before[node.name] for node in nodes if node.name in self._before}
+            seen = [without_engines(node, before.get(node.name), own) for node in nodes]
+            self._cluster = cluster = Cluster.of(seen, self._cluster.gpus)
+            self._before = before | {node.name: node for node in cluster.nodes}
+        return cluster
+
+    def elsewhere(
+        self,
+        start: StartEngine,
+        nodes: Sequence[ClusterNode],
+        places: Mapping[tuple[str, int], Place],
+        failed_nodes: Collection[str] = (),
+    ) -> Place | None:
+        """Return a place for an engine that cannot be where the plan has it, by the rules of the plan; None: nowhere.
+
+        places: of the other engines. GPUs are numbered on their nodes. failed_nodes: where it cannot be either.
+        """
+        cluster, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
+        assert spec is not None
+        on_cpu = {name for (name, _), place in places.items() if not place.gpus}
+        on_cpu |= set() if start.gpus else {start.model}
+        models = {
+            name: msgspec.structs.replace(model, device="cpu", residency="always_on") if name in on_cpu else model
+            for name, model in spec.models.items()
+        }
+        spec = msgspec.structs.replace(spec, models=models)
+        machine = cluster.machine
+        contexts = _contexts(machine)
+        lacking = {
+            node.name
+            for node in cluster.nodes
+            if node.name in failed_nodes
+            or start.config.model in node.missing
+            or (start.gpus and len(node.gib) < len(node.machine.gpus))
+        }
+        gpu_bytes = _free_bytes(_usable(spec, machine), contexts)
+        gpus = empty_gpus(spec, gpu_bytes, contexts, cluster.gpu_nodes)
+        kept = {
+            other: place
+            for other, place in fleet_places(places, cluster).items()
+            if other != key and place.node not in lacking
+        }
+        place = place_engine(
+            spec,
+            key,
+            [gpu for gpu in gpus if gpu.node not in lacking],
+            [Host(node, total) for node, total in cluster.host_bytes.items() if node not in lacking],
+            kept,
+            contexts,
+        )
+        return place and Place(place.node, tuple(cluster.gpus[number][1] for number in place.gpus))
+
+    def why_nowhere(self, start: StartEngine) -> str:
+        """Return why `elsewhere` has just found no place for an engine: no room, or none on its `device`."""
+        spec, cluster = self._running_spec, self._cluster
+        assert spec is not None
+        assert cluster is not None
+        model, size = spec.models.get(start.model), f"{(start.config.memory_bytes or 0) / _GIB:.2f} GiB free for it"
+        groups = [] if model is None or model.kind == "url" else replica_gpus(model)
+        pinned = groups[start.replica] if start.replica < len(groups) else ()
+        if not pinned:
+            lacking = lacking_text(start.config.model, cluster.lacking(start.config.model))
+            return f"no other node has {size}" + (lacking and f"; {lacking}")
+        there = cluster.machine.gpus
+        for number in pinned:
+            if there[number].total_bytes == 0:
+                is_left_out = cluster.gpu_nodes[number] in {node.name for node in cluster.left_out}
+                return f"device: GPU {number} is " + ("on a node that is left out" if is_left_out else "gone")
+        return f"device: GPU {', '.join(map(str, pinned))} has not {size}"
+
+
+def print_unplanned(line: str) -> None:
+    """Print a line about a model that is not in the plan."""
+    print(f"meltcore: {line}", file=sys.stderr, flush=True)
+
+
+def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
+    """Return the fleet with the GPUs and the budget of each engine.
+
+    A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
+    Raises ConfigError for GPUs that are not there, and where the others do not fit.
+    """
+    return _fitting(find_plan(spec, machine, report), machine).spec
+
+
+class FoundPlan(NamedTuple):
+    """The plan of a fleet for a machine or a cluster (None: it does not fit), and the nearest one that fits.
+
+    spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
+    the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
+    that run and stay as they are, by name. in_turns: sleepable models may share memory. left_out: which nodes of the
+    cluster are, and why; lacking: which cannot load a model that fits nowhere else, and why.
+    """
+
+    spec: FleetSpec
+    known: FleetSpec
+    plan: Plan | None
+    nearest: Plan | None
+    config: ServerConfig | None
+    gpus: tuple[VisibleGpu, ...]
+    gpu_bytes: list[int]
+    kept: Mapping[str, ModelConfig]
+    in_turns: bool = True
+    left_out: str = ""
+    lacking: tuple[str, ...] = ()
+
+    @property
+    def others_bytes(self) -> dict[int, int]:
+        """Bytes of each GPU, by number, that other processes use."""
+        return {gpu.number: gpu.total_bytes - left for gpu, left in zip(self.gpus, self.gpu_bytes, strict=True)}
+
+
+def find_plan(
+    spec: FleetSpec,
+    machine: Machine,
+    report: Callable[[str], None],
+    cluster: Cluster | None = None,
+    running: Running | None = None,
+) -> FoundPlan:
+    """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster, beside what runs.
+
+    `report` gets a line for each model that is not in the plan, and for nodes that are left out. Raises ConfigError for
+    GPUs that are not there, and for a plan that the cluster cannot run.
+    """
+    left_out = "" if cluster is None else left_out_text(cluster.left_out)
+    if left_out:
+        if running is None:
+            _check_no_numbers(spec, left_out)
+        report(left_out)
+    spec = _on_this_machine(spec, machine)
+    unknown = dict(_unknown(spec))
+    for name, reason in unknown.items():
+        report(f"models.{name} is not in the plan: {reason}")
+    known = msgspec.structs.replace(
+        spec, models={name: model for name, model in spec.models.items() if name not in unknown}
+    )
+    contexts = _contexts(machine)
+    gpus = _usable(spec, machine)
+    gpu_bytes = _free_bytes(gpus, contexts)
+    places = {} if running is None else fleet_places(running.places, cluster)
+    kept: dict[str, ModelConfig] = {}
+    if running is not None:
+        kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
+    if cluster is not None:
+        _check_there(known, cluster, kept)
+    lacking = {} if cluster is None else lacking_nodes(known, cluster, kept)
+    try:
+        if cluster is not None:
+            check_loadable(known, cluster, lacking)
+        plan, nearest = plan_fleet(
+            known,
+            gpu_bytes,
+            contexts=contexts,
+            host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
+            gpu_nodes=None if cluster is None else cluster.gpu_nodes,
+            kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
+            lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
+        )
+    except ConfigError as error:  # a model that needs a larger node, which may be one that is left out
+        raise ConfigError(f"{error}; {left_out}" if left_out else str(error)) from error
+    if nearest is not None and nearest.is_cut:
+        report(f"the search for the nearest plan was ended after {SEARCH_LIMIT_S:g} s: fewer changes may be enough")
+    lacking_texts = tuple(model_lacking_text(spec, name, nodes) for name, nodes in lacking.items())
+    config = None
+    if plan is not None:
+        for text in lacking_texts:
+            report(f"{text}; it is planned for other nodes")
+        planned = with_plan(known, plan)
+        models = {name: planned.models.get(name, spec.models[name]) for name in spec.models}
+        spec = msgspec.structs.replace(spec, models=models)
+        config = server_config(spec)
+        stay = tuple(kept.get(model.names[0], model) for model in config.models)
+        config = dataclasses.replace(config, models=stay)
+        if cluster is not None:
+            config = on_nodes(config, plan, cluster, kept)
+    in_turns = cluster is None
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, in_turns, left_out, lacking_texts)
+
+
+def _contexts(machine: Machine) -> ContextMemory:
+    first = next((gpu for gpu in machine.gpus if gpu.total_bytes), None)
+    return find_contexts("" if first is None else first.name, machine.driver)
+
+
+def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
+    """Return the GPUs that a file allows. Raises ConfigError for one of unknown memory."""
+    limits = {gpu.id: gpu.memory or 0 for gpu in spec.gpus}
+    gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
+    return tuple(gpu.of_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
+
+
+def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
+    """Return the bytes of each GPU without those that other processes use. The plan counts the driver's itself."""
+    return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
+
+
+def _fitting(found: FoundPlan, machine: Machine) -> FoundPlan:
+    """Return the plan of a fleet that fits. Raises ConfigError where it does not, with the nearest plan."""
+    if found.plan is None:
+        raise ConfigError(does_not_fit(found, machine))
+    return found
+
+
+def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of each GPU, by its name, that sleepable models share: what is left beside all that stays."""
+    room = {}
+    for gpu, name in zip(plan.gpus, [names[gpu.number] for gpu in plan.gpus], strict=True):
+        resident = sum(
+            engine.resident_bytes if spec.models[engine.model].residency == "sleepable" else engine.size_bytes
+            for engine in gpu.engines
+        )
+        room[name] = gpu.total_bytes - gpu.driver_bytes - resident
+    return room
+
+
+def check_gpus(spec: FleetSpec, count: int) -> None:
+    """Raise ConfigError where `gpus` names more than the `count` GPUs that are there."""
+    visible = f"{count} {'is' if count == 1 else 'are'} visible"
+    for index, gpu in enumerate(spec.gpus):
+        if gpu.id >= count:
+            raise ConfigError(f"gpus[{index}].id: got {gpu.id}; {visible}, numbered from 0")
+
+
+def check_devices(spec: FleetSpec, count: int) -> None:
+    """Raise ConfigError where a model's `device` names more than the `count` GPUs that are there."""
+    for name, model in spec.models.items():
+        if model.kind != "url" and not isinstance(model.device, str):
+            for number in model.device:
+                if number >= count:
+                    visible = f"{count} {'is' if count == 1 else 'are'} visible"
+                    raise ConfigError(f"models.{name}.device: got GPU {number}; {visible}, numbered from 0")
+
+
+def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
+    """Raise ConfigError for a file that names GPUs by number, where a node is left out: its GPUs have no numbers."""
+    keys = ["gpus"] if spec.gpus else []
+    keys += [
+        f"models.{name}.device"
+        for name, model in spec.models.items()
+        if model.kind != "url" and not isinstance(model.device, str)
+    ]
+    if keys:
+        raise ConfigError(f"{keys[0]}: numbers of GPUs count those of all nodes, and {left_out}")
+
+
+def _check_there(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> None:
+    """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
+    gpus = cluster.machine.gpus
+    for name, model in spec.models.items():
+        for number in () if isinstance(model.device, str) or name in kept else model.device:
+            if gpus[number].total_bytes == 0:
+                node = cluster.gpu_nodes[number]
+                left_out = left_out_text(each for each in cluster.left_out if each.name == node)
+                raise ConfigError(
+                    f"models.{name}.device: got GPU {number}, "
+                    + (left_out or f"which was on the node {node} and is gone from the cluster")
+                )
+
+
+def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
+    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU.
+
+    Raises ConfigError where there may be GPUs that cannot be used: no model moves to the CPU because of a fault.
+    """
+    if any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
+        machine.checked()
+    count = len(machine.gpus)
+    check_gpus(spec, count)
+    check_devices(spec, count)
+    models = dict(spec.models)
+    for name, model in models.items():
+        if model.kind == "url" or model.device == "cpu":
+            continue
+        if count == 0 and model.kind == "engine":
+            if model.tensor_parallel_size > 1:
+                raise ConfigError(
+                    f"models.{name}.tensor_parallel_size: got {model.tensor_parallel_size}; this machine has no GPU"
+                )
+            models[name] = msgspec.structs.replace(model, device="cpu", residency="always_on")
+    return msgspec.structs.replace(spec, models=models)
+
+
+def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
+    """Return the models that name no `memory` and whose sizes cannot be read here, with the reason."""
+    found = []
+    for name, model in spec.models.items():
+        if model.memory is None and model.kind == "engine":
+            try:
+                named_needs(name, model)
+            except UnknownSizesError as error:
+                found.append((name, str(error).removeprefix(f"models.{name}: ")))
+        elif model.memory is None and model.kind == "command" and model.device != "cpu":
+            found.append((name, "a command takes memory that only its `memory` tells"))
+    return found
+
+
+def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
+    """Return what a fleet may use of a GPU, and what keeps it from the rest."""
+    if limit_bytes is not None and limit_bytes < free_bytes:
+        return f"{limit_bytes / _GIB:.2f} GiB (its `memory` under `gpus` is the limit)"
+    used_bytes = gpu.total_bytes - free_bytes
+    others = f" (others use {used_bytes / _GIB:.2f} GiB more)" if used_bytes > 0 else ""
+    return f"{free_bytes / _GIB:.2f} GiB{others}"
+
+
+def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
+    """Return what a fleet may use of the GPUs that are there; of several alike their number, of one its own."""
+    limits = {gpu.id: gpu.memory for gpu in spec.gpus}
+    numbers: dict[str, list[int]] = {}  # by what there is
+    for gpu, size in zip(gpus, gpu_bytes, strict=True):
+        if gpu.total_bytes > 0:
+            numbers.setdefault(_memory_text(gpu, size, limits.get(gpu.number)), []).append(gpu.number)
+    texts = [
+        f"GPU {found[0]} {text}" if len(found) == 1 else f"{len(found)} GPUs of {text}"
+        for text, found in numbers.items()
+    ]
+    if len(texts) > _MAX_SIZES_SHOWN + 1:
+        num_more = sum(map(len, numbers.values())) - sum(map(len, list(numbers.values())[:_MAX_SIZES_SHOWN]))
+        texts = [*texts[:_MAX_SIZES_SHOWN], f"{num_more} more GPUs"]
+    return ", ".join(texts)
+
+
+def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
+    """Return what the models need of GPUs; "" where all are on the CPU."""
+    texts = []
+    for name, model in spec.models.items():
+        if model.device != "cpu" and model.kind != "url":
+            size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
+            count = model.replicas * model.tensor_parallel_size
+            texts.append(f"{name} {f'{count} x ' if count > 1 else ''}{size / _GIB:.2f} GiB")
+    return ", ".join(texts)
+
+
+def does_not_fit(found: FoundPlan, machine: Machine) -> str:
+    """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
+    spec, nearest = found.known, found.nearest
+    needs = fleet_needs(spec)
+    parts = []
+    if on_gpus := _engines_text(spec, needs):
+        there = _gpus_text(spec, found.gpus, found.gpu_bytes)
+        parts.append(f"on GPUs it needs {on_gpus}, and there {'are' if there[:1].isdigit() else 'is'} {there}")
+    cpu_bytes, pinned_bytes = host_needs(spec, needs)
+    if cpu_bytes + pinned_bytes > machine.host_bytes or not parts:
+        pinned = f", and weights of models that sleep {pinned_bytes / _GIB:.2f} GiB pinned" if pinned_bytes else ""
+        drop = "; with `residency: {keep: disk}` those are read again instead" if pinned_bytes else ""
+        parts.append(
+            f"its models on the CPU need {cpu_bytes / _GIB:.2f} GiB of host memory{pinned}, "
+            f"and {machine.host_bytes / _GIB:.2f} GiB are available{drop}"
+        )
+    if nearest is None:
+        advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."
+    else:
+        cut = f", as far as a search of {SEARCH_LIMIT_S:g} s has found it" if nearest.is_cut else ""
+        advice = f"The nearest plan that fits{cut}: {'; '.join(nearest.changes)}"
+        if nearest.other_changes:
+            advice += f". Or, {other_changes_text(nearest.other_changes)}: {'; '.join(nearest.other_changes)}"
+    if not found.in_turns and any(model.residency == "sleepable" for model in spec.models.values()):
+        parts.append("on Ray, which counts the memory of engines that sleep, models do not take turns")
+    if found.kept:
+        advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
+    parts += found.lacking
+    if found.left_out:
+        parts.append(found.left_out)
+    return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -1,0 +1,147 @@
+"""A fleet that runs, as the plan of a reload sees it: where its engines are, and which models stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from meltcore.fleet.plan.cluster import Cluster, absolute_path
+from meltcore.fleet.plan.context_memory import ContextMemory
+from meltcore.fleet.plan.first_fit import Gpu, Host, Place, keep, place, place_on_hosts
+from meltcore.fleet.plan.from_spec import server_config
+from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
+from meltcore.fleet.plan.placement import replica_gpus
+from meltcore.fleet.plan.plan import gpu_engines
+from meltcore.protocol.cluster import ClusterNode
+from meltcore.settings.config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
+
+
+class Running(NamedTuple):
+    """A fleet that runs: its settings, and the place of each engine by model and replica, GPUs numbered on the node.
+
+    nodes: of its cluster, as they are now; None: it runs on this machine.
+    """
+
+    config: ServerConfig
+    places: Mapping[tuple[str, int], Place]
+    nodes: Sequence[ClusterNode] | None = None
+
+
+def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
+    """Return the places that engines of a planned fleet are given, those of models without a budget left out."""
+    found = {}
+    for model in config.models:
+        nodes = model.replica_nodes or ("",) * model.data_parallel_size
+        gpus = model.replica_gpus or ((),) * model.data_parallel_size
+        for replica, (node, numbers) in enumerate(zip(nodes, gpus, strict=True)):
+            if model.engine.memory_bytes is not None:
+                found[model.names[0], replica] = Place(node, tuple(numbers))
+    return found
+
+
+def unchanged_models(
+    spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
+) -> dict[str, ModelConfig]:
+    """Return the models of a fleet with budgets that run already with these settings, by name.
+
+    places: of the engines that run, with GPUs numbered as the fleet does. A model whose GPUs the file no longer allows
+    is another one.
+    """
+    before = {model.names[0]: model for model in running.config.models}
+    return {
+        model.names[0]: before[model.names[0]]
+        for model in server_config(spec).models
+        if model.names[0] in before
+        and _without_place(model) == _without_place(before[model.names[0]])
+        and all(
+            not place.gpus or _allows(spec, model.names[0], replica, place)
+            for (name, replica), place in places.items()
+            if name == model.names[0]
+        )
+    }
+
+
+def fleet_places(engines: Mapping[tuple[str, int], Place], cluster: Cluster | None) -> dict[tuple[str, int], Place]:
+    """Return the places of engines that are there now, with GPUs numbered as the fleet does."""
+    if cluster is None:
+        return dict(engines)
+    numbers = {name: number for number, name in enumerate(cluster.gpu_names)}
+    nodes = {node.name for node in cluster.nodes}
+    found = {}
+    for key, each in engines.items():
+        gpus = [numbers.get(f"{each.node}:{number}") for number in each.gpus]
+        if each.node in nodes and None not in gpus:
+            found[key] = Place(each.node, tuple(number for number in gpus if number is not None))
+    return found
+
+
+def place_engine(
+    spec: FleetSpec,
+    engine: tuple[str, int],
+    gpus: Sequence[Gpu],
+    hosts: Sequence[Host],
+    kept: Mapping[tuple[str, int], Place],
+    contexts: ContextMemory,
+) -> Place | None:
+    """Return a place for one engine, by model and replica, beside those that stay; None where it fits nowhere.
+
+    All are awake there: models that take turns have room for that on the GPUs of their plan only.
+    """
+    needs = fleet_needs(spec)
+    engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}
+    _, beside = keep([each for key, each in engines.items() if key in kept], gpus, kept)
+    if engine in engines:
+        placed = place([engines[engine]], beside) or ()
+        found = [gpu for gpu in placed if engines[engine] in gpu.engines]
+        return Place(found[0].node, tuple(gpu.number for gpu in found)) if found else None
+    on_cpu = {each[:2]: each for each in cpu_engines(spec, needs)}
+    if engine not in on_cpu:  # the file that runs has it no more
+        return None
+    there = [
+        host._replace(
+            engines=tuple(each for key, each in on_cpu.items() if key in kept and kept[key].node == host.node),
+            pinned_bytes=sum(
+                pinned_bytes(spec, needs, each.model)
+                for gpu in beside
+                for each in gpu.engines
+                if gpu.node == host.node and spec.models[each.model].residency == "sleepable"
+            ),
+        )
+        for host in hosts
+    ]
+    placed_hosts = place_on_hosts([on_cpu[engine]], [host for host in there if host.free_bytes >= 0]) or ()
+    return next((Place(host.node, ()) for host in placed_hosts if on_cpu[engine] in host.engines), None)
+
+
+def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
+    """Return a node as it would be without engines of the fleet: where one is, memory counts as before it came."""
+    own = [place for place in places if place.node == now.name]
+    if before is None or not own or now.problem:
+        return now
+    used_bytes = {gpu.number: gpu.used_bytes for gpu in before.machine.gpus}
+    gpus = tuple(
+        gpu._replace(used_bytes=used_bytes.get(gpu.number, gpu.used_bytes))
+        if any(gpu.number in place.gpus for place in own)
+        else gpu
+        for gpu in now.machine.gpus
+    )
+    machine = now.machine._replace(gpus=gpus, host_bytes=before.machine.host_bytes)
+    return msgspec.structs.replace(now, machine=machine)
+
+
+def _without_place(model: ModelConfig) -> ModelConfig:
+    device = "cpu" if model.engine.device == "cpu" else "cuda"
+    engine = dataclasses.replace(
+        model.engine, device=device, model=absolute_path(model.engine.model) or model.engine.model
+    )
+    return dataclasses.replace(model, engine=engine, replica_nodes=(), replica_gpus=())
+
+
+def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:
+    """Return whether the file allows the GPUs of an engine."""
+    pinned, limited = replica_gpus(spec.models[name])[replica], {gpu.id for gpu in spec.gpus}
+    return all((not pinned or number in pinned) and (not limited or number in limited) for number in place.gpus)

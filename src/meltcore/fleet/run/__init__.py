@@ -1,0 +1,1 @@
+"""Models of a running fleet: their engines and replicas, API server processes, logs."""

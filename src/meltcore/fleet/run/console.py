@@ -1,0 +1,138 @@
+"""What a server prints at the start: its address, the progress of loading, its limits and its memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from meltcore.protocol.engines import ServedReady
+from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.synthesis import SynthesisReady
+from meltcore.protocol.transcription import TranscriptionReady
+from meltcore.protocol.translation import TranslationReady
+from meltcore.settings.config import ModelConfig, ServerConfig
+
+PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
+    """Print and flush. When the reader is gone, the server continues, and its output is dropped from then on."""
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except OSError:
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)
+
+
+def print_listening(host: str, port: int) -> None:
+    """Print the first line on standard output, for people and for programs that chose --port 0."""
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print_line(f"meltcore: listening on {url}", sys.stdout)
+
+
+def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
+    """Print a line per language that models get as another one: answers in it are not what they seem."""
+    for language, others in substitute.items():
+        print_line(f"meltcore: a model that does not know {language} gets it as {' or '.join(others)}", sys.stdout)
+
+
+class LoadingProgress:
+    """Loading stages on standard error: one line that changes on a terminal, else one line per PROGRESS_S."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._started_s = time.monotonic()
+        self._shown_s: float | None = None
+
+    def show(self, reason: str) -> None:
+        """Show the current stage; outside a terminal with the seconds since loading began."""
+        now_s = time.monotonic()
+        if self._live:
+            print_line(f"\r\033[Kmeltcore: {reason}", sys.stderr, end="")
+        elif self._shown_s is None or now_s - self._shown_s >= PROGRESS_S:
+            print_line(f"meltcore: {reason} after {now_s - self._started_s:.1f} s", sys.stderr)
+        else:
+            return
+        self._shown_s = now_s
+
+    def clear(self) -> None:
+        """Remove the line from a terminal."""
+        if self._live and self._shown_s is not None:
+            print_line("\r\033[K", sys.stderr, end="")
+
+
+def print_ready(
+    config: ServerConfig, engines: Sequence[ServedReady], synthetic_tokenizers: Sequence[bool], api_servers: int
+) -> None:
+    """Print the served models, their limits, and their memory tables."""
+    # Rich would end the process when the reader of standard output is gone.
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=sys.stdout.isatty(), highlight=False, soft_wrap=True)
+    for model, engine, synthetic in zip(config.models, engines, synthetic_tokenizers, strict=True):
+        _show_model(console, model, engine, synthetic, api_servers)
+    print_line(output.getvalue(), sys.stdout, end="")
+
+
+def _show_model(console: Console, model: ModelConfig, engine: ServedReady, synthetic: bool, api_servers: int) -> None:
+    several = model.data_parallel_size > 1
+    replicas = f"{model.data_parallel_size} replicas, each with " if several else ""
+    notes = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
+    notes += ["synthetic tokenizer"] if synthetic else []
+    if isinstance(engine, TranslationReady | TranscriptionReady) and engine.output_lengths == "synthetic":
+        notes.append("synthetic output lengths")
+    notes += [f"debug {option}" for option in model.engine.debug_options]
+    notes += [f"overrides {json.dumps(model.engine.hf_overrides)}"] if model.engine.hf_overrides else []
+    note = f" [{', '.join(notes)}]" if notes else ""
+    console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
+    console.print(
+        f"  {replicas}{_limits(engine)}, loaded in {engine.load_s:.1f} s, "
+        f"{api_servers} API server process{'es' if api_servers > 1 else ''}",
+        markup=False,
+    )
+    table = Table(
+        title="memory of each replica" if several else "memory", title_justify="left", show_edge=False, pad_edge=False
+    )
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    table.add_column("note")
+    for row in engine.memory:
+        table.add_row(row.name, size_text(row.size_bytes), row.note)
+    console.print(table)
+
+
+def _limits(engine: ServedReady) -> str:
+    if isinstance(engine, GenerationReady):
+        return (
+            f"context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences per step, "
+            f"{engine.pages_total} KV pages of {engine.page_size} tokens"
+        )
+    if isinstance(engine, TranslationReady):
+        return (
+            f"{engine.slots} sentences per step of up to {engine.max_source} tokens, {engine.num_beams} beams of "
+            f"{engine.max_new_tokens}"
+        )
+    if isinstance(engine, SynthesisReady):
+        return (
+            f"speech synthesis with {len(engine.voices)} voices, texts of up to {engine.max_text:,} characters, "
+            f"{engine.max_cost:,} frames of open requests"
+        )
+    clip_s = engine.max_samples / engine.sample_rate
+    return f"transcription in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
+
+
+def size_text(size_bytes: int) -> str:
+    """Format a size in bytes: 1536 as "1.50 KiB"."""
+    for unit, name in _UNITS:
+        if abs(size_bytes) >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes} B"

@@ -1,0 +1,317 @@
+"""One foreign model of the supervisor: servers that run elsewhere, or processes that it starts and starts again.
+
+API servers only get addresses. Whether a server answers, each of them asks by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from meltcore.common.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.common.machine import gpu_environment
+from meltcore.common.process_output import one_line
+from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.run.logs import log_path
+from meltcore.fleet.run.replica import ReplicaState, ServerParts
+from meltcore.fleet.run.supervised_model import SupervisedModel
+from meltcore.protocol.channel import AddForeign
+from meltcore.serve.engines.engine_process import EngineProcess
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.upstream.foreign_command import foreign_command
+from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
+from meltcore.serve.upstream.forward import FORWARDED_PATHS
+from meltcore.serve.upstream.http_backend import task_of, upstream_api_key
+from meltcore.serve.upstream.http_replica import Replica as Upstream
+from meltcore.settings.config import EngineConfig, ForeignConfig
+
+# Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
+_SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
+_HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
+
+
+class ForeignServer:
+    """One replica of a foreign model that a command starts, whose process may be replaced."""
+
+    def __init__(self, index: int, port: int, log: Path) -> None:
+        self.index = index
+        self.port = port
+        self.log = log
+        self.state: ReplicaState = "waiting"
+        self.reason = ""
+        self.restarts = 0
+        self.is_asleep = False  # its process lives, and has given its memory back
+        self.deaths_s: list[float] = []  # monotonic
+        self.process: ForeignProcess | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new life: nothing has come of it yet."""
+        self.state, self.reason, self.deaths_s = "waiting", "", []
+        self.started: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
+
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+        deaths_s = self.deaths_s
+        self.begin()
+        self.state, self.deaths_s, self.is_asleep = "sleeping", deaths_s, False
+
+
+class ForeignModel(SupervisedModel[ForeignServer]):
+    """The servers of one foreign model, from their first start to the end of the server, or of the model in it."""
+
+    def __init__(self, number: int, config: ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
+        """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
+        upstream_api_key(config)  # a message here, not a death of every API server
+        super().__init__(number, config, stats, parts)
+        self.config = config
+        stats.task = task_of(config)  # for the metrics of this process
+        self.engines: list[EngineProcess] = []  # none of ours
+        urls = config.urls
+        # A fleet is not ready before servers that run elsewhere have answered.
+        self._elsewhere = [Upstream(index, url, config, upstream_api_key(config)) for index, url in enumerate(urls)]
+        if not urls:
+            count = config.replicas
+            folder = parts.log_folder or parts.sockets
+            for index in range(count):
+                self.replicas.append(ForeignServer(index, free_port(), log_path(folder, self.name, index, count)))
+                stats.mark_replica_dead(index)
+            urls = tuple(f"http://127.0.0.1:{server.port}" for server in self.replicas)
+        served = replace(config, urls=urls, command=None, gpus=())
+        parts.pool.add_model(AddForeign(number, served), stats)
+
+    # --- starting
+
+    async def load(self) -> None:
+        """Start all servers and wait for them. Raises MeltcoreError where one fails; with a policy, where all do.
+
+        With a policy it also waits for a server that runs elsewhere, up to `start_timeout_s`.
+        """
+        if self._elsewhere and self._parts.policy is not None:
+            await self._wait_elsewhere(self.config.start_timeout_s)
+        for server in self.replicas:
+            server.task = asyncio.create_task(self._keep(server))
+        started = [server.started for server in self.replicas]
+        if started:
+            when = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
+            await asyncio.wait(started, return_when=when)
+        self._check_started(started)
+        self.update_status()
+
+    async def load_or_fail(self) -> None:
+        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        await super().load_or_fail()
+        if self._elsewhere and self.status == "failed":  # it may be started yet
+            await self._wait_elsewhere(math.inf)
+            self.update_status()
+
+    async def _wait_elsewhere(self, limit_s: float) -> None:
+        """Wait until one of the servers at the addresses is healthy. Raises ConfigError where none is in time."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            await asyncio.gather(*(server.check_health() for server in self._elsewhere))
+            if any(server.state == "up" for server in self._elsewhere):
+                return
+            if all(server.leads_back for server in self._elsewhere) and limit_s < math.inf:
+                raise ConfigError(self._elsewhere[0].reason)
+            if time.monotonic() >= deadline_s:
+                raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
+            await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
+
+    async def fail_loading(self, reason: str) -> None:
+        """Give up a model that takes too long to load for the first time, with the last output of its server."""
+        late = next((each.process for each in self.replicas if each.process and each.state == "loading"), None)
+        await super().fail_loading(reason if late is None else f"{reason}; its last output:\n{late.log_tail()}")
+
+    def _shortened(self, reason: str) -> str:
+        return one_line(reason)
+
+    async def _keep(self, server: ForeignServer) -> None:
+        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+        while True:
+            failure: MeltcoreError
+            await self.may_run.wait()
+            try:
+                load_s = await self._start(server)
+            except MeltcoreError as error:
+                reason, failure = str(error), error
+            else:
+                self._on_ready(server, load_s)
+                assert server.process is not None
+                reason = await server.process.wait()
+                if not server.is_asleep:
+                    reason += f":\n{server.process.log_tail()}"
+                failure = EngineDeadError(reason)
+                if server.is_asleep:  # it is started again when it is wanted
+                    await server.process.stop()
+                    self._parts.report(f"the server of {self.name} has ended asleep: {reason}")
+                    server.is_asleep = False
+                    server.restarts += 1
+                    continue
+            if server.process is not None:
+                await server.process.stop()  # what it left in its group
+            pause_s = self._after_end(server, reason)
+            if pause_s is None:
+                self._give_up(server, failure)
+                return
+            await asyncio.sleep(pause_s)
+            server.restarts += 1
+
+    async def _start(self, server: ForeignServer) -> float:
+        server.state = "waiting"
+        self.stats.set("start_s", time.monotonic())
+        async with self._gate(server.index):
+            server.state = "loading"
+            self.stats.set("start_s", time.monotonic())
+            process = ForeignProcess(self.config, server.index, server.port, server.log, self._parts.report)
+            server.process = process
+            return await process.start()
+
+    def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
+        """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
+        if not self.config.gpus or not self.config.gpus[replica]:
+            return nullcontext()
+        gpus, memory_bytes = self.config.gpus[replica], self.config.memory_bytes
+        engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)
+        return self._parts.gate.loading(Placement(engine, gpu_environment(gpus)))
+
+    def _on_ready(self, server: ForeignServer, load_s: float) -> None:
+        server.state, server.reason = "ready", ""
+        self.stats.set("start_took_s", load_s)
+        self.stats.mark_replica_ready(server.index)
+        if not server.started.done():
+            server.started.set_result(load_s)
+        self._parts.log.write("engine_ready", model=self.name, replica=server.index, load_s=round(load_s, 3))
+        self.update_status()
+
+    # --- ending
+
+    def _after_end(self, server: ForeignServer, reason: str) -> float | None:
+        """Note the end of a process; returns the pause until the next start, None for no start."""
+        policy, now_s = self._parts.policy, time.monotonic()
+        was_serving = server.state in ("ready", "draining")
+        self.stats.mark_replica_dead(server.index)
+        server.reason = reason
+        server.deaths_s.append(now_s)
+        pause_s = policy.pause_s(server.deaths_s, now_s) if policy is not None and not self._draining else None
+        server.state = "failed" if pause_s is None else "pausing"
+        self.stats.set("start_s", now_s + (pause_s or 0.0))
+        subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.replicas) > 1 else "")
+        event = "engine_died" if was_serving else "engine_failed"
+        self._parts.log.write(event, model=self.name, replica=server.index, why=self._shortened(reason))
+        what = "has ended" if was_serving else "could not start"
+        plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
+        self._parts.report(f"{subject} {what}: {reason}; {plan}")
+        self.update_status()
+        return pause_s
+
+    async def stop(self) -> None:
+        """End all processes now."""
+        if self._elsewhere and self.loading is not None:
+            self.loading.cancel()
+        await super().stop()
+
+    async def _stop_process(self, server: ForeignServer) -> None:
+        if server.process is not None:
+            await server.process.stop()
+
+    async def _wait_started(self, server: ForeignServer) -> None:
+        await server.started
+
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End a process that takes too long to start; it is started again like one that has ended."""
+        process = self.replicas[replica].process
+        if process is not None:
+            self._parts.report(f"the server of {self.name}: {reason}")
+            process.kill()
+
+    def kill(self) -> None:
+        """End all processes without waiting."""
+        for server in self.replicas:
+            if server.process is not None:
+                server.process.kill()
+
+    # --- sleeping: a process is ended, and started again, or it sleeps by itself
+
+    async def sleep_servers(self, keep: Literal["host", "disk"], limit_s: float) -> Literal["host", "disk"]:
+        """Let servers sleep that can, and end the others, which are started again; returns where weights are now.
+
+        keep: where they shall be. limit_s: for a server's answer.
+        """
+        await asyncio.gather(*(self._sleep(server, keep, limit_s) for server in self.replicas))
+        return "host" if any(server.is_asleep for server in self.replicas) else "disk"
+
+    async def _sleep(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> None:
+        if server.state == "failed":
+            return
+        if self.config.sleep_mode == "vllm" and keep == "host" and server.state == "ready" and server.process:
+            server.is_asleep = True  # before it is asked: it may end meanwhile
+            try:
+                await server.process.post(_SLEEP_PATH, limit_s)
+            except ConfigError as error:
+                server.is_asleep = False
+                self._parts.report(f"the server of {self.name} cannot sleep ({error}): it is ended, and started again")
+            else:
+                server.state = "sleeping"
+                return
+        await self.end_engine(server)
+
+    async def wake_servers(self, limit_s: float) -> None:
+        """Wake the servers that sleep; one that does not wake is ended, and started again."""
+        await asyncio.gather(*(self._wake(server, limit_s) for server in self.replicas if server.is_asleep))
+
+    async def _wake(self, server: ForeignServer, limit_s: float) -> None:
+        assert server.process is not None, "it sleeps"
+        try:
+            await server.process.post(_WAKE_PATH, limit_s)
+        except ConfigError as error:
+            if server.is_asleep:  # else it has ended
+                self._parts.report(f"the server of {self.name} could not be woken ({error}): it is started again")
+                await self.end_engine(server)
+            return
+        server.is_asleep = False
+        server.state = "ready"
+        self.stats.mark_replica_ready(server.index)
+
+    # --- state
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is loaded for the first time."""
+        return self.status == "loading"
+
+    def update_status(self) -> None:
+        """Derive the status from the processes."""
+        if self._draining:
+            return
+        states = [server.state for server in self.replicas]
+        reason = next((one_line(server.reason) for server in self.replicas if server.reason), "")
+        if not self.may_run.is_set():
+            if self.status != "loading" and set(states) != {"failed"}:
+                self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
+        elif not states or "ready" in states or "draining" in states:
+            self.set_status("ready", "ready")
+        elif "loading" in states or "waiting" in states or "pausing" in states:
+            if reason:
+                self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
+        elif self._parts.policy is None:
+            self.set_status("dead", f"the server of {self.name} has ended: {reason}")
+        else:
+            self.set_status("failed", f"the server of {self.name} has ended and is not started again: {reason}")
+
+
+def check_foreign(config: ForeignConfig) -> None:
+    """Raise ConfigError where a foreign model cannot work: a missing key or program, or a path that has no route."""
+    upstream_api_key(config)
+    if config.command is not None:
+        foreign_command(config, 0, 1)
+    for path in config.paths:
+        if path not in FORWARDED_PATHS:
+            raise ConfigError(f"{config.names[0]}: paths may be {', '.join(FORWARDED_PATHS)}; got {path!r}")

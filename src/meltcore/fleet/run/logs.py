@@ -1,0 +1,130 @@
+"""The logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file.
+
+A file past a limit begins anew; the one before is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from meltcore.common.errors import ConfigError
+
+SERVER = "server"  # the prefix of the server's own lines
+PREVIOUS = ".previous"  # the end of the name of the file before
+LOG_LIMIT_BYTES = 64 * 2**20  # unless the file says otherwise
+ROTATE_CHECK_S = 5.0
+_POLL_S = 0.2
+_BLOCK_BYTES = 1 << 16
+
+
+class LogFile(NamedTuple):
+    """A file, and the name before its lines: that of the model, with the replica's number where it has several."""
+
+    name: str
+    path: Path
+
+
+def log_name(model: str) -> str:
+    """Return a model's name as the name of a file: names may hold slashes."""
+    return model.replace("/", "--")
+
+
+def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
+    """Return the log file of a replica."""
+    number = f".{replica}" if replicas > 1 else ""
+    return folder / f"{log_name(name)}{number}.log"
+
+
+def log_folder(state: Path, port: int) -> Path:
+    """Return the folder of the engines' logs of the fleet on a port."""
+    return state / f"fleet-{port}"
+
+
+def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]:
+    """Return the logs of a model, or of all with that of the server. Raises ConfigError when there is none."""
+    engines = [LogFile(path.stem, path) for path in sorted(folder.glob("*.log"))]
+    if model is None:
+        own = [LogFile(SERVER, Path(server_log))] if server_log else []
+        found = own + engines
+    else:
+        name = log_name(model)
+        found = [log for log in engines if log.name == name or log.name.rpartition(".")[0] == name]
+    if not found:
+        known = f"it has {', '.join(log.name for log in engines)}" if engines else "no engine has started"
+        raise ConfigError(f"no log of {model or 'any model'} in {folder}; {known}")
+    return found
+
+
+def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, out: Callable[[str], None]) -> None:
+    """Give each line to `out`, with a prefix where there are several files. Follows them until interrupted.
+
+    `num_lines`: the last ones of each file that are shown first; None: all.
+    """
+    width = max(len(log.name) for log in logs)
+    prefixes = [f"{log.name:<{width}} | " if len(logs) > 1 else "" for log in logs]
+    files = [_Tail(log.path) for log in logs]
+    for file, prefix in zip(files, prefixes, strict=True):
+        lines = list(file.lines())
+        if file.rest and not follow:
+            lines.append(file.rest.decode(errors="replace"))
+        for line in lines if num_lines is None else lines[max(0, len(lines) - num_lines) :]:
+            out(prefix + line)
+    while follow:
+        for file, prefix in zip(files, prefixes, strict=True):
+            for line in file.lines():
+                out(prefix + line)
+        time.sleep(_POLL_S)
+
+
+async def keep_small(files: Callable[[], Sequence[Path]], limit_bytes: int) -> None:
+    """Look at log files regularly, and begin those anew that have more than `limit_bytes`."""
+    while True:
+        await asyncio.sleep(ROTATE_CHECK_S)
+        await asyncio.to_thread(rotate_large, files(), limit_bytes)
+
+
+def rotate_large(files: Sequence[Path], limit_bytes: int) -> None:
+    """Copy each file with more than `limit_bytes` to *.previous and empty it: a process has it open, and appends.
+
+    A line that is written between the two is lost. A file that cannot be copied, as on a full disk, is emptied too.
+    """
+    for path in files:
+        try:
+            if path.stat().st_size <= limit_bytes:
+                continue
+            try:
+                shutil.copyfile(path, path.with_name(path.name + PREVIOUS))
+            finally:
+                os.truncate(path, 0)
+        except OSError:  # it is gone, or the disk is full; the next look comes soon
+            continue
+
+
+class _Tail:
+    """Reads the whole lines that a file has got since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.rest = b""  # of a line that has no end yet
+
+    def lines(self) -> Iterator[str]:
+        """Yield new lines without their ends."""
+        if self._file is None:
+            try:
+                self._file = self._path.open("rb")
+            except OSError:  # not written yet
+                return
+        if self._path.stat().st_size < self._file.tell():  # it has begun anew
+            self._file.seek(0)
+            self.rest = b""
+        while block := self._file.read(_BLOCK_BYTES):
+            *whole, self.rest = (self.rest + block).split(b"\n")
+            for line in whole:
+                yield line.decode(errors="replace")

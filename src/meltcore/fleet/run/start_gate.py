@@ -1,0 +1,57 @@
+"""When engines may start: one that measures the free memory of its GPUs must not see another one that is loading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from meltcore.fleet.plan.placement import Placement, placed_gpus
+
+WAVE = 64  # engines of a cluster that load at the same time: they read their checkpoints from the same storage
+
+
+class _Start(NamedTuple):
+    """An engine that is loading or wants to. `measures`: it takes what is free, instead of a number of bytes."""
+
+    gpus: frozenset[str]
+    measures: bool
+    in_cluster: bool = False
+
+    def excludes(self, other: _Start) -> bool:
+        return (self.measures or other.measures) and bool(self.gpus & other.gpus)
+
+
+class StartGate:
+    """Lets engines load in the order in which they ask, in parallel where their memory allows.
+
+    Engines with `memory_bytes` load concurrently. One without takes all that is free of its GPUs, so it loads alone
+    there. An engine on a CPU waits for none. Engines of a cluster start in waves of at most WAVE.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[_Start] = []
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def loading(self, placement: Placement) -> AsyncIterator[None]:
+        """Wait until the engine of `placement` may load; the block is its loading."""
+        start = _Start(placed_gpus(placement), placement.engine.memory_bytes is None, bool(placement.node))
+        self._starts.append(start)
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._is_blocked(start))
+            yield
+        finally:
+            self._starts = [other for other in self._starts if other is not start]  # two may be equal
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _is_blocked(self, start: _Start) -> bool:
+        for position, other in enumerate(self._starts):
+            if other is start:
+                return False
+            if start.excludes(other) or (start.in_cluster and position + 1 >= WAVE):
+                return True
+        return False

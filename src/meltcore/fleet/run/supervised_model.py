@@ -1,0 +1,242 @@
+"""What models of the supervisor share, with engines of ours or foreign servers: status, drain, sleep, replacement."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from meltcore.common.errors import MeltcoreError
+from meltcore.fleet.run.replica import ReplicaState, ServerParts
+from meltcore.protocol.channel import EndRequests, StatusChanged
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus
+
+POLL_S = 0.02  # while draining
+
+
+class SupervisedReplica(Protocol):
+    """One replica of a model, whose process may be replaced."""
+
+    index: int
+    state: ReplicaState
+    restarts: int
+    task: asyncio.Task[None] | None
+
+    @property
+    def started(self) -> asyncio.Future[Any] | None:
+        """The first outcome of a start."""
+
+    def begin(self) -> None:
+        """Begin a new life: nothing has come of it yet."""
+
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+
+
+_R = TypeVar("_R", bound=SupervisedReplica)
+
+
+class SupervisedModel(ABC, Generic[_R]):
+    """The replicas of one model, from their first start to the end of the server, or of the model in it."""
+
+    def __init__(self, number: int, config: ModelConfig | ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
+        self.number, self.stats = number, stats
+        self.name = config.names[0]
+        self.status: ModelStatus = "loading"
+        self.reason = "loading: starting"
+        self.replicas: list[_R] = []
+        self.all_ended = asyncio.Event()  # no replica will serve again
+        self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
+        self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
+        self.changing = asyncio.Lock()  # held to put it to sleep, to wake it, or to replace its processes
+        if not config.sleepable or parts.policy is None:
+            self.may_run.set()
+        self._parts = parts
+        self._draining = False
+
+    # --- what differs
+
+    @property
+    @abstractmethod
+    def is_loading(self) -> bool:
+        """Whether the model is loaded for the first time."""
+
+    @abstractmethod
+    async def load(self) -> None:
+        """Start all replicas and wait for them. Raises MeltcoreError when the model cannot serve."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End all processes without waiting."""
+
+    @abstractmethod
+    def fail_start(self, replica: int, reason: str) -> None:
+        """End a process that takes too long to start; it is started again like one that has died."""
+
+    @abstractmethod
+    def update_status(self) -> None:
+        """Derive the status from the replicas."""
+
+    @abstractmethod
+    async def _keep(self, replica: _R) -> None:
+        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+
+    @abstractmethod
+    async def _wait_started(self, replica: _R) -> None:
+        """Wait until a replica serves. Raises MeltcoreError where it fails."""
+
+    @abstractmethod
+    async def _stop_process(self, replica: _R) -> None:
+        """End the process of a replica, which is not kept any more."""
+
+    # --- starting and ending
+
+    async def load_or_fail(self) -> None:
+        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        try:
+            await self.load()
+        except MeltcoreError as error:
+            await self._stop_all()
+            self.fail(str(error))
+
+    def _check_started(self, started: Sequence[asyncio.Future[Any]]) -> None:
+        """Raise the error of a start: without a policy of any, else where all have failed."""
+        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
+        if errors and (self._parts.policy is None or len(errors) == len(started)):
+            raise errors[0]
+
+    def _give_up(self, replica: _R, failure: MeltcoreError) -> None:
+        """Note that a replica is not started again."""
+        if replica.started is not None and not replica.started.done():
+            replica.started.set_exception(failure)
+        if all(each.state == "failed" for each in self.replicas):
+            self.all_ended.set()
+
+    async def fail_loading(self, reason: str) -> None:
+        """Give up a model that takes too long to load for the first time."""
+        if self.loading is not None:
+            self.loading.cancel()
+            await asyncio.gather(self.loading, return_exceptions=True)
+        await self._stop_all()
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """Refuse requests from now on; `reason` says why the model could not be loaded."""
+        if not self._draining:
+            self._parts.log.write("model_failed", model=self.name, why=reason)
+            self._parts.report(f"{self.name} could not be loaded: {reason}")
+            self.set_status("failed", f"{self.name} could not be loaded: {self._shortened(reason)}")
+
+    def _shortened(self, reason: str) -> str:
+        """Return a reason as refused requests receive it."""
+        return reason
+
+    def drain(self, reason: str) -> None:
+        """Refuse new requests; the open ones continue, and a process that ends is not started again."""
+        self._draining = True
+        self.set_status("draining", reason)
+
+    async def stop(self) -> None:
+        """End all processes now."""
+        self._draining = True
+        await self._stop_all()
+
+    async def _stop_all(self) -> None:
+        tasks = [replica.task for replica in self.replicas if replica.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*map(self._stop_process, self.replicas))
+
+    async def _end_process(self, replica: _R) -> None:
+        if replica.task is not None:
+            replica.task.cancel()
+            await asyncio.gather(replica.task, return_exceptions=True)
+        self._on_replaced(replica)
+        await self._stop_process(replica)
+        await self._wait_freed(replica)
+
+    async def _wait_freed(self, replica: _R) -> None:
+        """Wait until a process that was ended can have no memory any more: another one is started."""
+
+    def _on_replaced(self, replica: _R) -> None:
+        """End the requests of a replica whose process is about to be ended."""
+
+    # --- replacing
+
+    async def replace_engines(self, drain_limit_s: float) -> None:
+        """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
+
+        Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new ones
+        are refused with 503. A model that sleeps stays asleep: its processes are started when it is wanted.
+        """
+        async with self.changing:
+            is_asleep = not self.may_run.is_set()
+            for replica in self.replicas:
+                await (self.end_engine(replica) if is_asleep else self._replace(replica, drain_limit_s))
+            if is_asleep:
+                self.update_status()
+
+    async def _replace(self, replica: _R, drain_limit_s: float) -> None:
+        if replica.state == "ready":
+            replica.state = "draining"
+            self.stats.drain_replica(replica.index)
+            self.update_status()
+            deadline_s = time.monotonic() + drain_limit_s
+            while self.stats.open_requests(replica.index) and time.monotonic() < deadline_s and replica.task:
+                await asyncio.wait({replica.task}, timeout=POLL_S)
+        self.stats.mark_replica_dead(replica.index)
+        await self._end_process(replica)
+        replica.begin()
+        replica.restarts += 1
+        self.all_ended.clear()
+        replica.task = asyncio.create_task(self._keep(replica))
+        await self._wait_started(replica)
+
+    # --- sleeping
+
+    def begin_sleep(self) -> None:
+        """Let requests wait from now on, and start no process."""
+        self.may_run.clear()
+        for replica in self.replicas:
+            if replica.state != "failed":
+                self.stats.mark_replica_asleep(replica.index)
+        self.update_status()
+
+    def begin_wake(self) -> None:
+        """Let processes be started; those that sleep are woken by the caller."""
+        self.set_status("waking", f"{self.name} is being woken")
+        self.may_run.set()
+
+    def end_wake(self, took_s: float) -> None:
+        """Count a wake."""
+        self.stats.count_wake(took_s)
+        self.update_status()
+
+    async def end_engine(self, replica: _R) -> None:
+        """End the process of a replica; it is started again once the model may run."""
+        await self._end_process(replica)
+        replica.begin_asleep()
+        replica.restarts += 1
+        if not self._draining:
+            self.stats.mark_replica_asleep(replica.index)
+            replica.task = asyncio.create_task(self._keep(replica))
+
+    # --- telling
+
+    def set_status(self, status: ModelStatus, reason: str) -> None:
+        """Tell all API servers the status of the model, and the reason that refused requests receive."""
+        if (status, reason) != (self.status, self.reason):
+            self.status, self.reason = status, reason
+            self._parts.pool.broadcast(StatusChanged(self.number, status, reason))
+
+    def broadcast(self, message: EndRequests) -> None:
+        """Send a message about the model to all API servers."""
+        self._parts.pool.broadcast(message)
+
+    def report(self, text: str) -> None:
+        """Print a line."""
+        self._parts.report(text)

@@ -1,0 +1,358 @@
+"""The API server processes of a server: started, given connections, watched, restarted.
+
+The supervisor accepts and passes each connection to the worker with the fewest. Hashing connections over several
+listening sockets (SO_REUSEPORT) leaves one worker with a fifth more than its share at 400 connections, and would let a
+second server join a port in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
+from meltcore.common.process import STDERR, describe_exit, start_async
+from meltcore.protocol.channel import (
+    AddForeign,
+    AddModel,
+    Channel,
+    EndRequests,
+    EngineUnreadable,
+    Exit,
+    FromAPIServer,
+    ModelFailed,
+    OpenModel,
+    RemoveModel,
+    ReplicaEnded,
+    ReplicaStarted,
+    RoutesChanged,
+    Setup,
+    Started,
+    StatusChanged,
+    ToAPIServer,
+)
+from meltcore.serve.http.hops import own_name
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.settings.config import ServerConfig
+from meltcore.settings.routes_config import RoutesConfig
+
+_COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
+# Of several workers: Python's own allocator keeps a megabyte for one object that is left in it, 50 MB for good after
+# 2,500 streams per process. The C library's returns all but the pages in use (see http_server.py), for a tenth more
+# CPU per token, which a machine with cores for a single worker cannot spare.
+_ALLOCATOR = {"PYTHONMALLOC": "malloc"}
+_EXIT_LIMIT_S = 4.0  # from asking a worker to exit until it is killed; it closes its connections meanwhile
+_RETRY_S = 0.05
+_MAX_EARLY_DEATHS = 3  # in a row, of a worker of a fleet that has served before
+CORES_PER_WORKER = 4
+MAX_DEFAULT_WORKERS = 4
+ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
+
+
+def worker_count(config: ServerConfig) -> int:
+    """Return the number of API server processes: as configured, else one per four cores, at most four.
+
+    One moves about 40,000 tokens/s. While it is busy with one request, all its streams wait. Engines and clients need
+    cores too.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return config.api_server_count or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
+
+
+class APIServerWorker:
+    """One API server process, and the number of connections it was given."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id  # its row of the statistics and its sockets, from 1 on
+        self.assigned = 0.0  # connections, those that a predecessor closed included
+        self.process: asyncio.subprocess.Process | None = None
+        self.channel: Channel[FromAPIServer] | None = None
+        self.started = False
+        self.opened: set[int] = set()  # models that it can serve
+        self.has_served = False  # it or a predecessor
+        self.early_deaths = 0  # predecessors in a row that ended before they could serve
+
+    def send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
+        """Send a message. A worker that does not read its messages is killed."""
+        running = self.process is not None and self.process.returncode is None
+        if running and self.channel is not None and not self.channel.send(message, descriptor):
+            assert self.process is not None
+            self.process.kill()
+
+
+class _Model:
+    """What a worker that starts later has to be sent of a model, and whether all workers can serve it."""
+
+    def __init__(self, added: AddModel | AddForeign, stats: ModelStats) -> None:
+        self.added = added
+        self.stats = stats
+        self.open: OpenModel | None = None
+        self.status: StatusChanged | None = None
+        self.synthetic = False  # its tokenizer
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
+
+    def keep(self, message: ModelMessage) -> None:
+        """Note a message that has just been sent to all workers."""
+        if isinstance(message, OpenModel):
+            self.open = message
+        elif isinstance(message, StatusChanged):
+            self.status = message
+        elif isinstance(message, ReplicaStarted | ReplicaEnded) and isinstance(self.added, AddModel):
+            engines = list(self.added.engines)
+            engines[message.replica] = message.engine if isinstance(message, ReplicaStarted) else None
+            self.added = msgspec.structs.replace(self.added, engines=engines)
+
+
+class WorkerPool:
+    """All API server processes of a server."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        stats: ServerStats,
+        directory: Path,
+        *,
+        restart_early: bool = False,
+        on_lost: Callable[[int, str, int], None],
+        on_unreadable: Callable[[int, int, str], None],
+    ) -> None:
+        """Create the pool.
+
+        `restart_early`: whether a worker is restarted that dies before any model is open; else the server ends.
+
+        `on_lost(worker_id, exit_reason, open_requests)`: called when a worker died. `on_unreadable(model, replica,
+        reason)`: called when a worker could not decode a message of that engine.
+        """
+        self._config = config
+        self._stats = stats
+        self._directory = directory
+        self._on_lost = on_lost
+        self._on_unreadable = on_unreadable
+        self._workers: list[APIServerWorker] = []
+        self._watches: set[asyncio.Task[None]] = set()
+        self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
+        self._models: dict[int, _Model] = {}
+        self._restart_early = restart_early
+        self._exiting = False
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> None:
+        """Start every process."""
+        for worker_id in range(1, self._stats.api_servers + 1):
+            worker = APIServerWorker(worker_id)
+            self._workers.append(worker)
+            await self._start(worker)
+
+    # --- models
+
+    def add_model(self, message: AddModel | AddForeign, stats: ModelStats) -> None:
+        """Let all workers load the tokenizer of a model, or watch the servers of a foreign one."""
+        model = self._models[message.model] = _Model(message, stats)
+        for worker in self._workers:
+            if worker.started:
+                worker.send(message, model.stats.shared.fd)
+
+    def remove_model(self, model: int) -> None:
+        """Let all workers forget a model."""
+        del self._models[model]
+        for worker in self._workers:
+            worker.opened.discard(model)
+            if worker.started:
+                worker.send(RemoveModel(model))
+
+    async def open_model(self, message: OpenModel) -> bool:
+        """Let all workers accept requests for a model, and wait until they can.
+
+        Returns whether its tokenizer is a substitute. Raises ConfigError when one cannot load what it needs.
+        """
+        model = self._models[message.model]
+        self.broadcast(message)
+        waited: set[asyncio.Future[Any]] = {model.opened, self.failed}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not model.opened.done():
+            raise ConfigError(self.failed.result())
+        model.opened.result()
+        return model.synthetic
+
+    def change_routes(self, config: ServerConfig) -> None:
+        """Let all workers choose models by the routes of `config`, which later ones start with."""
+        self._config = config
+        for worker in self._workers:
+            if worker.started:
+                worker.send(RoutesChanged(config.routes))
+
+    @property
+    def num_models(self) -> int:
+        """The number of models of the server."""
+        return len(self._models)
+
+    def model_failed(self, model: int) -> asyncio.Future[None]:
+        """Return a future with the error of a model that a worker cannot serve. It is done also when all can."""
+        return self._models[model].opened
+
+    def broadcast(self, message: ModelMessage) -> None:
+        """Send a message about a model to every worker."""
+        self._models[message.model].keep(message)
+        for worker in self._workers:
+            if worker.started:
+                worker.send(message)
+
+    # --- connections
+
+    def assign(self, connection: socket.socket) -> None:
+        """Pass `connection` to the worker with the fewest connections, or to the next one that starts."""
+        self._pending.append(connection)
+        if len(self._pending) == 1:
+            self._assign_pending()
+
+    async def stop(self) -> None:
+        """Let all workers close their connections and exit; kill those that exceed the limit."""
+        self._exiting = True
+        for worker in self._workers:
+            if worker.started:
+                worker.send(Exit())
+        self._kill(worker for worker in self._workers if not worker.started)
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=_EXIT_LIMIT_S)
+        self.kill()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        for connection in self._pending:
+            connection.close()
+
+    def kill(self) -> None:
+        """End all processes now."""
+        self._exiting = True
+        self._kill(self._workers)
+
+    def _kill(self, workers: Iterable[APIServerWorker]) -> None:
+        for worker in workers:
+            if worker.process is not None and worker.process.returncode is None:
+                worker.process.kill()
+
+    def _assign_pending(self) -> None:
+        closed_counts = self._stats.closed_connections()
+        available_workers = [worker for worker in self._workers if self._is_available(worker)]
+        while self._pending and available_workers:
+            for worker in sorted(
+                available_workers, key=lambda worker: worker.assigned - closed_counts[worker.worker_id]
+            ):
+                if worker.channel is not None and worker.channel.send_connection(self._pending[0]):
+                    self._pending.popleft()
+                    worker.assigned += 1
+                    break
+            else:  # all are busy, and their buffers full
+                asyncio.get_running_loop().call_later(_RETRY_S, self._assign_pending)
+                return
+
+    def _is_available(self, worker: APIServerWorker) -> bool:
+        """Whether a worker serves all that every other one can serve: without, it would refuse requests."""
+        return worker.started and all(
+            number in worker.opened for number, model in self._models.items() if _is_open(model.opened)
+        )
+
+    # --- processes
+
+    async def _start(self, worker: APIServerWorker) -> None:
+        allocator = _ALLOCATOR if self._stats.api_servers > 1 else {}
+        parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            worker.process = await start_async(
+                _COMMAND,
+                stdin=child_socket.fileno(),
+                stdout=STDERR,
+                environment=os.environ | ONE_ARENA_ENVIRONMENT | allocator,
+            )
+        finally:
+            child_socket.close()
+        worker.assigned = self._stats.closed_connections()[worker.worker_id]
+        worker.channel = Channel(parent_socket, FromAPIServer)
+        worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
+        num_processes = self._stats.api_servers + 1
+        config = dataclasses.replace(self._config, models=(), foreign=(), routes=RoutesConfig())
+        setup = Setup(config, worker.worker_id, num_processes, str(self._directory), own_name())
+        worker.channel.send(setup, self._stats.shared.fd)
+        watch = asyncio.create_task(self._watch(worker))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    def _on_message(self, worker: APIServerWorker, message: FromAPIServer, _descriptors: list[int]) -> None:
+        if isinstance(message, Started):
+            worker.started = True
+            worker.send(RoutesChanged(self._config.routes))  # not in its setup: they name models
+            for model in self._models.values():
+                worker.send(model.added, model.stats.shared.fd)
+                for missed in (model.open, model.status):
+                    if missed is not None:
+                        worker.send(missed)
+            self._assign_pending()
+        elif isinstance(message, EngineUnreadable):
+            if message.model in self._models:
+                self._on_unreadable(message.model, message.replica, message.message)
+        elif (opened := self._models.get(message.model)) is not None:  # else it has been removed meanwhile
+            if isinstance(message, ModelFailed):
+                self._on_model_failed(worker, message)
+                return
+            worker.opened.add(message.model)
+            opened.synthetic = message.synthetic
+            if all(message.model in each.opened for each in self._workers) and not opened.opened.done():
+                opened.opened.set_result(None)
+            self._assign_pending()
+
+    def _on_model_failed(self, worker: APIServerWorker, message: ModelFailed) -> None:
+        opened = self._models[message.model].opened
+        if not opened.done():
+            opened.set_exception(ConfigError(message.message))
+        elif _is_open(opened):  # the others have loaded it
+            self._fail(f"API server process {worker.worker_id}: {message.message}")
+
+    async def _watch(self, worker: APIServerWorker) -> None:
+        """Wait for the end of a worker. It is restarted, unless it ended before it could serve.
+
+        In a fleet a restarted one may do that `_MAX_EARLY_DEATHS` times: one fault must not end all models.
+        """
+        assert worker.process is not None
+        exit_text = describe_exit(await worker.process.wait())
+        assert worker.channel is not None
+        worker.channel.close()
+        if self._exiting:
+            return
+        any_open = any(_is_open(model.opened) for model in self._models.values())
+        has_served = self._is_available(worker) and (any_open or self._restart_early)
+        worker.started, worker.opened = False, set()
+        if has_served:
+            worker.has_served, worker.early_deaths = True, 0
+        elif self._restart_early and worker.has_served and worker.early_deaths < _MAX_EARLY_DEATHS:
+            worker.early_deaths += 1
+        else:
+            self._fail(f"API server process {worker.worker_id} ended while starting ({exit_text})")
+            return
+        self._on_lost(
+            worker.worker_id,
+            exit_text,
+            sum(model.fail_process_requests(worker.worker_id) for model in self._stats.models),
+        )
+        if self._restart_early or any(
+            model.status is not None and model.status.status == "ready" and model.stats.live_replicas()
+            for model in self._models.values()
+        ):
+            await self._start(worker)
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+
+def _is_open(opened: asyncio.Future[None]) -> bool:
+    return opened.done() and not opened.cancelled() and opened.exception() is None

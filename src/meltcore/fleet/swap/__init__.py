@@ -1,0 +1,1 @@
+"""Models that share GPUs: sleep and wake, turns, residency, MPS."""

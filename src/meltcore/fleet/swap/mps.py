@@ -1,0 +1,102 @@
+"""Runs NVIDIA's Multi-Process Service for the engines of a server, so that their kernels share a GPU at the same time.
+
+Without it the driver lets processes take turns of about 2 ms, and a turn belongs to one process however little of the
+GPU its kernels fill. The daemon runs as the user of the server, with folders of its own, and ends with the server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.machine import gpu_environment
+from meltcore.common.process import ProcessError, end_group, run, start
+from meltcore.settings.config import PriorityClass
+
+_PROGRAM = "nvidia-cuda-mps-control"
+_FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/local/cuda/bin")  # also where PATH lacks them
+_START_LIMIT_S, _END_LIMIT_S, _POLL_S = 10.0, 10.0, 0.05
+_LOG_TAIL = 400  # characters
+
+
+class MpsDaemon:
+    """A control daemon, which starts a server process for its clients."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: a private one, where the daemon's sockets and logs go; a socket's path is at most 107 bytes.
+
+        Raises ConfigError where the control program is not installed.
+        """
+        control = shutil.which(_PROGRAM, path=os.pathsep.join([os.environ.get("PATH", ""), *_FOLDERS]))
+        if control is None:
+            raise ConfigError(f"sharing.means: mps needs {_PROGRAM}, which comes with NVIDIA's driver; it is not there")
+        self._control = control
+        self.environment = {
+            "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+        }
+        self._pipe, self._log = folder / "pipe", folder / "log" / "control.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the daemon and wait for its socket. Raises ConfigError where it ends or is not ready in time."""
+        for path in self.environment.values():
+            Path(path).mkdir(parents=True, exist_ok=True)
+        (self._pipe / "control").unlink(missing_ok=True)  # of a daemon that was killed
+        # The daemon would number the GPUs of CUDA_VISIBLE_DEVICES anew, and its clients name them as the driver does.
+        environment = os.environ | gpu_environment([])
+        del environment["CUDA_VISIBLE_DEVICES"]
+        command = [self._control, "-f"]
+        process = start(command, environment=environment | self.environment, stdout=subprocess.DEVNULL)
+        self._process = process
+        deadline_s = time.monotonic() + _START_LIMIT_S
+        while not (self._pipe / "control").exists():
+            if process.poll() is not None:
+                raise ConfigError(f"{_PROGRAM} ended with code {process.returncode}: {self._log_tail()}")
+            if time.monotonic() > deadline_s:
+                self.stop()
+                raise ConfigError(f"{_PROGRAM} was not ready within {_START_LIMIT_S:g} s: {self._log_tail()}")
+            time.sleep(_POLL_S)
+
+    def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
+        """Return what an engine's environment needs; a daemon that has ended is started again.
+
+        sm_percent: of the GPU's SMs that engines below the class `interactive` may use. Raises ConfigError as `start`.
+        """
+        if not self.is_running:
+            self.stop()
+            self.start()
+        if priority_class == "interactive":
+            return self.environment
+        return self.environment | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(sm_percent)}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the daemon has neither ended nor been stopped."""
+        return self._process is not None and self._process.poll() is None
+
+    def servers(self) -> list[int]:
+        """Return the process ids of the server processes, one per GPU and user. Raises ProcessError."""
+        done = self._command(b"get_server_list\n")
+        return [int(word) for word in done.split() if word.isdigit()]
+
+    def stop(self) -> None:
+        """End the daemon and its servers. Their clients should have ended."""
+        if self._process is None:
+            return
+        if self.is_running:
+            with suppress(ProcessError):
+                self._command(b"quit -t 5\n")
+        end_group(self._process, _END_LIMIT_S)
+        self._process = None
+
+    def _command(self, line: bytes) -> bytes:
+        return run([self._control], stdin=line, limit_s=_END_LIMIT_S, environment=os.environ | self.environment).stdout
+
+    def _log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-_LOG_TAIL:].strip() if self._log.exists() else "it left no log"

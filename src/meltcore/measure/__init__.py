@@ -1,0 +1,1 @@
+"""Everything that measures: load, experiments, the GPU score, nodes, traces, documents and reports."""

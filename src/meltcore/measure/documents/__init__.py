@@ -1,0 +1,1 @@
+"""Result documents: their schema and run folders."""

@@ -1,0 +1,103 @@
+"""A node's report card: all evidence about it, with one verdict and the perf stories."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.certificate import Certificate
+from meltcore.measure.documents.comparison import ComparisonResult
+from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.score import ScoredRun
+from meltcore.measure.documents.snapshot import Snapshot
+from meltcore.measure.documents.tuning import Tuning
+
+CARD_FILE, CARD_PAGE = "card.json", "card.html"
+
+EvidenceType = Literal["snapshot", "certificate", "benchmark", "evaluation", "tuning", "profile", "comparison", "load"]
+# The command that makes each type of evidence.
+COMMANDS: dict[EvidenceType, str] = {
+    "snapshot": "meltcore snapshot --json",
+    "certificate": "meltcore certify",
+    "benchmark": "meltcore bench",
+    "evaluation": "meltcore eval",
+    "tuning": "meltcore tune",
+    "profile": "meltcore profile",
+    "comparison": "meltcore compare --run",
+    "load": "meltcore load",
+}
+# What a card requires by default: an evaluation stands for the load on a server.
+REQUIRED: tuple[EvidenceType, ...] = tuple(name for name in COMMANDS if name != "load")
+
+# RECORDED: a record that nothing is judged by, such as a snapshot.
+EvidenceVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RECORDED"]
+# INCOMPLETE: nothing found is wrong, and required evidence is missing.
+CardVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "INCOMPLETE"]
+CARD_EXIT_CODES: dict[CardVerdict, int] = {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3, "INCOMPLETE": 4}
+StoryState = Literal["CONFIRMED", "NOT CONFIRMED", "CONTRADICTED"]
+
+
+class Evidence(msgspec.Struct, kw_only=True):
+    """One document of the card. `summary` is its result in a sentence, `reasons` say why it is not a PASS.
+
+    `source` is the name of the document's folder or file; `taken` is an ISO time, empty where the document has none.
+    """
+
+    type: EvidenceType
+    verdict: EvidenceVerdict
+    summary: str
+    source: str
+    taken: str = ""
+    reasons: list[str] = msgspec.field(default_factory=list)
+
+
+class Story(msgspec.Struct, kw_only=True):
+    """A changed setting of a server, with its gain by a tuning (`tuned`) and by a comparison (`compared`).
+
+    `change` is the setting as the server's arguments, `workload` what it was measured on. `tuning` and `comparison` are
+    indices into the card's lists.
+    """
+
+    change: str
+    workload: str
+    state: StoryState
+    tuned: str = ""
+    compared: str = ""
+    tuning: int | None = None
+    comparison: int | None = None
+
+
+class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
+    """All evidence about a node, and one verdict.
+
+    `verdict` is the worst of the evidence, and INCOMPLETE at best while a type of `required` is `missing`. `superseded`
+    names documents that a newer one of the same subject replaces; `doubts` say why these may not be of one machine. The
+    documents themselves follow whole, so the card can be rendered from this alone.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: CardVerdict
+    reason: str
+    taken: str
+    machine: str
+    evidence: list[Evidence]
+    missing: list[EvidenceType]
+    required: list[EvidenceType] = msgspec.field(default_factory=list)
+    superseded: list[str] = msgspec.field(default_factory=list)
+    doubts: list[str] = msgspec.field(default_factory=list)
+    stories: list[Story] = msgspec.field(default_factory=list)
+    snapshot: Snapshot | None = None
+    certificate: Certificate | None = None
+    benchmark: ScoredRun | None = None
+    runs: list[RunResult] = msgspec.field(default_factory=list)
+    tunings: list[Tuning] = msgspec.field(default_factory=list)
+    profiles: list[Profile] = msgspec.field(default_factory=list)
+    comparisons: list[ComparisonResult] = msgspec.field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status of `meltcore report`."""
+        return CARD_EXIT_CODES[self.verdict]

@@ -1,0 +1,146 @@
+"""A node's certificate: what was measured, what was expected, what was found, and one verdict.
+
+It fails closed: what is unreadable, zero, not finite, skipped or past its time limit is UNKNOWN and never PASS.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION, read_document
+from meltcore.measure.documents.snapshot import Snapshot
+
+CERTIFICATE_FILE = "certificate.json"
+CERTIFICATE_PAGE = "certificate.html"
+
+Tier = Literal["quick", "standard", "full", "soak"]
+TIERS: tuple[Tier, ...] = ("quick", "standard", "full", "soak")
+
+# Verdicts of a certificate, with the exit codes that Nagios and compatible monitors expect of a plugin.
+Verdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN"]
+EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3}
+
+# Verdicts of a row. INVALID: another program used the GPU during the measurement. NOT_APPLICABLE: this machine lacks
+# the feature. RECORDED: a usable number without an expectation, such as the bandwidth of a small collective.
+RowVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "INVALID", "NOT_APPLICABLE", "RECORDED"]
+# From the worst on; neutral ones count only where nothing else is present.
+SEVERITY: tuple[RowVerdict, ...] = ("FAIL", "UNKNOWN", "INVALID", "WARN", "PASS", "RECORDED", "NOT_APPLICABLE")
+
+Source = Literal["baseline", "prior", "topology"]
+
+
+class Expectation(msgspec.Struct, kw_only=True, frozen=True):
+    """What a healthy GPU reaches (`value`), the minimum that passes (`floor`), and how both were derived (`basis`)."""
+
+    source: Source
+    value: float
+    floor: float
+    basis: str
+
+
+class CertificateRow(msgspec.Struct, kw_only=True):
+    """One metric of one subject ("GPU 3", "GPU 0 -> GPU 5", "8 GPUs"). `gpus` are positions in the snapshot.
+
+    `measured` is the median of `samples`. `floor` is the highest of `expectations`, set by `floor_set_by`; `ratio` is
+    measured / expected of that one. A value that does not exist is None.
+    """
+
+    key: str
+    subject: str
+    gpus: list[int]
+    unit: str
+    verdict: RowVerdict
+    measured: float | None = None
+    expected: float | None = None
+    floor: float | None = None
+    floor_set_by: Source | None = None
+    ratio: float | None = None
+    expectations: list[Expectation] = []
+    samples: list[float] = []
+    note: str = ""
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """A fault or a gap, with the action to take. `code` is stable (faults.py), for scripts."""
+
+    code: str
+    verdict: RowVerdict
+    check: str
+    subject: str
+    message: str
+    action: str
+
+
+class Conditions(msgspec.Struct, kw_only=True):
+    """One GPU during a check. `clock_reasons`: clock event reasons, each with its fraction of the samples."""
+
+    subject: str
+    samples: int
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    memory_temperature_c: float | None = None
+    pcie_generation: float | None = None
+    clock_reasons: dict[str, float] = {}
+    new_errors: dict[str, int] = {}
+    unreadable: list[str] = []
+
+
+class CheckReport(msgspec.Struct, kw_only=True):
+    """Rows and findings of one check. `reason`: why it did not finish, does not apply, or leaves something out."""
+
+    name: str
+    title: str
+    verdict: RowVerdict
+    rows: list[CertificateRow] = []
+    findings: list[Finding] = []
+    conditions: list[Conditions] = []
+    duration_s: float = 0.0
+    reason: str = ""
+
+
+class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certificate"):
+    """The result of `meltcore certify`.
+
+    `findings`: those of all checks, one per fault code and subject, the worst first.
+
+    `unverified` lists what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    command: str = "certify"
+    tier: Tier
+    verdict: Verdict
+    required: list[str]
+    started: str
+    duration_s: float
+    snapshot: Snapshot
+    checks: list[CheckReport]
+    findings: list[Finding] = []
+    unverified: list[str] = []
+    notes: list[str] = []
+
+    @property
+    def exit_code(self) -> int:
+        """Exit status of `meltcore certify`."""
+        return EXIT_CODES[self.verdict]
+
+
+def worst(verdicts: Iterable[RowVerdict]) -> RowVerdict:
+    """Returns the worst of `verdicts`; UNKNOWN if there are none."""
+    return min(verdicts, key=SEVERITY.index, default="UNKNOWN")
+
+
+def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> Verdict:
+    """Returns PASS only where every required check passed or does not apply, and at least one passed."""
+    verdict_by_check = {check.name: check.verdict for check in checks}
+    missing_verdicts: list[RowVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
+    verdict = worst([*verdict_by_check.values(), *missing_verdicts])
+    return verdict if verdict == "FAIL" or verdict == "WARN" or verdict == "PASS" else "UNKNOWN"
+
+
+def read_certificate(path: Path | str) -> Certificate:
+    """Reads a certificate from a file or a run folder. Raises ConfigError as `read_document` does."""
+    return read_document(path, Certificate, name=CERTIFICATE_FILE)

@@ -1,0 +1,93 @@
+"""The result of comparing two sets of server starts: one verdict from one metric, and all other metrics."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.schema import Fingerprint
+
+COMPARISON_FILE = "comparison.json"
+
+ComparisonVerdict = Literal["REGRESSION", "IMPROVEMENT", "NO EVIDENCE", "UNDERPOWERED"]
+Better = Literal["higher", "lower"]
+
+
+class ComparedMetric(msgspec.Struct, kw_only=True):
+    """One metric on one load. `old` and `new` are means over starts; fractions such as `change` are 0.05 for 5 %.
+
+    `low` and `high` bound the change (bootstrap over starts, 95 %); `p` is Mann-Whitney's, two-sided.
+    """
+
+    load: str
+    metric: str
+    better: Better
+    old_values: list[float]
+    new_values: list[float]
+    old: float
+    new: float
+    change: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The metric and its load, for tables."""
+        return f"{self.metric}, {self.load}"
+
+
+class Limits(msgspec.Struct, kw_only=True, frozen=True):
+    """Limits of the verdict. Changes below `least_effect` get no verdict; NO EVIDENCE rules out `must_find`.
+
+    Both are fractions of the old value; `alpha` is the significance level.
+    """
+
+    least_effect: float = 0.02
+    must_find: float = 0.05
+    alpha: float = 0.05
+
+
+class Difference(msgspec.Struct, kw_only=True):
+    """A fact of machine, versions or server that is not the same on both sides."""
+
+    name: str
+    old: str
+    new: str
+
+
+class ComparisonResult(msgspec.Struct, kw_only=True, tag_field="document", tag="comparison"):
+    """The verdict on two sets of server starts, with all compared metrics.
+
+    `order` says how the starts were interleaved, empty for stored sets. `noise` is the relative spread of A itself.
+    `control` is A against A: the starts of A before the comparison, and those within it. `doubts` are reasons not to
+    compare that were overruled; `cautions` are reasons to read the verdict with care. `taken`, `fingerprint` and `load`
+    are those of the new set.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    verdict: ComparisonVerdict
+    reason: str
+    old_name: str
+    new_name: str
+    old_command: str = ""
+    new_command: str = ""
+    taken: str = ""
+    fingerprint: Fingerprint | None = None
+    load: dict[str, Any] = msgspec.field(default_factory=dict)
+    order: str = ""
+    noise: float | None = None
+    limits: Limits = Limits()
+    primary: ComparedMetric
+    control: ComparedMetric | None = None
+    rows: list[ComparedMetric]
+    differences: list[Difference] = msgspec.field(default_factory=list)
+    doubts: list[str] = msgspec.field(default_factory=list)
+    cautions: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the starts of both sides alternated in one session."""
+        return bool(self.order)

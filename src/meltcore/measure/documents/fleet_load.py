@@ -1,0 +1,86 @@
+"""The result of `meltcore load --fleet`: levels per model and mixed, interference, and the health of each model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.schema import (
+    Fingerprint,
+    FleetLevel,
+    Gate,
+    LevelResult,
+    Status,
+    StreamLoad,
+    Verdict,
+)
+
+FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
+
+
+class LoadedModel(msgspec.Struct, kw_only=True):
+    """One model of the fleet: its name, its task, what is sent to it, and facts of /v1/models such as `weights`."""
+
+    name: str
+    task: FleetTask
+    workload: str
+    share: float  # of the connections of a mixed level, 0 to 1
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Interference(msgspec.Struct, kw_only=True):
+    """One pair of the matrix: the victim alone, and beside an aggressor."""
+
+    victim: str
+    aggressor: str
+    alone: StreamLoad
+    beside: StreamLoad
+    aggressor_load: StreamLoad
+
+
+class FleetExperiment(msgspec.Struct, kw_only=True):
+    """A named experiment: each stream alone, then all together, and its limits as gates."""
+
+    name: str
+    send_s: float
+    alone: list[StreamLoad]
+    together: list[StreamLoad]
+    gates: list[Gate]
+
+
+class FleetLoad(msgspec.Struct, kw_only=True, tag_field="document", tag="fleet-load"):
+    """One run of `meltcore load --fleet`: the contents of its `result.json`.
+
+    `health` has a line per model and one of the fleet. `started` is UTC in ISO 8601. `gpu_note` says how GPUs were
+    measured, or why they were not.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    status: Status
+    started: str
+    duration_s: float
+    fingerprint: Fingerprint
+    settings: dict[str, Any]
+    models: list[LoadedModel]
+    levels: list[FleetLevel] = msgspec.field(default_factory=list)
+    interference: list[Interference] = msgspec.field(default_factory=list)
+    experiment: FleetExperiment | None = None
+    health: list[Gate] = msgspec.field(default_factory=list)
+    gpu_note: str = ""
+    verdict: Verdict = "OK"
+    reasons: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def taken(self) -> str:
+        """The time of the run."""
+        return self.started
+
+
+def first_latency(level: LevelResult) -> Any:
+    """Return the distribution of the time to the first token or first audio; None for tasks that do not stream."""
+    if level.task is None:
+        return level.ttft_ms
+    return level.task.first_audio_ms if level.task.task == "synthesis" else None

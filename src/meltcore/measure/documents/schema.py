@@ -1,0 +1,350 @@
+"""The one result schema of every command that measures. Written as `result.json`, read by reports and comparisons.
+
+Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
+`Distribution`, "too few samples" (see percentiles.py). definitions.py defines each metric.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+
+# NO_TEXT: the server counted tokens of answers that had no text, so what it generated was not seen.
+Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]
+Status = Literal["complete", "partial"]
+LoadKind = Literal["closed", "open"]
+# Of a load on a fleet.
+Part = Literal["per-model", "mixed", "interference"]
+# Of a load other than on generation.
+Task = Literal["translation", "transcription", "synthesis"]
+# confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
+# answers, whose tokens were counted with the tokenizer, or as events that carried text.
+TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"]
+
+
+class Distribution(msgspec.Struct, kw_only=True):
+    """Summary of `n` samples. A percentile for which `n` is too small is None, as are mean, min and max for n 0."""
+
+    n: int = 0
+    mean: float | None = None
+    min: float | None = None
+    max: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    p999: float | None = None
+
+
+class Steady(msgspec.Struct, kw_only=True):
+    """The longest window with at least 90 % of the level in flight; times count from the release of the level.
+
+    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    """
+
+    start_s: float
+    end_s: float
+    output_tokens_per_s: float
+    work_per_s: float | None = None
+
+
+class TaskLoad(msgspec.Struct, kw_only=True):
+    """The metrics of a level of translation, transcription or synthesis. Such a level counts no output tokens.
+
+    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of transcription,
+    `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
+    server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not
+    have are None, or have no samples.
+    """
+
+    task: Task
+    work: float
+    work_per_s: float
+    source: int | None = None
+    source_per_s: float | None = None
+    source_unit: Literal["token", "character"] | None = None
+    empty_answers: int = 0
+    first_audio_ms: Distribution = msgspec.field(default_factory=Distribution)
+    real_time_factor: Distribution = msgspec.field(default_factory=Distribution)
+
+
+class ClientLoad(msgspec.Struct, kw_only=True):
+    """Load of the load generator itself. `cpu_utilization` is a ratio of one core, of its busiest process.
+
+    Both measurements are None for a level too short to take them, which is about 1 s.
+    """
+
+    cpu_utilization: float | None
+    loop_lag_p99_ms: float | None = None
+    processes: int = 1
+
+
+class TimelinePoint(msgspec.Struct, kw_only=True):
+    """One bucket of a level, starting `t_s` after its release: its mean output rate, and requests in flight at its end.
+
+    `ttft_ms` is the mean of the first tokens that arrived in it, `itl_ms` of the others; None where none did.
+    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    """
+
+    t_s: float
+    output_tokens_per_s: float
+    in_flight: int
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    work_per_s: float | None = None
+
+
+class GpuTimeline(msgspec.Struct, kw_only=True):
+    """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, None: no reading.
+
+    Keys are the GPU metrics of hardware/nvml; one without any reading is in `absent`, with its reason.
+    """
+
+    gpu: str
+    name: str
+    bucket_s: float
+    values: dict[str, list[float | None]]
+    absent: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class LevelChecks(msgspec.Struct, kw_only=True):
+    """Checks of a level by `meltcore eval throughput`.
+
+    Tokens are counted with the tokenizer: of the prompts' text without the server's template, and of the answers.
+    `counted_content_tokens` leaves out end tokens and reasoning, as the public harness does.
+    """
+
+    spot_checks: int
+    spot_checks_correct: int
+    counted_prompt_tokens: int
+    counted_output_tokens: int
+    counts_agree: bool
+    counted_content_tokens: int | None = None
+
+
+class WeightedThroughput(msgspec.Struct, kw_only=True):
+    """Throughput at concurrency 1 to 64, weighted 1, 1, 2, 2, 4, 4, 8, with unchecked answers: not a score."""
+
+    total_tokens_per_s: float
+    output_tokens_per_s: float
+
+
+class EvalScore(msgspec.Struct, kw_only=True):
+    """Weighted throughput of a server whose answers were checked; both sums are zero where a gate or a level failed.
+
+    `total_tokens_per_s` counts prompts and answers, as the public harness does; `output_tokens_per_s` counts answers
+    alone, as its rules are written. `zero_reasons` lists what failed.
+    """
+
+    total_tokens_per_s: float
+    output_tokens_per_s: float
+    zero_reasons: list[str] = msgspec.field(default_factory=list)
+
+
+class LevelResult(msgspec.Struct, kw_only=True):
+    """One level of load. `requests` counts every request that was tried: succeeded + failed == requests.
+
+    `concurrency` is the number of requests kept in flight (closed loop), or 0 (open loop); `rate_per_s` is the arrival
+    rate of an open loop. `failures` maps a reason to a count. `released_s` is the level's start on the machine's
+    monotonic clock, which GPU recordings use too.
+    """
+
+    concurrency: int
+    requests: int
+    succeeded: int
+    failed: int
+    peak_in_flight: int
+    duration_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    server_peak_in_flight: int | None = None
+    accuracy: float | None = None
+    load_kind: LoadKind = "closed"
+    rate_per_s: float | None = None
+    workload: str = ""
+    warmup_requests: int = 0
+    steady: Steady | None = None
+    ttft_ms: Distribution = msgspec.field(default_factory=Distribution)
+    itl_ms: Distribution = msgspec.field(default_factory=Distribution)
+    event_gap_ms: Distribution = msgspec.field(default_factory=Distribution)
+    tpot_ms: Distribution = msgspec.field(default_factory=Distribution)
+    e2e_ms: Distribution = msgspec.field(default_factory=Distribution)
+    queue_delay_ms: Distribution = msgspec.field(default_factory=Distribution)
+    itl_unit: Literal["token", "event"] = "event"
+    goodput_per_s: float | None = None
+    slo: dict[str, float] | None = None
+    events_per_token: float | None = None
+    tokens_per_event: float | None = None
+    token_count_source: TokenCountSource = "server-reported"
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    client: ClientLoad | None = None
+    task: TaskLoad | None = None
+    checks: LevelChecks | None = None
+    verdict: Verdict = "OK"
+    reasons: list[str] = msgspec.field(default_factory=list)
+    timeline: list[TimelinePoint] = msgspec.field(default_factory=list)
+    released_s: float | None = None
+    gpus: list[GpuTimeline] = msgspec.field(default_factory=list)
+
+
+class StreamLoad(msgspec.Struct, kw_only=True):
+    """The load on one model, alone or beside others.
+
+    `refused` requests got a 429 or 503 with Retry-After, `refusals` times together. Each was obeyed and the request
+    sent again; latencies count from its first try. `lost` requests have no whole answer in the end.
+    """
+
+    name: str
+    model: str
+    level: LevelResult
+    refused: int = 0
+    refusals: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Requests without a whole answer."""
+        return self.level.failed
+
+
+class GpuUse(msgspec.Struct, kw_only=True):
+    """Means of one GPU's metrics (hardware/nvml) over a level; a metric without a reading is missing."""
+
+    gpu: str
+    name: str
+    means: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class FleetLevel(msgspec.Struct, kw_only=True):
+    """One level: streams that were released together and sent for `send_s`. `duration_s` is until the last answer.
+
+    `connections` were opened for the closed loops of the streams; `peak_in_flight` is of all streams together.
+    """
+
+    part: Part
+    label: str
+    connections: int
+    send_s: float
+    duration_s: float
+    peak_in_flight: int
+    streams: list[StreamLoad]
+    released_s: float
+    gpus: list[GpuUse] = msgspec.field(default_factory=list)
+
+
+class Evaluation(msgspec.Struct, kw_only=True):
+    """Answers compared with the expected ones. `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy.
+
+    `failed` requests yielded no answer; they count in `total`. `first_failure` is the reason of the first of them in
+    the order of the problems. `strict_correct` counts by strict extraction, where an evaluation grades in both ways.
+    """
+
+    total: int
+    correct: int
+    failed: int
+    ci_low: float
+    ci_high: float
+    strict_correct: int | None = None
+    first_failure: str | None = None
+    incorrect: list["IncorrectAnswer"] = msgspec.field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """The ratio of correct answers to all; 0 if there are none."""
+        return self.correct / self.total if self.total else 0.0
+
+
+class IncorrectAnswer(msgspec.Struct, kw_only=True):
+    """One problem not answered correctly: the end of its question, the expected and the actual answer (or failure)."""
+
+    question: str
+    expected: str
+    actual: str
+
+
+class CheckResult(msgspec.Struct, kw_only=True):
+    """One check of a server's API. A check that could not run is a FAIL with its reason, never a PASS."""
+
+    name: str
+    status: Literal["PASS", "FAIL"]
+    detail: str = ""
+
+
+class Gate(msgspec.Struct, kw_only=True):
+    """One condition that a result must meet to count. A gate that was left out is NOT RUN, which is not a PASS."""
+
+    name: str
+    status: Literal["PASS", "FAIL", "NOT RUN"]
+    detail: str = ""
+
+
+class Gpu(msgspec.Struct, kw_only=True):
+    """A GPU as recorded in a fingerprint: its name, UUID and memory."""
+
+    name: str
+    uuid: str
+    memory_bytes: int
+
+
+class Fingerprint(msgspec.Struct, kw_only=True):
+    """The hardware, software and arguments of a run. Two runs compare only as far as their fingerprints agree.
+
+    There is no host name and no path in a fingerprint. `git_revision` ends in "-dirty" where tracked files had changed.
+    """
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: list[Gpu] = msgspec.field(default_factory=list)
+    gpu_driver: str | None = None
+    kernel: str
+    python: str
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    git_revision: str | None = None
+    arguments: list[str] = msgspec.field(default_factory=list)
+    seed: int | None = None
+    taken: str
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio.
+
+    A `task` of None is a message of a chat, whose answer has no expected text.
+    """
+
+    task: Task | None = None
+    given: str
+    answer: str
+    expected: str | None = None
+    audio_wav: bytes | None = None
+
+
+class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
+    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
+
+    `mixed` are levels on all models of a fleet together. `started` is UTC in ISO 8601.
+    A run with status "partial" never enters a comparison. `reasons` are those of a
+    verdict other than OK; `notes` are remarks for readers of the result.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    command: str
+    status: Status
+    started: str
+    duration_s: float
+    fingerprint: Fingerprint
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    accuracy: float | None = None
+    evaluation: Evaluation | None = None
+    checks: list[CheckResult] = msgspec.field(default_factory=list)
+    gates: list[Gate] = msgspec.field(default_factory=list)
+    levels: list[LevelResult] = msgspec.field(default_factory=list)
+    mixed: list[FleetLevel] = msgspec.field(default_factory=list)
+    weighted_throughput: WeightedThroughput | None = None
+    eval_score: EvalScore | None = None
+    samples: list[Sample] = msgspec.field(default_factory=list)
+    verdict: Verdict = "OK"
+    reasons: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)

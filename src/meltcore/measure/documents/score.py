@@ -1,0 +1,271 @@
+"""The result of `meltcore bench`, read by the report and the leaderboard.
+
+Names end in units. None means "not measured", with the reason beside it or in `reasons`.
+"""
+
+import math
+from typing import Literal
+
+import msgspec
+
+from meltcore.measure.documents.schema import Distribution, RunResult
+
+HealthVerdict = Literal["HEALTHY", "DEGRADED", "UNKNOWN"]
+ExpectationVerdict = Literal["PASS", "FAIL", "NOT MEASURED"]
+# Memory in use before the run, as a fraction: more than a driver keeps. A desktop on a small card may exceed it.
+SHARED_MEMORY = 0.05
+# The metrics of `ScoreLevel.utilization`, by their keys in the recording: three of NVML's GPM, and NVML's own value.
+SM_ACTIVE, TENSOR_ACTIVE, DRAM_ACTIVE = "sm_active_percent", "tensor_percent", "dram_bandwidth_percent"
+ANY_KERNEL = "nvml_utilization_percent"
+UTILIZATION = (SM_ACTIVE, TENSOR_ACTIVE, DRAM_ACTIVE, ANY_KERNEL)
+
+
+class ScoreLevel(msgspec.Struct, kw_only=True):
+    """A closed loop of `concurrency` requests. All numbers are of the window, which excludes the ramp.
+
+    `start_s` counts from the start of the ladder. `waiting` requests had no token when the window ended, so their TTFT
+    is in no percentile. `ramp_cut`: half of the time passed before as many requests had ended as run concurrently, so
+    the window contains a part of the ramp. `utilization`: the means of UTILIZATION over the window, by key.
+    `output_len` and `temperature` are of the cells of a sweep; each request then has that many output tokens.
+    """
+
+    concurrency: int
+    start_s: float
+    ramp_s: float
+    window_s: float
+    output_tokens: int
+    prompt_tokens: int
+    finished: int
+    waiting: int
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    requests_per_s: float
+    ttft_ms: Distribution
+    itl_ms: Distribution
+    e2e_ms: Distribution
+    power_w: float | None = None
+    tokens_per_joule: float | None = None
+    ramp_cut: bool = False
+    utilization: dict[str, float] = msgspec.field(default_factory=dict)
+    output_len: int | None = None
+    temperature: float | None = None
+
+    @property
+    def end_s(self) -> float:
+        """The end of the window, from the start of the ladder."""
+        return self.start_s + self.ramp_s + self.window_s
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """How even the sustained rate was: output tokens per second in buckets of `bucket_s`.
+
+    `variation` is the standard deviation over the mean. `change` compares the last third with the first, -0.05 for 5 %
+    less; None for a window that is too short. `drifts`: the change is a loss beyond the limit.
+    """
+
+    bucket_s: float
+    rates: list[float]
+    variation: float
+    change: float | None
+    drifts: bool = False
+
+
+class MetricRow(msgspec.Struct, kw_only=True):
+    """One NVML metric over the sustained window: mean and maximum of a gauge, increase of a counter.
+
+    `absent`: NOT_APPLICABLE or UNKNOWN where there is no number. `note`: how to read it.
+    """
+
+    key: str
+    name: str
+    unit: str
+    mean: float | None = None
+    maximum: float | None = None
+    increase: float | None = None
+    absent: str | None = None
+    note: str = ""
+
+
+class GpuHealth(msgspec.Struct, kw_only=True):
+    """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) are of the sustained window.
+
+    `xids`: XID errors of the whole run, None where they could not be observed throughout.
+    """
+
+    verdict: HealthVerdict
+    reasons: list[str] = msgspec.field(default_factory=list)
+    metrics: list[MetricRow] = msgspec.field(default_factory=list)
+    clock_reasons: dict[str, float] = msgspec.field(default_factory=dict)
+    samples: int = 0
+    xids: list[int] | None = None
+
+
+class TimeSeries(msgspec.Struct, kw_only=True):
+    """Metrics over time from the start of the ladder.
+
+    `values[key][i]` is the mean over `bucket_s` from i * bucket_s on.
+    """
+
+    bucket_s: float
+    values: dict[str, list[float | None]]
+
+
+class GpuScore(msgspec.Struct, kw_only=True):
+    """The run of one device. `failure`: why it has no score. `measurer_lag_p99_ms`: from a step to our reading of it.
+
+    `memory_in_use_bytes`: used before the engine started; None where NVML does not report it. `sweep`: the measured
+    cells of a sweep, which has neither levels nor a sustained run.
+    """
+
+    name: str
+    label: str
+    uuid: str | None = None
+    memory_bytes: int | None = None
+    memory_in_use_bytes: int | None = None
+    engine_settings: dict[str, bool | int | str] = msgspec.field(default_factory=dict)
+    levels: list[ScoreLevel] = msgspec.field(default_factory=list)
+    sustained: ScoreLevel | None = None
+    spread: Spread | None = None
+    health: GpuHealth | None = None
+    lines: TimeSeries | None = None
+    load_s: float | None = None
+    measurer_lag_p99_ms: float | None = None
+    failure: str | None = None
+    sweep: list[ScoreLevel] = msgspec.field(default_factory=list)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other programs used the GPU's memory: more is in use than on an idle GPU."""
+        if self.memory_bytes is None or self.memory_in_use_bytes is None:
+            return False
+        return self.memory_in_use_bytes > SHARED_MEMORY * self.memory_bytes
+
+    @property
+    def output_tokens_per_s(self) -> float | None:
+        """The sustained rate, None without one."""
+        return None if self.sustained is None else self.sustained.output_tokens_per_s
+
+    def mean_utilization(self, level: ScoreLevel, key: str) -> float | None:
+        """Return the mean of a metric of UTILIZATION over a level's window, None where it was not read.
+
+        Results written before levels had `utilization` hold it in the metrics of the sustained window, and in the
+        time series: the mean of the whole buckets.
+        """
+        if key in level.utilization:
+            return level.utilization[key]
+        if level is self.sustained and self.health is not None:
+            means = [row.mean for row in self.health.metrics if row.key == key and row.mean is not None]
+            if means:
+                return means[0]
+        if self.lines is None or key not in self.lines.values:
+            return None
+        bucket_s, values = self.lines.bucket_s, self.lines.values[key]
+        first, end = math.ceil((level.start_s + level.ramp_s) / bucket_s), int(level.end_s / bucket_s)
+        recorded = [value for value in values[first:end] if value is not None]
+        return sum(recorded) / len(recorded) if recorded else None
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Sums over the counted windows of all levels and the sustained run, of all devices; ramps are left out.
+
+    `generations` are completed requests.
+    """
+
+    generations: int
+    sustained_generations: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Expectation(msgspec.Struct, kw_only=True):
+    """One expectation of the sustained window: what was expected, what was seen, and the rule of the verdict."""
+
+    name: str
+    expected: str
+    seen: str
+    verdict: ExpectationVerdict
+    rule: str
+
+
+class PromptFile(msgspec.Struct, kw_only=True):
+    """The prompts of a run with `--prompts`: the SHA-256 of the file, their number, and their lengths in tokens."""
+
+    sha256: str
+    prompts: int
+    min_tokens: int
+    mean_tokens: float
+    max_tokens: int
+
+
+class SweepGrid(msgspec.Struct, kw_only=True):
+    """The axes of a sweep; every combination is one cell, measured for `cell_s`, with prompts of `prompt_tokens`."""
+
+    concurrency: list[int]
+    output_lens: list[int]
+    temperatures: list[float]
+    prompt_tokens: int
+    cell_s: float
+
+
+class ReferenceRatio(msgspec.Struct, kw_only=True):
+    """The ratio of a score to that of a reference, or the `reasons` why there is none.
+
+    `per_gpu` is the ratio of the rates per GPU, set only if the numbers of GPUs differ. `engine` is the reference's
+    engine version.
+    """
+
+    name: str
+    hardware: str
+    engine: str
+    output_tokens_per_s: float
+    ratio: float | None = None
+    per_gpu: float | None = None
+    reasons: list[str] = msgspec.field(default_factory=list)
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """The score of a run on one or more devices.
+
+    Two scores are comparable only where workload, engine, model, dtype and weights agree.
+
+    `output_tokens_per_s` is the sum over the devices, None where one has none. `not_comparable` holds reasons why this
+    result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from the rest
+    (score_summary.py); results of 0.1.0 lack them.
+    """
+
+    workload: str
+    engine: str
+    model: str
+    dtype: str
+    weights: str
+    duration_s: float
+    output_tokens_per_s: float | None
+    devices: list[GpuScore]
+    not_comparable: list[str] = msgspec.field(default_factory=list)
+    totals: Totals | None = None
+    expectations: list[Expectation] = msgspec.field(default_factory=list)
+    references: list[ReferenceRatio] = msgspec.field(default_factory=list)
+    grid: SweepGrid | None = None
+    prompt_file: PromptFile | None = None
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        """Output tokens per joule of all devices together; None if any device has no energy counter."""
+        joules_per_s = 0.0
+        for device in self.devices:
+            if device.sustained is None or not device.sustained.tokens_per_joule:
+                return None
+            joules_per_s += device.sustained.output_tokens_per_s / device.sustained.tokens_per_joule
+        return None if self.output_tokens_per_s is None else self.output_tokens_per_s / joules_per_s
+
+    @property
+    def health(self) -> HealthVerdict:
+        """The worst verdict of all devices."""
+        verdicts = [device.health.verdict if device.health else "UNKNOWN" for device in self.devices]
+        return "DEGRADED" if "DEGRADED" in verdicts else "UNKNOWN" if "UNKNOWN" in verdicts else "HEALTHY"
+
+
+class ScoredRun(RunResult, kw_only=True, tag="score"):
+    """The `result.json` of `meltcore bench`."""
+
+    score: Score

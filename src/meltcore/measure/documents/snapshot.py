@@ -1,0 +1,68 @@
+"""A snapshot of a node: its GPUs' facts, links and topology. `meltcore snapshot` writes it.
+
+A fact is a value, NOT_APPLICABLE (the driver reports "not supported", and the GPU type is known to lack the feature) or
+UNKNOWN (it should be readable and is not). UNKNOWN never counts as zero.
+"""
+
+from typing import Final, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.schema import Fingerprint
+
+UNKNOWN: Final = "UNKNOWN"
+NOT_APPLICABLE: Final = "NOT_APPLICABLE"
+Fact = int | float | str
+
+NvLinkStatus = Literal["up", "down", "UNKNOWN"]
+
+
+class NvLinkState(msgspec.Struct, kw_only=True):
+    """One NVLink of a GPU. `speed_gbps`: 10^9 bytes per second, one way; `peer`: "switch", a bus id, or UNKNOWN."""
+
+    link: int
+    state: NvLinkStatus
+    speed_gbps: float | None = None
+    peer: str = UNKNOWN
+
+
+class GpuSnapshot(msgspec.Struct, kw_only=True):
+    """One GPU, or one MIG device. `facts` has the keys of facts.py; `index` is that of nvidia-smi."""
+
+    index: int
+    name: str
+    uuid: str
+    mig: bool = False
+    facts: dict[str, Fact]
+    links: list[NvLinkState] = []
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: "GPU 3", or with the start of its UUID for a MIG device."""
+        return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
+
+    def number(self, key: str) -> float | None:
+        """Returns a fact as a number; None where it is absent or not a number."""
+        value = self.facts.get(key)
+        return None if isinstance(value, str) or value is None else float(value)
+
+    def links_up(self) -> list[NvLinkState]:
+        """Returns the NVLinks that are up."""
+        return [link for link in self.links if link.state == "up"]
+
+
+class Snapshot(msgspec.Struct, kw_only=True, tag_field="document", tag="snapshot"):
+    """The facts of a node and its GPUs.
+
+    `topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    fingerprint: Fingerprint
+    driver: str = UNKNOWN
+    cuda_driver: str = UNKNOWN
+    libraries: dict[str, str] = {}
+    gpus: list[GpuSnapshot] = []
+    topology: list[list[str]] = []
+    notes: list[str] = []

@@ -1,0 +1,32 @@
+"""The record of one submission: what was checked, what it was made of, and what is in its folder."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.schema import Gate
+
+SUBMISSION_FILE = "submission.json"
+# NOT CHECKED: collected without rules.
+SubmissionVerdict = Literal["ACCEPTED", "REFUSED", "NOT CHECKED"]
+
+
+class Submission(msgspec.Struct, kw_only=True, tag_field="document", tag="submission"):
+    """One call of `meltcore submit`. A refused one holds no results and no files: only what was refused, and why.
+
+    `settings` holds what the server of each run said of itself, by the run's folder. `public_score` is that of the
+    two result files by the public harness's formula; `files` maps each file to its SHA-256.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    taken: str
+    meltcore: str
+    rules: str
+    verdict: SubmissionVerdict
+    gates: list[Gate] = msgspec.field(default_factory=list)
+    settings: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    public_score: float | None = None
+    files: dict[str, str] = msgspec.field(default_factory=dict)

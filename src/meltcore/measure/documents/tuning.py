@@ -1,0 +1,122 @@
+"""The result of `meltcore tune`: one point per start of the server, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.schema import Fingerprint
+
+TUNING_FILE = "tuning.json"
+MIN_SLO_ATTAINMENT = 0.95  # share of requests that must meet every limit of the SLO
+
+_LABELS = {"max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "max_model_len": "length"}
+
+TuningKind = Literal["context", "batching", "precision"]
+
+
+class AnswerComparison(msgspec.Struct, kw_only=True):
+    """Answers of one precision compared with those of the first.
+
+    Of the questions `asked`, `correct` were answered right, `failed` got no answer, `identical` got the same text.
+    `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens: those
+    up to the first one that differs, so that both sides have the same prefix. None where the server gives no logprobs.
+    """
+
+    asked: int
+    correct: int
+    failed: int
+    identical: int
+    tokens_compared: int = 0
+    logprob_diff_mean: float | None = None
+    logprob_diff_max: float | None = None
+
+
+class TuningPoint(msgspec.Struct, kw_only=True):
+    """One start with `settings`, passed as `args`; both are empty for the server's default settings.
+
+    `ok`: it started and answered every request; otherwise `reason` says what happened. `slo_attainment` is the share of
+    requests that met every latency limit, None without limits.
+    """
+
+    settings: dict[str, int | str]
+    args: list[str] = msgspec.field(default_factory=list)
+    ok: bool
+    reason: str = ""
+    ready_s: float | None = None
+    output_tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    slo_attainment: float | None = None
+    peak_running: int | None = None
+    preemptions: int | None = None
+    answers: AnswerComparison | None = None
+
+    @property
+    def label(self) -> str:
+        """The settings in a few characters: "seqs 32, tokens 2,048", "fp8" or "default"."""
+        values = (
+            f"{_LABELS.get(name, '')} {value:,}" if isinstance(value, int) else str(value)
+            for name, value in self.settings.items()
+        )
+        return ", ".join(values) or "default"
+
+
+class Fact(msgspec.Struct, kw_only=True):
+    """A value and its source: found by search, reported by the server, or calculated."""
+
+    name: str
+    value: str
+    source: str
+
+
+class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
+    """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
+
+    `default_settings`: what the server used where nothing was set, as far as it reports it.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    kind: TuningKind
+    finding: str
+    command: str
+    taken: str
+    fingerprint: Fingerprint
+    default_settings: dict[str, int] = msgspec.field(default_factory=dict)
+    load: dict[str, Any] = msgspec.field(default_factory=dict)
+    slo_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    points: list[TuningPoint]
+    best: int | None = None
+    knee: int | None = None
+    facts: list[Fact] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is a result: a knee that meets the SLO, or at least one start that worked."""
+        return self.knee is not None if self.kind == "batching" else any(point.ok for point in self.points)
+
+    @property
+    def default(self) -> TuningPoint | None:
+        """The point of the default settings, as `default_point`."""
+        return default_point(self.points)
+
+
+def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
+    """Return the point of the default settings, from which gains are counted; None where it did not run."""
+    return next((point for point in points if not point.settings and point.ok), None)
+
+
+def repeats_default(tuning: Tuning, point: TuningPoint) -> bool:
+    """Return whether `point` sets what the server's default settings are: a second start of the same setting."""
+    return bool(point.settings) and point.settings.items() <= tuning.default_settings.items()
+
+
+def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:
+    """Return how much the output rate exceeds that of `default`, 0.25 for 25 %; None where either is unknown."""
+    if default is None or not default.output_tokens_per_s or point.output_tokens_per_s is None:
+        return None
+    return point.output_tokens_per_s / default.output_tokens_per_s - 1

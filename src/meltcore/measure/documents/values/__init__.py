@@ -1,0 +1,1 @@
+"""Numbers of documents in words: formats, percentiles, verdicts over several."""

@@ -1,0 +1,283 @@
+"""One command on all nodes of a cluster: each node's result, and how it compares with the others.
+
+Nodes are compared with those that have the same GPUs, or the same CPU where they have none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Literal
+
+import msgspec
+
+from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.certificate import Certificate
+from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.score import ScoredRun
+from meltcore.measure.documents.snapshot import Snapshot
+from meltcore.measure.documents.values.formatting import format_counts
+from meltcore.protocol.cluster import CommandEnded
+
+NODES_FILE = "nodes.json"
+_RATE = "/s"  # in the unit of what is better when it is higher
+_DOUBTFUL = ("WARN", "UNKNOWN", "DEGRADED")  # verdicts of a node
+
+NodeDocument = Snapshot | Certificate | ScoredRun
+NodesVerdict = Literal["ALIKE", "DEVIATES", "FAILED"]
+
+
+class NodeResult(msgspec.Struct, kw_only=True):
+    """What one node has. `verdict`: that of its document, else the status. `document`: None where it has none.
+
+    `hardware` names what nodes are compared by; `reason` says why there is no document, or why it is none to trust.
+    """
+
+    node: str
+    status: Literal["done", "failed", "late", "no GPU"]
+    verdict: str
+    hardware: str = ""
+    reason: str = ""
+    returncode: int | None = None
+    duration_s: float = 0.0
+    document: NodeDocument | None = None
+
+
+class NodeValue(msgspec.Struct, kw_only=True):
+    """A value of one node; `subject`: the part of the node that it is of; `ratio`: to the median of the nodes."""
+
+    node: str
+    value: float
+    ratio: float
+    is_slow: bool
+    subject: str = ""
+
+
+class NodeMetric(msgspec.Struct, kw_only=True):
+    """A rate of all nodes with the same hardware, the slowest node first. Each node's is that of its slowest part.
+
+    `slow_below`: the ratio to the median below which a node is slow.
+    """
+
+    key: str
+    unit: str
+    hardware: str
+    median: float
+    slow_below: float
+    values: list[NodeValue]
+
+
+class NodeDifference(msgspec.Struct, kw_only=True):
+    """A fact of a node that most nodes with the same hardware have otherwise (`common`), or the hardware itself."""
+
+    node: str
+    name: str
+    value: str
+    common: str
+
+
+class NodesReport(msgspec.Struct, kw_only=True, tag_field="document", tag="nodes"):
+    """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601."""
+
+    schema_version: int = SCHEMA_VERSION
+    command: str
+    started: str
+    duration_s: float
+    verdict: NodesVerdict
+    nodes: list[NodeResult]
+    metrics: list[NodeMetric] = []
+    differences: list[NodeDifference] = []
+
+    @property
+    def failed(self) -> list[NodeResult]:
+        """The nodes that have no result."""
+        return [node for node in self.nodes if node.status in ("failed", "late")]
+
+    @property
+    def slow(self) -> list[str]:
+        """The names of nodes that are slow in a metric, each once, the slowest first."""
+        values = [value for metric in self.metrics for value in metric.values if value.is_slow]
+        return list(dict.fromkeys(value.node for value in sorted(values, key=lambda value: value.ratio)))
+
+
+def make_report(
+    command: str,
+    ended: Sequence[CommandEnded],
+    facts: Callable[[Snapshot], Mapping[str, str]],
+    slow_below: Callable[[str], float],
+    *,
+    started: str,
+    duration_s: float,
+) -> NodesReport:
+    """Return the report of all nodes.
+
+    facts: what of a snapshot is compared, by name; slow_below: the ratio to the median below which a node is slow in a
+    metric, by its key.
+    """
+    nodes = [_node_result(each) for each in ended]
+    metrics = _metrics(nodes, slow_below)
+    snapshots = [(node, _snapshot(node.document)) for node in nodes]
+    differences = [
+        *_gpu_differences(nodes),
+        *_differences([(node, facts(snapshot)) for node, snapshot in snapshots if snapshot is not None]),
+    ]
+    report = NodesReport(
+        command=command,
+        started=started,
+        duration_s=duration_s,
+        verdict="ALIKE",
+        nodes=nodes,
+        metrics=metrics,
+        differences=differences,
+    )
+    if report.failed or any(node.verdict == "FAIL" for node in nodes):
+        report.verdict = "FAILED"
+    elif differences or report.slow or any(node.verdict in _DOUBTFUL for node in nodes):
+        report.verdict = "DEVIATES"
+    return report
+
+
+# --- one node --------------------------------------------------------------------------------------------------------
+
+
+def _node_result(ended: CommandEnded) -> NodeResult:
+    if ended.status != "ended":
+        return NodeResult(node=ended.node, status=ended.status, verdict=ended.status.upper(), reason=ended.reason)
+    result = NodeResult(
+        node=ended.node,
+        status="failed",
+        verdict="FAILED",
+        reason=ended.reason,
+        returncode=ended.returncode,
+        duration_s=ended.duration_s,
+    )
+    try:
+        document = msgspec.json.decode(ended.output, type=NodeDocument)
+    except msgspec.MsgspecError as error:
+        result.reason = ended.reason or f"exit status {ended.returncode}, without a result: {error}"
+        return result
+    result.document, result.hardware = document, _hardware(document)
+    if isinstance(document, Snapshot) and ended.has_gpu and not document.gpus:
+        result.reason = "; ".join(["it has NVIDIA GPUs, and its driver shows none", *document.notes])
+    elif isinstance(document, ScoredRun) and document.verdict != "OK":
+        result.verdict = document.verdict
+        result.reason = "; ".join(document.reasons) or ended.reason
+    else:
+        result.status, result.verdict, result.reason = "done", _verdict(document), _findings(document)
+    return result
+
+
+def _verdict(document: NodeDocument) -> str:
+    if isinstance(document, Certificate):
+        return document.verdict
+    return "DEGRADED" if isinstance(document, ScoredRun) and document.score.health == "DEGRADED" else "OK"
+
+
+def _findings(document: NodeDocument) -> str:
+    if isinstance(document, ScoredRun):
+        return "; ".join(
+            reason for device in document.score.devices if device.health is not None for reason in device.health.reasons
+        )
+    found = document.findings if isinstance(document, Certificate) else []
+    return "; ".join(f"{each.code} {each.subject}: {each.message}" for each in found)
+
+
+def _hardware(document: NodeDocument) -> str:
+    """Return the GPUs of a document, or its CPU where it has none."""
+    if isinstance(document, ScoredRun):
+        return format_counts([device.name for device in document.score.devices])
+    snapshot = _snapshot(document)
+    assert snapshot is not None  # the others have one
+    return format_counts([gpu.name for gpu in snapshot.gpus]) or _cpu(snapshot.fingerprint)
+
+
+def _snapshot(document: NodeDocument | None) -> Snapshot | None:
+    """Return the snapshot of its node that a document has; None: a score has none."""
+    if isinstance(document, Certificate):
+        return document.snapshot
+    return document if isinstance(document, Snapshot) else None
+
+
+def _cpu(fingerprint: Fingerprint) -> str:
+    return f"{fingerprint.cpu}, {fingerprint.cores} cores"
+
+
+# --- rates -----------------------------------------------------------------------------------------------------------
+
+
+def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) -> list[NodeMetric]:
+    """Return every rate that at least two nodes with the same hardware have."""
+    by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
+    for node in nodes:
+        slowest: dict[tuple[str, str], tuple[float, str]] = {}
+        for key, unit, value, subject in _rates(node.document):
+            slowest[key, unit] = min(slowest.get((key, unit), (value, subject)), (value, subject))
+        for (key, unit), (value, subject) in slowest.items():
+            by_metric.setdefault((node.hardware, key, unit), []).append((node.node, value, subject))
+    metrics = []
+    for (hardware, key, unit), values in by_metric.items():
+        middle = median(value for _, value, _ in values)
+        if len(values) > 1 and middle > 0:
+            limit = slow_below(key)
+            of_nodes = [
+                NodeValue(node=node, value=value, ratio=value / middle, is_slow=value < limit * middle, subject=subject)
+                for node, value, subject in sorted(values, key=lambda each: each[1])
+            ]
+            metrics.append(
+                NodeMetric(key=key, unit=unit, hardware=hardware, median=middle, slow_below=limit, values=of_nodes)
+            )
+    return metrics
+
+
+def _rates(document: NodeDocument | None) -> Iterator[tuple[str, str, float, str]]:
+    """Return (key, unit, value, subject) of each rate that was measured."""
+    if isinstance(document, Certificate):
+        for row in (row for check in document.checks for row in check.rows):
+            if row.measured is not None and _RATE in row.unit and row.verdict != "INVALID":
+                yield row.key, row.unit, row.measured, row.subject
+    elif isinstance(document, ScoredRun):
+        score = document.score
+        if score.output_tokens_per_s is not None:
+            yield "score", "tok/s", score.output_tokens_per_s, ""
+        for device in score.devices:
+            if len(score.devices) > 1 and device.output_tokens_per_s is not None:
+                yield "slowest GPU", "tok/s", device.output_tokens_per_s, device.label
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _gpu_differences(nodes: Sequence[NodeResult]) -> list[NodeDifference]:
+    """Compare the GPUs of the nodes that have some: one that has lost a GPU is not like the others."""
+    with_gpus = [(node, {"GPUs": node.hardware}) for node in nodes if _has_gpus(node.document)]
+    return _compare(with_gpus)
+
+
+def _has_gpus(document: NodeDocument | None) -> bool:
+    if isinstance(document, ScoredRun):
+        return any(device.uuid for device in document.score.devices)
+    snapshot = _snapshot(document)
+    return snapshot is not None and bool(snapshot.gpus)
+
+
+def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
+    by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = {}
+    for node, of_node in facts:
+        by_hardware.setdefault(node.hardware, []).append((node, of_node))
+    return [difference for group in by_hardware.values() for difference in _compare(group)]
+
+
+def _compare(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
+    """Return each fact of a node that differs from what most nodes have; of two that differ, the second."""
+    names = dict.fromkeys(name for _, of_node in facts for name in of_node)
+    found = []
+    for name in names:
+        values = [(node.node, of_node.get(name, "absent")) for node, of_node in facts]
+        [(common, _)] = Counter(value for _, value in values).most_common(1)
+        found += [
+            NodeDifference(node=node, name=name, value=value, common=common)
+            for node, value in values
+            if value != common
+        ]
+    return found

@@ -1,0 +1,37 @@
+"""Percentiles, stated only where there are enough samples.
+
+The rule is MLPerf's early stopping at 99 % confidence (https://github.com/mlcommons/inference_policies, appendix on
+early stopping): a percentile p may be stated from n samples if the chance of at most one sample above the
+estimate is at most 1 %, assuming that the true fraction below it is only p. That takes 11 samples for the median, 64
+for p90, 130 for p95, 662 for p99 and 6,636 for p99.9. With fewer, reports show "n too small".
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from meltcore.measure.documents.schema import Distribution
+
+SAMPLES_NEEDED: dict[str, int] = {"p50": 11, "p90": 64, "p95": 130, "p99": 662, "p999": 6_636}
+QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+TOO_SMALL = "n too small"
+
+
+def distribution(samples: Sequence[float] | npt.NDArray[np.float64]) -> Distribution:
+    """Summarize `samples` [n]; a percentile is None where n is too small. Raises ValueError for NaN or infinity."""
+    sample_values = np.asarray(samples, dtype=np.float64)
+    if sample_values.size == 0:
+        return Distribution()
+    if not np.isfinite(sample_values).all():
+        raise ValueError("a sample is not finite")
+    names = [name for name, min_samples in SAMPLES_NEEDED.items() if sample_values.size >= min_samples]
+    quantiles = np.quantile(sample_values, [QUANTILES[name] for name in names])
+    percentiles = {name: float(value) for name, value in zip(names, quantiles, strict=True)}
+    return Distribution(
+        n=int(sample_values.size),
+        mean=float(sample_values.mean()),
+        min=float(sample_values.min()),
+        max=float(sample_values.max()),
+        **percentiles,
+    )

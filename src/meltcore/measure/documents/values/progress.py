@@ -1,0 +1,74 @@
+"""Console output during a measurement: progress bars, and one line per check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meltcore.measure.documents.schema import CheckResult, Gate
+
+
+def progress_bar(console: Console) -> Progress:
+    """Returns a progress display with one bar per task: description, bar, count, time and the field `note`."""
+    return Progress(
+        TextColumn("{task.description:<22}"),
+        BarColumn(bar_width=32),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )
+
+
+@contextmanager
+def answer_progress(
+    console: Console, is_shown: bool = True, description: str = "held-out problems"
+) -> Iterator[Callable[[int, int, int], None] | None]:
+    """Shows a bar over problems; yields `on_answer(done, correct, total)`, or None where `is_shown` is False.
+
+    The bar appears with the first call, so a run that fails before it shows none.
+    """
+    if not is_shown:
+        yield None
+        return
+    progress = progress_bar(console)
+    task = progress.add_task(description, total=None, note="")
+
+    def show(done: int, correct: int, total: int) -> None:
+        progress.start()
+        progress.update(task, completed=done, total=total, note=f"{correct} correct")
+
+    with stop_progress(progress):
+        yield show
+
+
+@contextmanager
+def stop_progress(progress: Progress) -> Iterator[None]:
+    """Stops a progress display after the block if it was started.
+
+    Without a terminal, Rich prints an empty line when an unstarted display is stopped.
+    """
+    try:
+        yield
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def dim_printer(console: Console) -> Callable[[str], None]:
+    """Returns a function that prints progress messages in dim text."""
+    return lambda text: console.print(text, style="dim", markup=False, highlight=False)
+
+
+_STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
+
+
+def print_check(console: Console, check: CheckResult | Gate) -> None:
+    """Prints one check or gate with its status in color."""
+    style = _STYLES[check.status]
+    detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""
+    console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

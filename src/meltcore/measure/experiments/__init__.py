@@ -1,0 +1,1 @@
+"""Experiments on servers: evaluation, comparison, tuning, the demo."""

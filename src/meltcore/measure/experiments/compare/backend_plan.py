@@ -1,0 +1,246 @@
+"""Plans what `meltcore compare-backends` starts: a command per backend and set-up, or the reason why there is none."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.backends import START_OF, SetUp, StartKind
+from meltcore.measure.documents.served_model import public_name
+from meltcore.measure.experiments.compare.server import ARGS, PORT, ServerCommand
+from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
+
+OURS = "meltcore"
+MEMORY_FRACTION = 0.9  # of a GPU, for all engines on it where several share it
+MODEL_NAME = "m"  # in requests, the same for all
+_GGUF = ".gguf"
+_READ_GGUF = ("meltcore", "llama.cpp")  # SGLang and vLLM need a plugin or a flag: --command
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """What differs from the template for one backend.
+
+    `checkpoint` and `quantized` replace the files of the comparison. `command` replaces the template's command line,
+    whose flags stand where it has {args}. `arguments` are added at the end.
+    """
+
+    checkpoint: str | None = None
+    quantized: str | None = None
+    python: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    command: str | None = None
+    arguments: str = ""
+    skip: frozenset[SetUp] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualSettings:
+    """Settings that every backend gets. None: the backend's own default."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    api_server_count: int | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "api_server_count"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as values of a template; prompts are never taken from a prefix cache."""
+        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "api_server_count")
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values |= {"load_format": self.load_format} if self.load_format != "auto" else {}
+        return values | {"no_prefix_cache": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendsPlan:
+    """The comparison to make: `model` on `backends` in `set_ups`, on the GPUs that CUDA_VISIBLE_DEVICES would name.
+
+    `running` has the addresses of servers that run already, by name; they are measured in the set-ups of one server.
+    """
+
+    model: str
+    quantized: str | None = None
+    backends: tuple[str, ...] = tuple(TEMPLATES)
+    running: dict[str, str] = field(default_factory=dict)
+    set_ups: tuple[SetUp, ...] = get_args(SetUp)
+    settings: EqualSettings = EqualSettings()
+    options: dict[str, BackendOptions] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    gpu_memory_bytes: int | None = None  # of the smallest GPU
+
+    def __post_init__(self) -> None:
+        names = [*self.backends, *self.running]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"each backend needs a name of its own; got {', '.join(names)}")
+        if not names:
+            raise ConfigError("no backend to measure: give --backends or --add NAME=URL")
+        for name in self.backends:
+            if name not in TEMPLATES and self._options(name).command is None:
+                known = ", ".join(TEMPLATES)
+                raise ConfigError(f"backend {name!r} has no template (there are {known}): give --command {name}=TEXT")
+        for name in self.options:
+            if name not in self.backends:
+                raise ConfigError(f"options are given for {name!r}, which is not among --backends {','.join(names)}")
+
+    def runs(self) -> list[PlannedRun]:
+        """Return the starts, all backends in one kind of start before the next; servers that run already come last."""
+        kinds = list(dict.fromkeys(START_OF[set_up] for set_up in self.set_ups))
+        planned = [self._planned(name, kind) for kind in kinds for name in self.backends]
+        return planned + [
+            PlannedRun(name, kind, public_name(self.model), url=url)
+            if kind == "single"
+            else PlannedRun(name, kind, public_name(self.model), reason="it runs already: only one server is measured")
+            for kind in kinds
+            for name, url in self.running.items()
+        ]
+
+    def _options(self, name: str) -> BackendOptions:
+        return self.options.get(name, BackendOptions())
+
+    def _planned(self, name: str, kind: StartKind) -> PlannedRun:
+        """Return one start with its command, or with the reason why it cannot be made."""
+        options = self._options(name)
+        checkpoint = options.checkpoint or self.model
+        if kind == "quantized":
+            checkpoint = options.quantized or self.quantized or ""
+        model = public_name(checkpoint or self.model)
+        reason = self._obstacle(name, kind, checkpoint, options)
+        if reason:
+            return PlannedRun(name, kind, model, reason=reason)
+        values = self._values(kind)
+        try:
+            words, environment = self._command(name, checkpoint, values, options)
+        except ConfigError as error:
+            return PlannedRun(name, kind, model, reason=str(error).removeprefix(f"{name}: "))
+        return PlannedRun(
+            name,
+            kind,
+            model,
+            command=ServerCommand(tuple(words), environment, inherits=False),
+            variables=self._variables(name, options),
+            lacks=self._lacking(name, options),
+            replicas=self.num_replicas if kind in ("data-parallel", "load-balanced") else 1,
+            memory_bytes=self._memory_bytes(),
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of servers or replicas: one per GPU, and two where there is one GPU or none."""
+        return max(2, len(self.gpus))
+
+    def _obstacle(self, name: str, kind: StartKind, checkpoint: str, options: BackendOptions) -> str:
+        """Return why a start cannot be made; empty where nothing speaks against it."""
+        skipped = [set_up for set_up in options.skip if START_OF[set_up] == kind]
+        if skipped and all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
+            return "left out (--skip)"
+        if not checkpoint:
+            return "no quantized checkpoint was given (--quantized)"
+        if options.command is None:
+            if name == "llama.cpp" and not checkpoint.endswith(_GGUF):
+                return f"llama.cpp reads GGUF files; got {public_name(checkpoint)} (--checkpoint llama.cpp=FILE.gguf)"
+            if name not in _READ_GGUF and checkpoint.endswith(_GGUF):
+                return f"its template reads no GGUF file; got {public_name(checkpoint)}"
+        needed = {"data-parallel": "data_parallel_size", "split": "tensor_parallel_size"}.get(kind)
+        if needed is None:
+            return ""
+        if needed not in (TEMPLATES[name].flags if name in TEMPLATES else {}):
+            return "it has no data parallelism of its own" if kind == "data-parallel" else "its template cannot split"
+        return "" if len(self.gpus) >= 2 else f"it needs 2 GPUs; {len(self.gpus)} can be used"
+
+    def _values(self, kind: StartKind) -> dict[str, Any]:
+        """Return the settings of a start that its template may have flags for."""
+        values = self.settings.given
+        if kind == "data-parallel":
+            values["data_parallel_size"] = len(self.gpus)
+        if kind == "split":
+            values["tensor_parallel_size"] = len(self.gpus)
+        if kind == "load-balanced" and len(self.gpus) == 1:
+            values["memory_fraction"] = f"{MEMORY_FRACTION / self.num_replicas:.2f}"
+            if (memory_bytes := self._memory_bytes()) is not None:
+                values["memory_bytes"] = memory_bytes
+        return values
+
+    def _memory_bytes(self) -> int | None:
+        """Return what one of several servers may take of its GPU; None without a GPU."""
+        if not self.gpus or self.gpu_memory_bytes is None:
+            return None
+        return int(MEMORY_FRACTION * self.gpu_memory_bytes * len(self.gpus) / self.num_replicas)
+
+    def _command(
+        self, name: str, checkpoint: str, values: Mapping[str, Any], options: BackendOptions
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the words of a command with {port} in it, and its whole environment. Raises ConfigError."""
+        flags = TEMPLATES[name].flags if name in TEMPLATES else {}
+        line = options.command or f"{TEMPLATES[name].command} {ARGS}"
+        line = line.replace(ARGS, " ".join(flags[each] for each in values if each in flags))
+        seqs = values.get("max_num_seqs") or 1
+        context = values.get("max_model_len")
+        texts = {key: str(value) for key, value in values.items()}
+        texts |= {"checkpoint": checkpoint, "name": MODEL_NAME, "port": PORT}
+        texts |= {"context_of_all": str(context * seqs)} if context is not None else {}
+        words = fill_command(f"{line} {_escaped(options.arguments)}", texts, name)
+        python = options.python or (sys.executable if name == OURS else None)
+        gpus = self.gpus[:1] if values.keys().isdisjoint({"data_parallel_size", "tensor_parallel_size"}) else self.gpus
+        environment = server_environment(python, gpus if self.gpus else None, self._variables(name, options))
+        return find_program(words, environment, python, name), environment
+
+    def _lacking(self, name: str, options: BackendOptions) -> list[str]:
+        """Return the equal settings that a backend's command line does not get."""
+        line = options.command or ARGS
+        flags = TEMPLATES[name].flags if name in TEMPLATES and ARGS in line else {}
+        return [each for each in self.settings.given if each not in flags and f"{{{each}}}" not in line]
+
+    def _variables(self, name: str, options: BackendOptions) -> dict[str, str]:
+        """Return the variables that a backend gets; ours keeps the path of its own modules."""
+        own = {"PYTHONPATH": os.environ["PYTHONPATH"]} if name == OURS and "PYTHONPATH" in os.environ else {}
+        return own | options.environment
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One start to make, or why it is not made (`reason`). `url`: a server that runs already is loaded instead.
+
+    `variables`: those that the command gets beside the inherited ones. `memory_bytes`: what one of several servers may
+    take of its GPU.
+    """
+
+    backend: str
+    start: StartKind
+    model: str
+    reason: str = ""
+    command: ServerCommand | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    lacks: Sequence[str] = ()
+    replicas: int = 1
+    url: str = ""
+    memory_bytes: int | None = None
+
+    def fleet(self, port: int, start_limit_s: float, api_server_count: int | None) -> dict[str, Any]:
+        """Return the fleet.yaml of several such servers behind `port`; its plan places them by memory."""
+        assert self.command is not None
+        words = [_escaped(word).replace("{{port}}", PORT) for word in self.command.template]
+        model: dict[str, Any] = {"command": shlex.join(words), "replicas": self.replicas}
+        model["environment"] = self.variables
+        if self.memory_bytes is not None:
+            model["memory"] = self.memory_bytes
+        server = {"port": port, **({} if api_server_count is None else {"api_server_count": api_server_count})}
+        timeouts = {"start_s": start_limit_s, "request_s": 1800.0}
+        return {"version": 1, "server": server, "models": {MODEL_NAME: model}, "timeouts": timeouts}
+
+
+def _escaped(text: str) -> str:
+    """Return a text whose braces stand for themselves."""
+    return text.replace("{", "{{").replace("}", "}}")

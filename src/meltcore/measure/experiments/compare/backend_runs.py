@@ -1,0 +1,266 @@
+"""Runs a comparison of backends: starts each, loads it, reads its GPUs and memory, ends it; then names the best."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from meltcore import __version__
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.files import write_document
+from meltcore.common.gpus.driver import NoDriverError
+from meltcore.common.machine import VISIBLE, named_gpus
+from meltcore.common.process import ProcessError, stat_fields
+from meltcore.common.process_output import last_error
+from meltcore.measure.documents.backends import BackendComparison, BackendRun
+from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerprint
+from meltcore.measure.documents.runfolder import RunFolder
+from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.served_model import public_name
+from meltcore.measure.experiments.compare.backend_plan import OURS, BackendsPlan, PlannedRun
+from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
+from meltcore.measure.experiments.compare.server import (
+    START_LIMIT_S,
+    RunningServer,
+    ServerCommand,
+    free_port,
+    run_server,
+)
+from meltcore.measure.experiments.evals.api import Api, ApiError
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.run import measure
+from meltcore.measure.node.monitor.recording import read_recording
+from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
+from meltcore.measure.report.comparisons.backends import backends_page
+from meltcore.measure.report.page.html import write_page
+
+_USABLE = ("OK", "CLIENT_BOUND", "NO_TEXT", "FAILED")
+_VERSION_ROUTES = {"/version": "version", "/get_server_info": "version", "/props": "build_info"}
+_PROBE = {"prompt": "1", "max_tokens": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendsLoad:
+    """The load of every run, which lacks the address. Levels up to `most_sessions` are several sessions.
+
+    `arguments` is the command line that results keep.
+    """
+
+    load: LoadConfig
+    most_sessions: int = 16
+    start_limit_s: float = START_LIMIT_S
+    arguments: tuple[str, ...] = ()
+
+
+def run_backends(
+    plan: BackendsPlan,
+    options: BackendsLoad,
+    folder: RunFolder,
+    *,
+    report: Callable[[str], None],
+    on_run: Callable[[BackendRun], None] | None = None,
+) -> BackendComparison:
+    """Make all runs of the plan, and write result and page after each; what fails is in the result with its reason.
+
+    `report` takes lines for the user. After Ctrl-C the runs until then are written, and KeyboardInterrupt goes on.
+    """
+    start_s = time.monotonic()
+    comparison = BackendComparison(
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        duration_s=0.0,
+        fingerprint=take_fingerprint(options.arguments, options.load.seed),
+        model=public_name(plan.model),
+        backends=[*plan.backends, *plan.running],
+        set_ups=list(plan.set_ups),
+        most_sessions=options.most_sessions,
+        settings=plan.settings.given | {"gpus": len(plan.gpus)},
+        load=options.load.settings,
+    )
+    for planned in plan.runs():
+        try:
+            alone = comparison.run(planned.backend, "single")
+            if planned.start == "load-balanced" and alone is not None and alone.command and alone.ready_s is None:
+                planned = replace(planned, reason="it did not start alone")
+            run = _run(planned, plan, options, folder.path, report=report)
+        except KeyboardInterrupt:
+            comparison.notes.append("It was interrupted: later runs were not made.")
+            raise
+        else:
+            comparison.runs.append(run)
+            if on_run is not None:
+                on_run(run)
+        finally:
+            comparison.duration_s = time.monotonic() - start_s
+            comparison.best, comparison.aspects = best_backends(comparison), find_aspects(comparison)
+            write_document(folder.result_path, comparison)
+            write_page(folder.report_path, backends_page(comparison))
+    return comparison
+
+
+def _run(
+    planned: PlannedRun, plan: BackendsPlan, options: BackendsLoad, folder: Path, *, report: Callable[[str], None]
+) -> BackendRun:
+    """Start, load and end one backend. What goes wrong is the run's reason."""
+    run = BackendRun(
+        backend=planned.backend,
+        start=planned.start,
+        model=planned.model,
+        reason=planned.reason,
+        command=planned.command.redacted if planned.command else "",
+        lacks=list(planned.lacks),
+        replicas=planned.replicas,
+    )
+    if run.reason:
+        return run
+    label = f"{planned.backend}-{planned.start}"
+    log_path = folder / f"server-{label}.log"
+    try:
+        with _monitor(folder / f"gpus-{label}.jsonl", run) as recording:
+            with _server(planned, plan, options, folder, log_path, report=report) as (url, server):
+                run.ready_s = round(server.ready_s, 3) if server else None
+                run.version = __version__ if planned.backend == OURS else backend_version(url)
+                result = measure(replace(options.load, url=url), options.arguments)
+                run.levels = [level for level in result.levels if level.verdict in _USABLE]
+                run.reason = _failure(result)
+                if server is not None:
+                    run.host_memory_bytes = _host_memory_bytes(server.process.pid)
+            if recording is not None:
+                recording.stop()
+        _add_gpus(run, folder / f"gpus-{label}.jsonl")
+    except MeltcoreError as error:
+        run.reason = published_reason(str(error))
+        return run
+    if result.verdict == "PARTIAL":
+        raise KeyboardInterrupt  # the load generator handled the Ctrl-C to end its level in order
+    return run
+
+
+@contextmanager
+def _server(
+    planned: PlannedRun,
+    plan: BackendsPlan,
+    options: BackendsLoad,
+    folder: Path,
+    log_path: Path,
+    *,
+    report: Callable[[str], None],
+) -> Iterator[tuple[str, RunningServer | None]]:
+    """Yield the address of a server that has answered a request, and the server itself where it was started here."""
+    if planned.url:
+        if not Api(planned.url).is_reachable():
+            raise ProcessError("nothing answers a request for its models at its address")
+        yield planned.url, None
+        return
+    assert planned.command is not None
+    command, port = planned.command, free_port()
+    if planned.start == "load-balanced":
+        fleet = folder / f"fleet-{planned.backend}.yaml"  # JSON is YAML
+        fleet.write_text(json.dumps(planned.fleet(port, options.start_limit_s, plan.settings.api_server_count)))
+        command = ServerCommand((sys.executable, "-m", "meltcore.cli.main", "up", str(fleet)))
+    start_s = time.monotonic()
+    with run_server(command, log_path, report=report, limit_s=options.start_limit_s, port=port) as server:
+        left_s = max(1.0, options.start_limit_s - (time.monotonic() - start_s))
+        server.process.wait_for(lambda: _answers(server.url, left_s), left_s, "answer a request")
+        yield server.url, replace(server, ready_s=time.monotonic() - start_s)
+
+
+def _answers(url: str, limit_s: float) -> bool | None:
+    """Return True once the server has answered one request of one token; None before."""
+    api = Api(url, timeout_s=limit_s)
+    try:
+        name, _ = api.resolve_model()
+        return api.post("/v1/completions", {"model": name, **_PROBE}).status == 200 or None
+    except (ApiError, ConfigError):
+        return None
+
+
+def backend_version(url: str) -> str | None:
+    """Return the version that the server reports, as vLLM, SGLang or llama.cpp do; None where it reports none."""
+    api = Api(url, timeout_s=5.0)
+    for path, key in _VERSION_ROUTES.items():
+        try:
+            reply = api.get(path)
+            facts: Any = reply.json() if reply.status == 200 else None
+        except ApiError:
+            continue
+        if isinstance(facts, Mapping) and facts.get(key):
+            return str(facts[key])
+    return None
+
+
+def published_reason(text: str) -> str:
+    """Return an error as results keep it: its first line and the last exception of its output, without folders."""
+    first, _, output = text.strip().partition("\n")
+    kept = dict.fromkeys(filter(None, [first.strip(), last_error(output)]))
+    return " ".join(" ".join(clean_arguments(line.split())) for line in kept)[:400]
+
+
+def _failure(result: RunResult) -> str:
+    """Return why a load was not measured to its end; empty where it was."""
+    failed = [level for level in result.levels if level.verdict not in _USABLE]
+    return f"at concurrency {failed[0].concurrency}: {'; '.join(failed[0].reasons)}" if failed else ""
+
+
+@contextmanager
+def _monitor(path: Path, run: BackendRun) -> Iterator[Monitor | None]:
+    """Record the GPUs during the block; without an NVIDIA driver note that they are not measured."""
+    try:
+        monitor = Monitor(SamplerSettings(path=str(path)))
+    except NoDriverError as error:
+        path.unlink(missing_ok=True)
+        run.notes.append(f"GPU use: not measured ({published_reason(str(error))})")
+        yield None
+        return
+    with monitor:
+        yield monitor
+
+
+def _add_gpus(run: BackendRun, path: Path) -> None:
+    """Add GPU use by level, and the peak of memory in use while the load ran."""
+    if not path.exists():
+        return
+    run.notes += attach_gpu_timelines(run.levels, read_recording(path))
+    peaks = [
+        sum(max((value for value in gpu.values["memory_used_bytes"] if value), default=0.0) for gpu in level.gpus)
+        for level in run.levels
+        if level.gpus and all("memory_used_bytes" in gpu.values for gpu in level.gpus)
+    ]
+    run.gpu_memory_bytes = int(max(peaks)) if peaks else None
+
+
+def _host_memory_bytes(root: int) -> int | None:
+    """Return the memory of a process and its descendants, pages that several share counted once; None if unreadable."""
+    parents = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    family, added = {root}, True
+    while added:
+        members = {pid for pid, fields in parents.items() if fields is not None and int(fields[1]) in family}
+        added = not members <= family
+        family |= members
+    total = 0
+    for pid in family:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:  # it has just ended, or is another user's
+            if pid == root:
+                return None
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+    return total
+
+
+def visible_gpus(num_gpus: int) -> tuple[str, ...]:
+    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; `num_gpus` are on the machine.
+
+    Raises ConfigError for a variable that names no GPU.
+    """
+    value = os.environ.get(VISIBLE)
+    return tuple(map(str, range(num_gpus)) if value is None else named_gpus(value))

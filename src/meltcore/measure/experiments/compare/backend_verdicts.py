@@ -1,0 +1,242 @@
+"""Names the best backend of each set-up and model, and finds what was measured of the nine aspects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import geometric_mean
+
+from meltcore.measure.documents.backends import (
+    MOST_FAILED,
+    START_OF,
+    Aspect,
+    BackendComparison,
+    BackendRun,
+    BestBackend,
+    SetUp,
+    StartKind,
+)
+from meltcore.measure.documents.values.formatting import format_number
+
+LEAST_LEAD = 0.05  # each level is one run: a smaller lead is no lead
+MOST_TTFT_MS, MOST_ITL_MS = 2000.0, 100.0  # of interactive use, 95th percentiles
+UNMEASURED = "not measured"
+_LONGEST_REASON = 60  # characters, in a cell of the aspects
+_GIB = 2**30
+
+
+def best_backends(comparison: BackendComparison) -> list[BestBackend]:
+    """Return the best of each set-up, then of each model at the lowest and the highest concurrency, over set-ups."""
+    found = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
+    levels = [int(level) for level in comparison.load["concurrency"]]
+    starts = list(dict.fromkeys(START_OF[set_up] for set_up in comparison.set_ups))
+    groups: dict[str, list[StartKind]] = {comparison.model: [start for start in starts if start != "quantized"]}
+    if "quantized" in starts:
+        groups[f"{comparison.model}, quantized"] = ["quantized"]
+    for model, kinds in groups.items():
+        runs = [run for run in comparison.runs if run.start in kinds]
+        found += [_best(model, "", [level], runs) for level in dict.fromkeys((min(levels), max(levels)))]
+    return found
+
+
+def _best_of_set_up(comparison: BackendComparison, set_up: SetUp) -> BestBackend:
+    runs = [run for run in comparison.runs if run.start == START_OF[set_up]]
+    model = f"{comparison.model}, quantized" if set_up == "quantized" else comparison.model
+    return _best(model, set_up, comparison.levels_of(set_up), runs)
+
+
+def mean_rate(run: BackendRun, levels: Sequence[int]) -> float | None:
+    """Return the geometric mean of output tokens/s over `levels`; None where one was not measured or stood still."""
+    rates = [0.0 if (level := run.level(each)) is None else level.output_tokens_per_s for each in levels]
+    return geometric_mean(rates) if rates and all(rates) else None
+
+
+def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]) -> BestBackend:
+    best = BestBackend(model=model, set_up=set_up, levels=levels)
+    rated = [(rate, run) for run in runs if (rate := mean_rate(run, levels)) is not None]
+    if not rated:
+        best.reason = "no backend was measured whole" if levels else "it has no level of its own"
+        best.reason += _failed_shares(runs, levels)
+        return best
+    rated.sort(key=lambda pair: pair[0], reverse=True)
+    rate, first = rated[0]
+    best.output_tokens_per_s = rate
+    rivals = [(other, run) for other, run in rated if run.backend != first.backend]
+    where = "" if set_up else f" ({first.start})"
+    if not rivals:
+        best.reason = f"no comparison: only {first.backend} was measured whole{where}"
+    elif rate < (1 + LEAST_LEAD) * rivals[0][0]:
+        best.reason = (
+            f"no clear best: {first.backend} leads {rivals[0][1].backend} by {100 * (rate / rivals[0][0] - 1):.1f} %, "
+            f"and a lead below {100 * LEAST_LEAD:.0f} % may be noise"
+        )
+    else:
+        best.backend = first.backend
+        best.reason = f"{rate / rivals[0][0]:.2f} times {rivals[0][1].backend}{where}"
+    best.reason += _failed_shares(runs, levels)
+    return best
+
+
+def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
+    """Return the failed shares over `levels` of each start whose requests failed."""
+    texts = []
+    for run in runs:
+        shares = [100 * each.failed / each.requests for each in run.levels if each.concurrency in levels]
+        if any(run.failure(each) for each in levels):
+            low, high = f"{min(shares):.0f}", f"{max(shares):.0f}"
+            share = low if low == high else f"{low} to {high}"
+            texts.append(f"; {run.backend} failed {share} % ({run.start})")
+    return "".join(texts)
+
+
+def find_aspects(comparison: BackendComparison) -> list[Aspect]:
+    """Return the nine aspects, each with what the runs show of it by backend."""
+    finders: list[tuple[str, str, Callable[[BackendComparison, str], str]]] = [
+        ("Performance", "output tok/s at the highest and the lowest concurrency, TTFT p50 at the highest", _speed),
+        ("Concurrency", f"highest level at which at most {100 * MOST_FAILED:.0f} % of requests fail", _concurrency),
+        ("Multi-GPU support", "output tok/s of data parallel and split model, against one GPU", _multi_gpu),
+        ("Quantization support", "output tok/s of the quantized model, against the other", _quantization),
+        ("Hardware requirements", "peak memory of GPUs under load, memory of its processes after it", _hardware),
+        ("Ease of use and deployment", "start to first answer, arguments, settings that it lacks", _ease),
+        (
+            "Use case fit",
+            f"highest level for interactive use: TTFT p95 up to {MOST_TTFT_MS:,.0f} ms, ITL p95 up to "
+            f"{MOST_ITL_MS:.0f} ms",
+            _fit,
+        ),
+        ("Memory efficiency", "output tok/s at the highest level per GiB of GPU memory, reserved memory too", _memory),
+        ("Community and ecosystem", "no run shows it", lambda *_: UNMEASURED),
+    ]
+    return [
+        Aspect(name=name, measured_as=how, findings={each: find(comparison, each) for each in comparison.backends})
+        for name, how, find in finders
+    ]
+
+
+def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
+    """Return "not measured" with the run's reason, or how many requests of `levels` failed and why.
+
+    A long reason stands with its set-up.
+    """
+    if run is None:
+        return f"{UNMEASURED}: not part of this comparison"
+    failed = next((each for each in levels if run.failure(each)), None)
+    if failed is not None:
+        return f"at {failed} {run.failure(failed)}"
+    if run.reason and run.ready_s is None and (run.command or len(run.reason) > _LONGEST_REASON):
+        return f"{UNMEASURED}: it did not start"
+    if run.command and run.reason:
+        return f"{UNMEASURED}: it did not finish the load"
+    return f"{UNMEASURED}: {run.reason or 'it was not loaded so far'}"
+
+
+def _ends(comparison: BackendComparison) -> tuple[int, int]:
+    levels = [int(level) for level in comparison.load["concurrency"]]
+    return min(levels), max(levels)
+
+
+def _measured_levels(comparison: BackendComparison, run: BackendRun) -> list[int]:
+    return sorted(int(level) for level in comparison.load["concurrency"] if run.level(int(level)) is not None)
+
+
+def _speed(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    low, high = _ends(comparison)
+    if run is None or (most := run.level(high)) is None or (least := run.level(low)) is None:
+        return unmeasured(run, (high, low))
+    ttft = format_number(most.ttft_ms.p50) if most.ttft_ms.p50 is not None else UNMEASURED
+    return (
+        f"{format_number(most.output_tokens_per_s)} tok/s at {high}, {format_number(least.output_tokens_per_s)} at "
+        f"{low}; TTFT {ttft} ms"
+    )
+
+
+def _concurrency(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    levels = _measured_levels(comparison, run) if run is not None else []
+    if run is None or not levels:
+        return unmeasured(run, sorted(comparison.load["concurrency"]))
+    first, last = run.level(levels[0]), run.level(levels[-1])
+    assert first is not None
+    assert last is not None
+    if len(levels) == 1 or not first.output_tokens_per_s:
+        return f"{levels[-1]} concurrent"
+    gain = last.output_tokens_per_s / first.output_tokens_per_s
+    return f"{levels[-1]} concurrent, {gain:.1f} times the rate of {levels[0]}"
+
+
+def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
+    """Return the rate of one kind of start at the highest concurrency, against one server on one GPU."""
+    run, single = comparison.run(backend, kind), comparison.run(backend, "single")
+    high = _ends(comparison)[1]
+    level = run.level(high) if run is not None else None
+    if run is None or level is None:
+        return unmeasured(run, (high,))
+    base = single.level(high) if single is not None else None
+    rate = f"{format_number(level.output_tokens_per_s)} tok/s at {high}"
+    if base is None or not base.output_tokens_per_s:
+        return rate
+    return f"{rate}, {level.output_tokens_per_s / base.output_tokens_per_s:.2f} times"
+
+
+def _multi_gpu(comparison: BackendComparison, backend: str) -> str:
+    kinds: tuple[tuple[str, StartKind], ...] = (("data parallel", "data-parallel"), ("split model", "split"))
+    found = {name: _ratio(comparison, backend, kind) for name, kind in kinds}
+    if len(set(found.values())) == 1:
+        return next(iter(found.values()))
+    return "; ".join(f"{name} {text}" for name, text in found.items())
+
+
+def _quantization(comparison: BackendComparison, backend: str) -> str:
+    text = _ratio(comparison, backend, "quantized")
+    run = comparison.run(backend, "quantized")
+    return text if run is None or not run.levels else f"{run.model}: {text}"
+
+
+def _hardware(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    if run is None or not run.levels:
+        return unmeasured(run)
+    sizes = {"GPUs": run.gpu_memory_bytes, "host": run.host_memory_bytes}
+    return ", ".join(
+        f"{name} {UNMEASURED}" if size is None else f"{name} {size / _GIB:.1f} GiB" for name, size in sizes.items()
+    )
+
+
+def _ease(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    if run is None or run.ready_s is None:
+        return unmeasured(run) if run is None or run.reason else f"{UNMEASURED}: it ran already"
+    lacks = f"; lacks {', '.join(run.lacks)}" if run.lacks else ""
+    return f"{run.ready_s:.0f} s, {len(run.command.split()) - 1} arguments{lacks}"
+
+
+def _fit(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    levels = _measured_levels(comparison, run) if run is not None else []
+    if run is None or not levels:
+        return unmeasured(run, sorted(comparison.load["concurrency"]))
+    judged = False
+    highest = 0
+    for each in levels:
+        level = run.level(each)
+        assert level is not None
+        ttft, itl = level.ttft_ms.p95, level.itl_ms.p95
+        if ttft is None or itl is None:
+            continue
+        judged = True
+        if ttft <= MOST_TTFT_MS and itl <= MOST_ITL_MS:
+            highest = each
+    if not judged:
+        return f"{UNMEASURED}: too few requests for a 95th percentile"
+    return f"interactive up to {highest}" if highest else "interactive at no measured level"
+
+
+def _memory(comparison: BackendComparison, backend: str) -> str:
+    run = comparison.run(backend, "single")
+    high = _ends(comparison)[1]
+    level = run.level(high) if run is not None else None
+    if run is None or level is None:
+        return unmeasured(run, (high,))
+    if not run.gpu_memory_bytes:
+        return f"{UNMEASURED}: no reading of a GPU's memory"
+    return f"{format_number(level.output_tokens_per_s / (run.gpu_memory_bytes / _GIB))} tok/s per GiB"

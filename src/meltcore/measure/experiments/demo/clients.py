@@ -1,0 +1,405 @@
+"""Opens every route of the fleet with the clients that users have: `openai`, `dwani`, and plain HTTP for the rest.
+
+The clients are unchanged. Each route is one check, which fails without the right answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import time
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.measure.documents.schema import CheckResult
+from meltcore.measure.experiments.demo.config import GENERATION
+from meltcore.measure.experiments.demo.tasks import TRANSCRIBED_LANGUAGE, Problem, clips, phrases
+from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE
+
+PACKAGES = ("openai", "dwani")
+LIMIT_S = 120.0  # of one request
+_QUESTION, _ANSWER = "What is 7 * 8?", "56"
+_TEXT = "go at seven"
+_NUM_STEPS = 8  # of synthesis: a quarter of the usual number
+_MAX_DETAIL_CHARS = 200
+_SPEECH_STARTS = (b"ID3", b"\xff\xf3", b"\xff\xfb")  # of an MP3 file
+
+
+class _WrongError(MeltcoreError):
+    """Reports an answer that is not the right one."""
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """The server under test, and what is sent to it. models: by task."""
+
+    url: str
+    models: Mapping[str, str]
+    openai: Any
+    dwani: Any
+    http: Any
+    clip: Problem
+    clip_path: Path
+    phrase: Problem
+
+    def send(self, path: str, method: str = "POST", status: int = 200, **fields: Any) -> Any:
+        """Return the response to a request of plain HTTP. Raises _WrongError for another status."""
+        response = self.http.request(method, f"{self.url}{path}", timeout=LIMIT_S, **fields)
+        _expect(response.status_code == status, f"status {response.status_code}: {response.text[:120]}")
+        return response
+
+    @property
+    def upload(self) -> dict[str, Any]:
+        """The clip as the file of a form."""
+        return {"file": ("clip.wav", self.clip.audio_wav)}
+
+
+_Run = Callable[[_Fleet], str]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A route and how it is opened. tasks: those that the fleet must have; run returns what was observed, or raises."""
+
+    name: str
+    paths: tuple[str, ...]
+    tasks: tuple[str, ...]
+    run: _Run
+
+
+_CHECKS: list[_Check] = []
+
+
+def _opens(name: str, *paths: str, tasks: Collection[str] = (GENERATION,)) -> Callable[[_Run], _Run]:
+    """Return a decorator that registers a function as the check called `name`."""
+
+    def register(function: _Run) -> _Run:
+        _CHECKS.append(_Check(name, paths, tuple(tasks), function))
+        return function
+
+    return register
+
+
+def check_installed() -> None:
+    """Raise ConfigError where a client is not installed."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} is not installed: pip install 'meltcore[clients]', or leave the clients out "
+            "with --no-clients"
+        )
+
+
+def open_routes(
+    url: str, models: Mapping[str, str], folder: Path, on_check: Callable[[CheckResult], None] = lambda _check: None
+) -> list[CheckResult]:
+    """Open the routes of the tasks in `models` (name by task) and return a check for each.
+
+    folder: for the files that clients upload. on_check: receives each check as it ends.
+    """
+    import dwani
+    import openai
+    import requests
+
+    logging.getLogger("dwani").addHandler(logging.NullHandler())  # its errors are raised too
+
+    clip, phrase = clips(1, 1)[0], phrases(1, 1)[0]
+    clip_path = folder / "clip.wav"
+    clip_path.write_bytes(clip.audio_wav or b"")
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client,
+        requests.Session() as session,
+    ):
+        fleet = _Fleet(url, models, client, dwani.DwaniClient("none", url), session, clip, clip_path, phrase)
+        checks, opened = [], set[str]()
+        for check in _CHECKS:
+            if not set(check.tasks) <= models.keys():
+                continue
+            result = _result(check.name, lambda run=check.run: run(fleet))  # type: ignore[misc]
+            checks.append(result)
+            opened |= set(check.paths)
+            on_check(result)
+        last = _result("every route of /openapi.json was opened", lambda: _all_opened(fleet, opened, models))
+        on_check(last)
+        return [*checks, last]
+
+
+def _result(name: str, run: Callable[[], str]) -> CheckResult:
+    started_s = time.monotonic()
+    try:
+        detail = run()
+    except Exception as error:  # whatever a client raises is the finding
+        return CheckResult(name=name, status="FAIL", detail=f"{type(error).__name__}: {error}"[:_MAX_DETAIL_CHARS])
+    return CheckResult(
+        name=name, status="PASS", detail=f"{detail[:_MAX_DETAIL_CHARS]} ({time.monotonic() - started_s:.2f} s)"
+    )
+
+
+def _all_opened(fleet: _Fleet, opened: Collection[str], models: Mapping[str, str]) -> str:
+    """Compare what was opened with the server's own list, but for routes of tasks that the fleet lacks."""
+    skipped = {path for check in _CHECKS if not set(check.tasks) <= models.keys() for path in check.paths}
+    listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
+    left = sorted(listed - set(opened) - skipped)
+    _expect(not left, f"not opened: {', '.join(left)}")
+    return f"{len(listed)} routes"
+
+
+def _expect(condition: object, finding: str) -> None:
+    if not condition:
+        raise _WrongError(finding)
+
+
+def _question() -> list[dict[str, str]]:
+    return [{"role": "user", "content": _QUESTION}]
+
+
+# --- openai ---------------------------------------------------------------------------------------------------------
+
+
+@_opens("openai: models.list, models.retrieve", "/v1/models", "/v1/models/{name}")
+def _models(fleet: _Fleet) -> str:
+    names = [model.id for model in fleet.openai.models.list()]
+    _expect(set(fleet.models.values()) <= set(names), f"listed are {names}")
+    model = fleet.openai.models.retrieve(fleet.models[GENERATION])
+    _expect(model.owned_by == "meltcore", repr(model))
+    return ", ".join(names)
+
+
+@_opens("openai: chat.completions.create", "/v1/chat/completions")
+def _chat(fleet: _Fleet) -> str:
+    answer = fleet.openai.chat.completions.create(model=fleet.models[GENERATION], messages=_question(), temperature=0)
+    text = answer.choices[0].message.content
+    _expect(_ANSWER in text and answer.usage.completion_tokens > 0, repr(text))
+    return repr(text)
+
+
+@_opens("openai: chat.completions.create, streamed", "/v1/chat/completions")
+def _chat_stream(fleet: _Fleet) -> str:
+    stream = fleet.openai.chat.completions.create(
+        model=fleet.models[GENERATION],
+        messages=_question(),
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    _expect(_ANSWER in text and chunks[-1].usage.completion_tokens > 0, repr(text))
+    return f"{len(chunks)} chunks"
+
+
+@_opens("openai: completions.create, whole and streamed", "/v1/completions")
+def _completions(fleet: _Fleet) -> str:
+    fields = {"model": fleet.models[GENERATION], "prompt": "7 * 8 =", "max_tokens": 8, "temperature": 0}
+    whole = fleet.openai.completions.create(**fields).choices[0].text
+    parts = [chunk.choices[0].text for chunk in fleet.openai.completions.create(**fields, stream=True)]
+    _expect(whole and whole == "".join(parts), f"{whole!r} and {parts}")
+    return repr(whole)
+
+
+@_opens("openai: audio.speech.create, read back by audio.transcriptions.create", "/v1/audio/speech",
+        "/v1/audio/transcriptions", tasks=("synthesis", "transcription"))  # fmt: skip
+def _speech(fleet: _Fleet) -> str:
+    model = fleet.models["synthesis"]
+    audio = fleet.openai.audio.speech.create(model=model, voice="seven", input=_TEXT, response_format="wav").content
+    _expect(audio[:4] == b"RIFF", f"it begins with {audio[:4]!r}")
+    heard = fleet.openai.audio.transcriptions.create(
+        model=fleet.models["transcription"], file=("speech.wav", audio), language=TRANSCRIBED_LANGUAGE
+    ).text
+    _expect(heard, "nothing was heard in it")
+    return f"{len(audio):,} bytes, heard as {heard!r}"
+
+
+@_opens("openai: audio.speech.with_streaming_response.create", "/v1/audio/speech", tasks=("synthesis",))
+def _speech_stream(fleet: _Fleet) -> str:
+    with fleet.openai.audio.speech.with_streaming_response.create(
+        model=fleet.models["synthesis"], voice="seven", input=_TEXT, extra_body={"num_steps": _NUM_STEPS}
+    ) as response:
+        parts = list(response.iter_bytes())
+    _expect(b"".join(parts).startswith(_SPEECH_STARTS), f"it begins with {parts[0][:4]!r}")
+    return f"{sum(map(len, parts)):,} bytes of MP3"
+
+
+@_opens("openai: audio.transcriptions.create, with word times", "/v1/audio/transcriptions", tasks=("transcription",))
+def _transcription(fleet: _Fleet) -> str:
+    found = fleet.openai.audio.transcriptions.create(
+        model=fleet.models["transcription"],
+        file=("clip.wav", fleet.clip.audio_wav),
+        language=TRANSCRIBED_LANGUAGE,
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    _expect(found.text == fleet.clip.answer, f"{found.text!r}, not {fleet.clip.answer!r}")
+    _expect(len(found.words) == len(fleet.clip.answer.split()), f"{len(found.words)} words have times")
+    return repr(found.text)
+
+
+@_opens("openai: an unknown model is a 404 that lists the models", "/v1/chat/completions")
+def _unknown_model(fleet: _Fleet) -> str:
+    import openai
+
+    try:
+        fleet.openai.chat.completions.create(model="no-such-model", messages=_question())
+    except openai.NotFoundError as error:
+        _expect(fleet.models[GENERATION] in str(error), str(error))
+        return str(error)
+    raise _WrongError("it was answered")
+
+
+@_opens("openai: a model of another task is a 400", "/v1/chat/completions", tasks=("synthesis",))
+def _wrong_task(fleet: _Fleet) -> str:
+    import openai
+
+    try:
+        fleet.openai.chat.completions.create(model=fleet.models["synthesis"], messages=_question())
+    except openai.BadRequestError as error:
+        return str(error)
+    raise _WrongError("it was answered")
+
+
+# --- dwani ----------------------------------------------------------------------------------------------------------
+
+
+@_opens("dwani: chat.create", "/v1/indic_chat")
+def _indic_chat(fleet: _Fleet) -> str:
+    answer = fleet.dwani.chat("What is 37 + 45?", "english", "kannada", model="gemma3")["response"]
+    _expect(answer.strip(), "the answer is empty")
+    return repr(answer)
+
+
+@_opens("dwani: chat.direct", "/v1/chat_direct")
+def _chat_direct(fleet: _Fleet) -> str:
+    answer = fleet.dwani.chat_direct(_QUESTION, model="qwen3")["response"]
+    _expect(_ANSWER in answer, repr(answer))
+    return repr(answer)
+
+
+@_opens("dwani: translate.run_translate", "/v1/translate", tasks=("translation",))
+def _translate(fleet: _Fleet) -> str:
+    found = fleet.dwani.translate([fleet.phrase.given], "english", "kannada")["translations"]
+    _expect(found == [fleet.phrase.answer], f"{found}, not {fleet.phrase.answer!r}")
+    return found[0]  # type: ignore[no-any-return]
+
+
+@_opens("dwani: asr.transcribe", "/v1/transcribe", tasks=("transcription",))
+def _transcribe(fleet: _Fleet) -> str:
+    found = fleet.dwani.transcribe(str(fleet.clip_path), "english")["text"]
+    _expect(found == fleet.clip.answer, f"{found!r}, not {fleet.clip.answer!r}")
+    kannada = fleet.dwani.transcribe(str(fleet.clip_path), "kannada")["text"]
+    _expect(kannada and not kannada.isascii(), repr(kannada))
+    return f"{found!r}, as kannada {kannada!r}"
+
+
+@_opens("dwani: audio.speech", "/v1/audio/speech", tasks=("synthesis",))
+def _dwani_speech(fleet: _Fleet) -> str:
+    audio = fleet.dwani.speech(_TEXT, "mp3", "kannada")
+    _expect(audio.startswith(_SPEECH_STARTS), f"it begins with {audio[:4]!r}")
+    return f"{len(audio):,} bytes of MP3"
+
+
+@_opens("dwani: vision and documents are refused with 501", "/v1/visual_query_direct", "/v1/indic_visual_query",
+        "/v1/ocr", "/v1/extract-text-all")  # fmt: skip
+def _vision(fleet: _Fleet) -> str:
+    import dwani
+
+    path, reasons = str(fleet.clip_path), []
+    for call in (fleet.dwani.caption, fleet.dwani.caption_direct, fleet.dwani.ocr_image, fleet.dwani.document_ocr_all):
+        try:
+            call(path)
+        except (dwani.DwaniAPIError, OSError) as error:
+            reasons.append(str(error))
+        else:
+            raise _WrongError("it was answered")
+    _expect(all("501" in reason for reason in reasons) and "vision model" in reasons[0], str(reasons))
+    return reasons[0]
+
+
+# --- plain HTTP: what no client has a method for -----------------------------------------------------------------
+
+
+@_opens("HTTP: /v1/chat", "/v1/chat")
+def _talk(fleet: _Fleet) -> str:
+    reply = fleet.send("/v1/chat", json={"text": _QUESTION}).json()["reply"]
+    _expect(_ANSWER in reply, repr(reply))
+    return repr(reply)
+
+
+@_opens("HTTP: /v1/speech_to_speech, streamed as events", "/v1/speech_to_speech",
+        tasks=(GENERATION, "synthesis", "transcription"))  # fmt: skip
+def _speech_to_speech(fleet: _Fleet) -> str:
+    form = {"language": "english", "stream_format": "sse", "num_steps": str(_NUM_STEPS)}
+    response = fleet.send("/v1/speech_to_speech", data=form, files=fleet.upload, stream=True)
+    lines = [line.removeprefix(b"data: ") for line in response.iter_lines() if line.startswith(b"data: ")]
+    events = [json.loads(line) for line in lines]
+    _expect(not any("error" in event for event in events), lines[-1].decode(errors="replace"))
+    heard = next(event["text"] for event in events if event["type"] == "transcript.text.done")
+    audio = b"".join(base64.b64decode(each["audio"]) for each in events if each["type"] == "speech.audio.delta")
+    _expect(heard == fleet.clip.answer, f"{heard!r}, not {fleet.clip.answer!r}")
+    _expect(audio.startswith(_SPEECH_STARTS) and events[-1]["type"] == "speech.audio.done", str(events[-1])[:120])
+    return f"{len(events)} events, {len(audio):,} bytes of MP3"
+
+
+@_opens("HTTP: the forms of workers: transcribe_batch, translate, audio/speech, audio/speech_batch",
+        "/transcribe_batch", "/v1/audio/speech_batch", tasks=("translation", "synthesis", "transcription"))  # fmt: skip
+def _workers(fleet: _Fleet) -> str:
+    files = [("files", ("clip.wav", fleet.clip.audio_wav))] * 2
+    found = fleet.send("/transcribe_batch/?language=english", files=files).json()["transcriptions"]
+    _expect(found == [fleet.clip.answer] * 2, str(found))
+    codes = {"src_lang": SOURCE_LANGUAGE, "tgt_lang": TARGET_LANGUAGE}
+    body = {"sentences": [fleet.phrase.given], **codes}
+    translated = fleet.send("/translate", params=codes, json=body).json()["translations"]
+    _expect(translated == [fleet.phrase.answer], str(translated))
+    audio = fleet.send("/audio/speech", json={"text": _TEXT, "num_steps": _NUM_STEPS}).content
+    _expect(audio[:4] == b"RIFF", f"speech begins with {audio[:4]!r}")
+    texts = {"input": ["go", "at"], "num_steps": _NUM_STEPS}
+    names = zipfile.ZipFile(io.BytesIO(fleet.send("/v1/audio/speech_batch", json=texts).content)).namelist()
+    _expect(names == ["audio_00.mp3", "audio_01.mp3"], str(names))
+    return f"2 transcripts, a translation, {len(names) + 1} files of speech"
+
+
+@_opens("HTTP: routes of images and PDF files answer 501 in words", *(
+    "/app-extract-text", "/v1/extract-text", "/v1/extract-text-all-chunk", "/v1/indic-extract-text",
+    "/v1/indic-extract-text-all", "/v1/summarize-pdf", "/v1/indic-summarize-pdf", "/v1/indic-summarize-pdf-all",
+    "/v1/custom-prompt-pdf", "/v1/indic-custom-prompt-pdf", "/v1/indic-custom-prompt-pdf-all",
+    "/v1/indic-custom-prompt-kannada-pdf"))  # fmt: skip
+def _documents(fleet: _Fleet) -> str:
+    paths = next(check.paths for check in _CHECKS if check.run is _documents)
+    for path in paths:
+        detail = fleet.send(path, status=501, files={"file": b"%PDF"}).json()["detail"]
+        _expect("vision model" in detail, detail)
+    return f"{len(paths)} routes"
+
+
+@_opens("HTTP: /tokenize and /detokenize", "/tokenize", "/detokenize")
+def _tokenize(fleet: _Fleet) -> str:
+    model = fleet.models[GENERATION]
+    tokens = fleet.send("/tokenize", json={"model": model, "prompt": _QUESTION}).json()["tokens"]
+    text = fleet.send("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
+    _expect(_QUESTION in text, repr(text))
+    return f"{len(tokens)} tokens"
+
+
+@_opens("HTTP: /, /docs, /openapi.json, /health, /v1/health, /live, /v1/status, /metrics", "/health", "/v1/health",
+        "/v1/status", "/metrics")  # fmt: skip
+def _pages(fleet: _Fleet) -> str:
+    for path, content in (
+        ("/", "<title>Meltcore</title>"),
+        ("/docs", "openapi.json"),
+        ("/openapi.json", '"openapi"'),
+        ("/live", '"live"'),
+        ("/health", '"ready"'),
+        ("/v1/health", '"healthy"'),
+        ("/metrics", "meltcore:num_requests_running"),
+    ):
+        text = fleet.send(path, "GET").text
+        _expect(content in text, f"{path}: {text[:120]}")
+    models = fleet.send("/v1/status", "GET").json()["models"]
+    _expect({model["name"] for model in models} == set(fleet.models.values()), str(models)[:120])
+    return f"{len(models)} models"

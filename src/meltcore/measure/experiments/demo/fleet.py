@@ -1,0 +1,81 @@
+"""The fleet of the demo: its file, which is that of `meltcore fleet init --tiny`, and `meltcore up` on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meltcore.common.errors import MeltcoreError
+from meltcore.common.process import ProcessError, run
+from meltcore.measure.experiments.demo.config import GENERATION
+from meltcore.measure.experiments.evals.api import Api, ApiError
+from meltcore.measure.experiments.evals.server_process import COMMAND, LISTEN_LIMIT_S, READY_LIMIT_S, MeltcoreServer
+
+FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
+INIT_LIMIT_S = 60.0
+# A context of 2,048 tokens holds the longest of the demo's conversations.
+_CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
+_BY_LANGUAGE: dict[str, Any] = {"translation": [], "transcription": {}, "synthesis": {}}
+
+
+def chat_model_name(chat_model: str) -> str:
+    """Return the name under which the demo serves the language model at this path."""
+    return Path(chat_model).stem.lower()
+
+
+def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = None) -> None:
+    """Write the fleet of the bundled models of `tasks` and of `chat_model`, on a port that the system chooses.
+
+    Raises ProcessError.
+    """
+    done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
+    if done.returncode != 0:
+        raise ProcessError(f"meltcore fleet init ended with {done.returncode}: {done.stderr.decode().strip()}")
+    fleet = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fleet["server"]["port"] = 0
+    models = fleet["models"]
+    fleet["models"] = {name: each for name, each in models.items() if each.get("task", GENERATION) in tasks}
+    if chat_model is not None:
+        fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
+    fleet["languages"] |= {task: none for task, none in _BY_LANGUAGE.items() if task not in tasks}
+    path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+class FleetServer(MeltcoreServer):
+    """A `meltcore up` on a fleet.yaml. A context manager: all its processes have ended after the block."""
+
+    def __init__(self, fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> None:
+        super().__init__(["up", str(fleet)], log_path, report=report)
+
+    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
+        """Return the address once all models are ready.
+
+        Raises ProcessError past the limits and where the process ends first, MeltcoreError where a model has failed.
+        """
+        address = super().wait_ready(listen_limit_s=listen_limit_s, ready_limit_s=ready_limit_s)
+        self.wait_for(lambda: _all_ready(Api(address)) or None, ready_limit_s, "have all models ready")
+        return address
+
+
+def models_by_task(api: Api) -> dict[str, str]:
+    """Return the name of the first model of each task. Raises ApiError."""
+    found: dict[str, str] = {}
+    for card in api.get("/v1/models").json()["data"]:
+        found.setdefault(card.get("task") or GENERATION, card["id"])
+    return found
+
+
+def _all_ready(api: Api) -> bool:
+    try:
+        models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]
+    except ApiError:
+        return False  # the caller looks at the process
+    failed = [model["name"] for model in models if model["status"] == "failed"]
+    if failed:
+        reasons = api.get("/health").body.decode(errors="replace")
+        raise MeltcoreError(f"{', '.join(failed)} did not start: {json.dumps(reasons)}")
+    return all(model["status"] == "ready" for model in models)

@@ -1,0 +1,183 @@
+"""Measure one server in several precisions: speed, answers, and differences of token log probabilities.
+
+Tokens are compared up to the first one that differs. After it the two texts continue from different prefixes, so
+further differences are meaningless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.tuning import AnswerComparison, TuningPoint, gain
+from meltcore.measure.documents.values.formatting import format_change, format_number
+from meltcore.measure.experiments.compare.server import RunningServer
+from meltcore.measure.experiments.evals import gsm8k
+from meltcore.measure.experiments.evals.api import Api, ApiError
+from meltcore.measure.experiments.evals.config import CONCURRENCY
+from meltcore.measure.experiments.evals.gsm8k_data import conversation, read_items, read_shots
+from meltcore.measure.experiments.evals.gsm8k_grading import exact_match, extract_flexible
+from meltcore.measure.experiments.evals.run import MAX_TOKENS
+from meltcore.measure.experiments.tune.run import Tuner
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.problems import evaluation_set, is_correct
+
+# The options of ours and of vLLM. A server without them refuses them, which becomes the reason of its point.
+_FP8_WEIGHTS, _FP8_CACHE = ("--quantization", "fp8"), ("--kv-cache-dtype", "fp8")
+FP8_VARIANTS = {"fp8": _FP8_WEIGHTS, "fp8-cache": _FP8_CACHE, "fp8-both": (*_FP8_WEIGHTS, *_FP8_CACHE)}
+
+
+@dataclass(frozen=True)
+class EvalItem:
+    """The body of a chat request, without its model, and the check of an answer's text."""
+
+    body: dict[str, Any]
+    is_correct: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class EvalAnswer:
+    """An answer: its text, and its tokens with log probabilities (empty where the server gave none); or a failure."""
+
+    text: str = ""
+    tokens: list[tuple[str, float]] = field(default_factory=list)
+    failed: bool = False
+
+
+def bundled_items(count: int) -> list[EvalItem]:
+    """Return held-out arithmetic problems, as `meltcore eval` asks them."""
+    return [
+        EvalItem(
+            {"messages": [{"role": "user", "content": problem.question}], "max_tokens": MAX_TOKENS},
+            partial(is_correct, problem),
+        )
+        for problem in evaluation_set()[:count]
+    ]
+
+
+def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
+    """Return items of a GSM8K file, asked and graded as by `meltcore eval gsm8k`. Raises ConfigError."""
+    shots = read_shots(None)
+    return [
+        EvalItem(
+            {
+                "messages": conversation(shots.examples, item),
+                "max_tokens": gsm8k.MAX_TOKENS,
+                "stop": list(gsm8k.STOP_STRINGS),
+            },
+            lambda text, item=item: exact_match(extract_flexible(text), item.reference),  # type: ignore[misc]
+        )
+        for item in read_items(str(path), count)
+    ]
+
+
+def try_variants(
+    tuner: Tuner, variants: Mapping[str, Sequence[str]], load: LoadConfig, items: Sequence[EvalItem]
+) -> list[TuningPoint]:
+    """Measure the default settings, then each variant; compare answers with those of the first server that ran.
+
+    Without `items` only the speed is measured, for weights whose answers mean nothing.
+    """
+    if not variants:
+        raise ConfigError("there is no precision to try")
+    reference: list[EvalAnswer] = []
+    points = []
+    for name, args in [(None, ()), *variants.items()]:
+        answers: list[EvalAnswer] = []
+        inspect = partial(_ask_and_compare, items, load.model, reference, answers) if items else None
+        point = tuner.measure({} if name is None else {"precision": name}, load, args=args, inspect=inspect)
+        points.append(point)
+        if not reference and point.ok:
+            reference += answers
+    return points
+
+
+def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[EvalAnswer]:
+    """Ask every item once with greedy decoding, a few concurrently; return the answers in order."""
+    name = model or api.resolve_model()[0]
+    with ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask") as pool:
+        return list(pool.map(lambda item: _ask(api, {**item.body, "model": name}), items))
+
+
+def compare_answers(
+    items: Sequence[EvalItem], first: Sequence[EvalAnswer], second: Sequence[EvalAnswer]
+) -> AnswerComparison:
+    """Grade `second` and compare it with `first`, item by item."""
+    differences: list[float] = []
+    for first_answer, second_answer in zip(first, second, strict=True):
+        for (token, logprob), (other_token, other_logprob) in zip(
+            first_answer.tokens, second_answer.tokens, strict=False
+        ):
+            if token != other_token:
+                break
+            differences.append(abs(logprob - other_logprob))
+    pairs = zip(first, second, strict=True)
+    return AnswerComparison(
+        asked=len(items),
+        correct=sum(
+            not answer.failed and item.is_correct(answer.text) for item, answer in zip(items, second, strict=True)
+        ),
+        failed=sum(answer.failed for answer in second),
+        identical=sum(
+            not first_answer.failed and not second_answer.failed and first_answer.text == second_answer.text
+            for first_answer, second_answer in pairs
+        ),
+        tokens_compared=len(differences),
+        logprob_diff_mean=sum(differences) / len(differences) if differences else None,
+        logprob_diff_max=max(differences, default=None),
+    )
+
+
+def precision_finding(points: Sequence[TuningPoint]) -> str:
+    """State the result in a sentence: the fastest precision against the first, and its answers."""
+    completed_points = [point for point in points if point.ok]
+    if not completed_points:
+        return "No precision ran."
+    first, best = completed_points[0], max(completed_points, key=lambda point: point.output_tokens_per_s or 0.0)
+    text = f"{_name(best)} is the fastest: {format_number(best.output_tokens_per_s)} output tok/s"
+    if best is not first and (relative_gain := gain(best, first)) is not None:
+        text += f", {format_change(relative_gain)} over {_name(first)}"
+    if best.answers is not None:
+        text += f"; {best.answers.correct} of {best.answers.asked} correct"
+        text += "" if best is first else f", {best.answers.identical} with the same text"
+    failed_names = [_name(point) for point in points if not point.ok]
+    return text + (f". Did not run: {', '.join(failed_names)}." if failed_names else ".")
+
+
+def _name(point: TuningPoint) -> str:
+    return str(point.settings.get("precision", "the default"))
+
+
+def _ask_and_compare(
+    items: Sequence[EvalItem],
+    model: str | None,
+    reference: Sequence[EvalAnswer],
+    answers: list[EvalAnswer],
+    server: RunningServer,
+    point: TuningPoint,
+) -> None:
+    """Ask the running server, add to `answers`, compare with `reference` (while empty: with themselves)."""
+    answers += ask_items(Api(server.url), items, model)
+    point.answers = compare_answers(items, reference or answers, answers)
+    if point.answers.failed:
+        point.ok, point.reason = False, f"{point.answers.failed} of {len(items)} questions got no answer"
+
+
+def _ask(api: Api, body: dict[str, Any]) -> EvalAnswer:
+    """Send a request for log probabilities; repeat it without them if the server rejects the field."""
+    body = {**body, "temperature": 0.0}
+    try:
+        reply = api.post("/v1/chat/completions", {**body, "logprobs": True})
+        if reply.status == 400:
+            reply = api.post("/v1/chat/completions", body)
+        choice = reply.json()["choices"][0]
+        text = choice["message"]["content"]
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        return EvalAnswer(str(text or ""), [(entry["token"], float(entry["logprob"])) for entry in entries])
+    except (ApiError, KeyError, IndexError, TypeError):
+        return EvalAnswer(failed=True)

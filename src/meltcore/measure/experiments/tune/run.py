@@ -1,0 +1,182 @@
+"""Start a server with one setting, load it, record a point; assemble the points to the result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.files import write_document
+from meltcore.common.process import ProcessError
+from meltcore.measure.documents.fingerprint import take_fingerprint
+from meltcore.measure.documents.runfolder import RunFolder
+from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.tuning import (
+    MIN_SLO_ATTAINMENT,
+    TUNING_FILE,
+    Fact,
+    Tuning,
+    TuningKind,
+    TuningPoint,
+    gain,
+    repeats_default,
+)
+from meltcore.measure.documents.values.formatting import format_change
+from meltcore.measure.experiments.compare.server import START_LIMIT_S, RunningServer, ServerCommand, run_server
+from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.run.run import measure
+from meltcore.measure.report.comparisons.tuning import tuning_page
+from meltcore.measure.report.page.html import write_page
+
+# Options of the server by setting; ours and vLLM's have the same names.
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
+POINTS_FILE = "points.jsonl"
+ONE_START = "One start per point: confirm a gain with `meltcore compare --run` before relying on it."
+MONOTONE = "The search assumes that a value below one that works also works."
+_REASON_LINES = 3
+_DEFAULT_SEQS = re.compile(r"\b(\d+) sequences per step")  # in the lines with which our server becomes ready
+
+OnServer = Callable[[RunningServer], None]
+InspectServer = Callable[[RunningServer, TuningPoint], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuner:
+    """The server to tune, the folder for its logs, and callbacks for lines to the user and for measured points.
+
+    `flags` maps settings to options of the server.
+    """
+
+    command: ServerCommand
+    folder: Path
+    report: Callable[[str], None]
+    on_point: Callable[[TuningPoint], None]
+    flags: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    start_limit_s: float = START_LIMIT_S
+
+    def measure(
+        self,
+        settings: dict[str, int | str],
+        load: LoadConfig | None,
+        *,
+        args: Sequence[str] | None = None,
+        on_ready: OnServer | None = None,
+        inspect: InspectServer | None = None,
+    ) -> TuningPoint:
+        """Start the server with `settings`, load it, end it. Failed starts yield a point with `ok` False.
+
+        `args` replaces the arguments made of `settings`. `on_ready` gets the server before the load; `inspect` gets it
+        after the load, with the point to complete.
+        """
+        if args is None:
+            args = [part for name, value in settings.items() for part in (self.flags[name], str(value))]
+        point = TuningPoint(settings=settings, args=list(args), ok=True)
+        name = "-".join(str(value).replace(" ", "-") for value in settings.values()) or "default"
+        log_path = self.folder / f"server-{name}.log"
+        try:
+            with run_server(
+                self.command, log_path, report=self.report, args=args, limit_s=self.start_limit_s
+            ) as server:
+                point.ready_s = server.ready_s
+                if on_ready is not None:
+                    on_ready(server)
+                if load is not None:
+                    _record_load(point, measure(replace(load, url=server.url), self.arguments))
+                if inspect is not None:
+                    inspect(server, point)
+        except ProcessError as error:
+            point.ok, point.reason = False, _reason(error)
+        with (self.folder / POINTS_FILE).open("ab") as points:  # an interruption must not lose an hour of starts
+            points.write(msgspec.json.encode(point) + b"\n")
+        self.on_point(point)
+        return point
+
+
+def parse_flags(texts: Sequence[str]) -> dict[str, str]:
+    """Return FLAGS with those of another server, such as `max_num_seqs=-np`. Raises ConfigError."""
+    flags = dict(FLAGS)
+    for text in texts:
+        name, _, flag = text.partition("=")
+        if name not in FLAGS or not flag:
+            raise ConfigError(f"--flag {text!r} is not of the form SETTING=OPTION; settings are {', '.join(FLAGS)}")
+        flags[name] = flag
+    return flags
+
+
+def make_tuning(
+    kind: TuningKind,
+    tuner: Tuner,
+    load: LoadConfig,
+    points: Sequence[TuningPoint],
+    finding: str,
+    *,
+    best_and_knee: tuple[int | None, int | None] = (None, None),
+    facts: Sequence[Fact] = (),
+) -> Tuning:
+    """Make the whole result. Only a sweep has a best point and a knee, given as indices of `points`."""
+    notes = [MONOTONE if kind == "context" else ONE_START]
+    if load.slo_ms:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.slo_ms.items())
+        notes.append(
+            f"SLO: {limits}; a point qualifies where {100 * MIN_SLO_ATTAINMENT:.0f} % of its requests meet it."
+        )
+    tuning = Tuning(
+        kind=kind,
+        finding=finding,
+        command=tuner.command.redacted,
+        taken=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=take_fingerprint(tuner.arguments, load.seed),
+        default_settings=_default_settings(tuner.folder),
+        load={} if kind == "context" else load.settings,  # a search loads each try differently
+        slo_ms=dict(load.slo_ms),
+        points=list(points),
+        best=best_and_knee[0],
+        knee=best_and_knee[1],
+        facts=list(facts),
+        notes=notes,
+    )
+    tuning.notes += [
+        f"{point.label} is the server's default: a second start of the same setting, "
+        f"{format_change(gain(point, tuning.default))} from the first, which is noise and no gain."
+        for point in points
+        if point.output_tokens_per_s and repeats_default(tuning, point)
+    ]
+    return tuning
+
+
+def _default_settings(folder: Path) -> dict[str, int]:
+    """Return what the server printed about its settings when it started with none; empty for other servers."""
+    log = folder / "server-default.log"
+    match = _DEFAULT_SEQS.search(log.read_text(errors="replace")) if log.exists() else None
+    return {"max_num_seqs": int(match[1])} if match else {}
+
+
+def save_tuning(folder: RunFolder, tuning: Tuning) -> None:
+    """Write the result as JSON and as an HTML page."""
+    write_document(folder.path / TUNING_FILE, tuning)
+    write_page(folder.report_path, tuning_page(tuning))
+
+
+def _record_load(point: TuningPoint, result: RunResult) -> None:
+    """Copy the numbers of the one level. Raises KeyboardInterrupt where the load was interrupted."""
+    if result.verdict == "PARTIAL":
+        raise KeyboardInterrupt
+    level = result.levels[-1]
+    point.output_tokens_per_s = level.output_tokens_per_s
+    point.ttft_ms, point.itl_ms = level.ttft_ms.p50, level.itl_ms.p50
+    if level.goodput_per_s is not None and level.requests:
+        point.slo_attainment = round(level.goodput_per_s * level.duration_s) / level.requests
+    if level.verdict not in ("OK", "CLIENT_BOUND"):
+        point.ok, point.reason = False, "; ".join(level.reasons) or level.verdict
+
+
+def _reason(error: ProcessError) -> str:
+    """Return the first line of the error and the last lines of the log, which name the cause."""
+    first, *log = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{first} {' | '.join(log[-_REASON_LINES:])}".strip()

@@ -1,0 +1,294 @@
+"""Defines the settings of a load run, and parses the values of its command-line options."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import option, read_number
+
+ArrivalProcess = Literal["poisson", "constant"]
+
+FIRST_AUDIO = "first_audio"
+SLO_METRICS = ("ttft", "tpot", "itl", "e2e", FIRST_AUDIO)
+# Above all control ids and below the vocabulary of any published model; a server refuses an id that it does not have.
+RANDOM_LOW_ID, RANDOM_HIGH_ID = 100, 30_000
+DEFAULT_MAX_WARMUPS = 32  # a warm-up as wide as a level of high concurrency would cost as much as the level
+
+_Number = TypeVar("_Number", int, float)
+
+_RANGE_PATTERN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_FOLDER_PATTERN = re.compile(r"=[^,]*/")
+_FIELD_PATTERN = re.compile(r"([a-z_]+)=(.+)")
+
+
+class Timeouts(NamedTuple):
+    """Holds the time limits of a request in seconds.
+
+    `first_byte_s` counts from the time the request is sent, `idle_s` from the last received byte, and `total_s` from
+    the intended start.
+    """
+
+    connect_s: float = 30.0
+    first_byte_s: float = 600.0
+    idle_s: float = 300.0
+    total_s: float = 1800.0
+
+
+class AnswerRules(NamedTuple):
+    """Holds the conditions, beyond a finish reason, that make an answer complete.
+
+    `needs_text`: an answer without text is a failure, although the server counted tokens. `allow_empty`: an answer of
+    only an end token is complete nevertheless, and its token arrives with the finish reason. `needs_usage`: an answer
+    without the server's token counts is a failure.
+    """
+
+    needs_text: bool = False
+    allow_empty: bool = False
+    needs_usage: bool = False
+
+
+def published_workload(spec: str) -> str:
+    """Return the workload `spec` without the folders of its files."""
+    kind, separator, options_text = spec.partition(":")
+    if "/" in kind or "=" not in options_text:
+        return spec.rpartition("/")[2]
+    return f"{kind}{separator}{_FOLDER_PATTERN.sub('=', options_text)}"
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """Parse latency limits such as `ttft:2000,tpot:100` into milliseconds by metric. Raises ConfigError."""
+    slo_ms: dict[str, float] = {}
+    for limit_text in text.split(","):
+        name, _, value = limit_text.partition(":")
+        try:
+            slo_ms[name.strip()] = read_number(value, float)
+        except ValueError as error:
+            raise ConfigError(f"--goodput: {limit_text!r} is not of the form ttft:2000 (milliseconds)") from error
+    return slo_ms
+
+
+def parse_extra_body(text: str) -> dict[str, Any]:
+    """Parse a JSON object from the command line. Raises ConfigError for any other text."""
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    return fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """Describes a run against one server, with closed-loop levels (`concurrency`) or open-loop levels (`request_rate`).
+
+    `num_prompts` has one value for all levels or one value per level. Where it is empty, a closed-loop level sends 20
+    requests per connection, at most 200 but at least one per connection; an open-loop level sends for 30 s.
+    `num_warmups` requests run before each level and stay out of its results; None means the level's concurrency, at
+    most 32.
+    """
+
+    url: str
+    concurrency: tuple[int, ...] = option((10,), "Closed-loop levels: requests in flight.", group="Load")
+    request_rate: tuple[float, ...] = option((), "Open-loop levels: requests per second.", group="Load")
+    arrivals: ArrivalProcess = option("poisson", "Arrival process of an open loop.", group="Load")
+    num_prompts: tuple[int, ...] = option((), "Requests per level: one number for all, or one each.", group="Load")
+    num_warmups: int | None = option(
+        None, "Requests before each level that stay out of its results.", group="Load", limits={"minimum": 0}
+    )
+    slo_ms: dict[str, float] = option(
+        {},
+        "Latency limits of a good request in ms; also itl, e2e and first_audio.",
+        group="Load",
+        flag="--goodput",
+        type=parse_slo,
+        metavar="ttft:MS,tpot:MS",
+    )
+    processes: int = option(1, "Client processes.", group="Load")
+    workload: str = option(
+        "problems:short",
+        "Prompts: problems:short, random:in=128-1024,out=128, FILE.jsonl, translate:..., transcribe:... or speak:...",
+        group="Prompts",
+    )
+    max_tokens: int | None = option(None, "Output limit of prompts that set none.", group="Prompts")
+    seed: int = option(0, "Seed of prompts and arrivals.", group="Prompts")
+    model: str | None = option(None, "Model to ask for (default: the first of /v1/models).", group="Server")
+    api_key: str | None = option(None, "Bearer token.", group="Server", metavar="KEY")
+    extra_body: dict[str, Any] = option(
+        {}, "Fields added to every request.", group="Server", type=parse_extra_body, metavar="JSON"
+    )
+    stream: bool = option(True, "Ask for unstreamed answers: TTFT, ITL and TPOT are not measured.", group="Server")
+    continuous_usage: bool = option(
+        True, "Do not ask for token counts with every event; some servers refuse the field.", group="Server"
+    )
+    tokenizer: str | None = option(
+        None,
+        "tokenizer.json, or its folder: checks the server's token counts, and replaces them where it sends none.",
+        group="Results",
+        metavar="PATH",
+    )
+    record_event_times: bool = option(False, "Keep the time of every event in requests.jsonl.", group="Results")
+    timeouts: Timeouts = Timeouts()  # noqa: RUF009 - a NamedTuple cannot be changed
+    temperature: float | None = 0.0  # None: left to the server
+    strict: bool = False  # an answer without text, or without the server's token counts, is a failure
+    allow_empty: bool = False  # but an end token alone is complete
+    keep_text: bool = False  # of every answer, in its record; else only of the sample that `tokenizer` checks
+    records_path: Path | None = None  # requests.jsonl, appended to
+
+    def __post_init__(self) -> None:
+        _check_at_least("concurrency", min(self.concurrency, default=0), 1)
+        _check_at_least("processes", self.processes, 1)
+        if self.num_warmups is not None:
+            _check_at_least("num_warmups", self.num_warmups, 0)
+        if self.max_tokens is not None:
+            _check_at_least("max_tokens", self.max_tokens, 1)
+        for name, limit_s in self.timeouts._asdict().items():
+            if not limit_s > 0:
+                raise ConfigError(f"timeout: {name} must be more than 0 seconds; got {limit_s:g}")
+        for rate in self.request_rate:
+            if not 0 < rate < math.inf:
+                raise ConfigError(f"request_rate must be more than 0 requests per second; got {rate}")
+        num_levels = len(self.request_rate or self.concurrency)
+        if len(self.num_prompts) not in (0, 1, num_levels):
+            raise ConfigError(f"num_prompts has {len(self.num_prompts)} values for {num_levels} levels")
+        unknown_metrics = set(self.slo_ms) - set(SLO_METRICS)
+        if unknown_metrics:
+            raise ConfigError(
+                f"--goodput: unknown {', '.join(sorted(unknown_metrics))}; there are {', '.join(SLO_METRICS)}"
+            )
+        for name, limit_ms in self.slo_ms.items():
+            if not limit_ms > 0:
+                raise ConfigError(f"--goodput: {name} must be more than 0 ms; got {limit_ms:g}")
+        for level in self.levels:
+            _check_at_least("num_prompts", level.num_requests, 1)
+
+    @property
+    def levels(self) -> list[Level]:
+        """Return the levels in the order they run."""
+        if self.request_rate:
+            default_num_requests = [max(1, round(rate * 30)) for rate in self.request_rate]
+            return [
+                Level(concurrency=0, rate=rate, num_requests=num_requests)
+                for rate, num_requests in zip(
+                    self.request_rate, self._num_requests_per_level(default_num_requests), strict=False
+                )
+            ]
+        default_num_requests = [max(concurrency, min(200, 20 * concurrency)) for concurrency in self.concurrency]
+        return [
+            Level(concurrency=concurrency, rate=None, num_requests=num_requests)
+            for concurrency, num_requests in zip(
+                self.concurrency, self._num_requests_per_level(default_num_requests), strict=False
+            )
+        ]
+
+    @property
+    def answer_rules(self) -> AnswerRules:
+        """Return the conditions that make an answer complete.
+
+        The server's token counts are required where answers are not streamed and no tokenizer is given, because there
+        are no events to count.
+        """
+        lacks_token_counts = not self.stream and self.tokenizer is None
+        return AnswerRules(
+            needs_text=self.strict, allow_empty=self.allow_empty, needs_usage=self.strict or lacks_token_counts
+        )
+
+    def num_warmups_for(self, level: Level) -> int:
+        """Return the number of warm-up requests before `level`."""
+        if self.num_warmups is not None:
+            return self.num_warmups
+        return min(level.concurrency or 8, level.num_requests, DEFAULT_MAX_WARMUPS)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for published results, without the API key, the address and local paths."""
+        unpublished_fields = {"api_key", "records_path", "tokenizer", "url"}
+        published_fields = {name: value for name, value in asdict(self).items() if name not in unpublished_fields}
+        return {**published_fields, "timeouts": self.timeouts._asdict(), "workload": published_workload(self.workload)}
+
+    def _num_requests_per_level(self, defaults: list[int]) -> list[int]:
+        """Return the number of requests of each level: `num_prompts` where given, else the defaults."""
+        if len(self.num_prompts) == 1:
+            return list(self.num_prompts) * len(defaults)
+        return list(self.num_prompts) or defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Describes one level of load.
+
+    A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
+    With `duration_s` a closed loop sends for so long, at least one request per connection. With `retry_refused` it
+    obeys the Retry-After of a 429 or 503 and sends the request again.
+    """
+
+    concurrency: int
+    rate: float | None
+    num_requests: int
+    duration_s: float | None = None
+    retry_refused: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the level's label in records and progress bars."""
+        return f"concurrency {self.concurrency}" if self.rate is None else f"rate {self.rate:g}/s"
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections to open before the release.
+
+        It is never more than the number of requests, and 0 for an open loop.
+        """
+        return min(self.concurrency, self.num_requests)
+
+
+class IntRange(NamedTuple):
+    """Holds the bounds of a whole number, which are both included. Equal bounds make the number fixed."""
+
+    low: int
+    high: int
+
+
+def parse_range(text: str, name: str) -> IntRange:
+    """Parse a number such as `128` or a range such as `128-1024`. Raises ConfigError."""
+    match = _RANGE_PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{name}: {text!r} is neither a number nor a range such as 128-1024")
+    bounds = IntRange(int(match[1]), int(match[2] or match[1]))
+    if not 1 <= bounds.low <= bounds.high:
+        raise ConfigError(f"{name}: {text} must start at 1 or more and not run backwards")
+    return bounds
+
+
+def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[str, str]:
+    """Parse fields such as `in=128,out=64` into a dict. Raises ConfigError for an unknown or repeated field."""
+    fields: dict[str, str] = {}
+    for field_text in filter(None, text.split(",")):
+        match = _FIELD_PATTERN.fullmatch(field_text)
+        if match is None or match[1] not in allowed_names:
+            raise ConfigError(
+                f"{name}: {field_text!r} is not one of {', '.join(f'{field}=...' for field in allowed_names)}"
+            )
+        if match[1] in fields:
+            raise ConfigError(f"{name}: {match[1]} is given twice")
+        fields[match[1]] = match[2]
+    return fields
+
+
+def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:
+    """Parse numbers such as `10,100` into a tuple of `number_type`. Raises ConfigError."""
+    try:
+        return tuple(read_number(number_text, number_type) for number_text in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {text!r} is not a list of numbers such as 10,100") from error
+
+
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name} must be at least {minimum}; got {value}")

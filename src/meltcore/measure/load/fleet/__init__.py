@@ -1,0 +1,1 @@
+"""Load on all models of a server."""

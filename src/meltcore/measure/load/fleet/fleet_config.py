@@ -1,0 +1,201 @@
+"""Defines the settings of a load on a whole fleet, and how connections are split among its models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast, get_args
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import option, read_number
+from meltcore.measure.documents.fleet_load import FleetTask
+from meltcore.measure.documents.schema import Part
+from meltcore.measure.load.config import IntRange, Timeouts, parse_range, parse_slo
+from meltcore.measure.load.fleet.fleet_models import ServedModel, Sizes
+
+DEFAULT_MIX = {"generation": 70.0, "translation": 15.0, "transcription": 12.0, "synthesis": 3.0}
+PAIRS = "pairs"
+LIMITED_METRICS = ("ttft", "first_audio", "e2e")
+_GROUP = "Fleet"
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Parse shares such as `generation=70,translation=30`. Raises ConfigError."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        task, _, value = part.partition("=")
+        if task not in get_args(FleetTask) or task in shares:
+            known = ", ".join(get_args(FleetTask))
+            raise ConfigError(f"--mix: {part!r} is not one of {known} with its share, each once, as generation=70")
+        try:
+            shares[task] = read_number(value, float)
+        except ValueError as error:
+            raise ConfigError(f"--mix: {part!r} has no number behind the =") from error
+    return shares
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Parse names of parts with commas between. Raises ConfigError."""
+    parts = tuple(dict.fromkeys(text.split(",")))
+    unknown = [part for part in parts if part not in get_args(Part)]
+    if unknown:
+        raise ConfigError(f"--parts: {unknown[0]!r} is not one of {', '.join(get_args(Part))}")
+    return cast(tuple[Part, ...], parts)
+
+
+def _lengths(flag: str) -> Any:
+    return lambda text: parse_range(text, flag)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetLoadConfig:
+    """Describes a run against all models of one server. Raises ConfigError for values that cannot work."""
+
+    url: str
+    parts: tuple[Part, ...] = option(
+        get_args(Part),
+        "Parts of the run: each model alone, all mixed, and pairs of models beside each other.",
+        group=_GROUP,
+        type=parse_parts,
+        action="store",
+        choices=None,
+        metavar="PART,...",
+    )
+    levels: tuple[int, ...] = option(
+        (10, 100, 400, 1000, 10_000), "Connections of each level.", group=_GROUP, limits={"minimum": 1}
+    )
+    mix: dict[str, float] = option(
+        DEFAULT_MIX,
+        "Shares of a mixed level per task, split evenly among its models "
+        "(default: generation=70,translation=15,transcription=12,synthesis=3).",
+        group=_GROUP,
+        type=parse_mix,
+        metavar="TASK=SHARE,...",
+    )
+    models: tuple[str, ...] = option(
+        (),
+        "Models to load (default: all of /v1/models).",
+        group=_GROUP,
+        type=_names,
+        action="store",
+        metavar="NAME,...",
+    )
+    level_s: float = option(
+        20.0,
+        "Time for which the connections of a level send, at least one request each.",
+        group=_GROUP,
+        flag="--level-duration",
+        limits={"exclusive_minimum": 0},
+    )
+    drain_limit_s: float = option(
+        300.0,
+        "A model's own ladder ends at a level whose last answer comes so much later than its last request.",
+        group=_GROUP,
+        flag="--drain-limit",
+        limits={"exclusive_minimum": 0},
+    )
+    input_len: IntRange = option(
+        IntRange(128, 1024),
+        "Prompt tokens of models on GPUs (default: 128-1024).",
+        group=_GROUP,
+        type=_lengths("--input-len"),
+        metavar="RANGE",
+    )
+    output_len: IntRange = option(
+        IntRange(128, 128),
+        "Output tokens of models on GPUs (default: 128).",
+        group=_GROUP,
+        type=_lengths("--output-len"),
+        metavar="RANGE",
+    )
+    clip_s: IntRange = option(
+        IntRange(5, 15),
+        "Seconds of a clip for models on GPUs (default: 5-15).",
+        group=_GROUP,
+        flag="--clip-length",
+        type=_lengths("--clip-length"),
+        metavar="RANGE",
+    )
+    interference: str = option(
+        PAIRS,
+        "pairs: a matrix of all pairs; or a YAML file of an experiment: streams with a load each, and limits.",
+        group=_GROUP,
+        metavar="pairs|FILE",
+    )
+    interference_s: float = option(
+        20.0,
+        "Time for which each stream of an interference run sends.",
+        group=_GROUP,
+        flag="--interference-duration",
+        limits={"exclusive_minimum": 0},
+    )
+    pair_connections: int = option(
+        8, "Connections of the victim and of the aggressor of a pair.", group=_GROUP, limits={"minimum": 1}
+    )
+    p95_limits_ms: dict[str, float] = option(
+        {},
+        "Limits of the p95 in mixed levels, in ms; also first_audio and e2e.",
+        group=_GROUP,
+        flag="--p95-limits",
+        type=parse_slo,
+        metavar="ttft:MS,e2e:MS",
+    )
+    processes: int = 1
+    seed: int = 0
+    api_key: str | None = None
+    timeouts: Timeouts = Timeouts()  # noqa: RUF009 - a NamedTuple cannot be changed
+
+    def __post_init__(self) -> None:
+        if not self.parts or not self.levels:
+            raise ConfigError("--parts and --levels must each name at least one")
+        if self.processes < 1:
+            raise ConfigError(f"processes must be at least 1; got {self.processes}")
+        if any(share < 0 for share in self.mix.values()) or not sum(self.mix.values()) > 0:
+            raise ConfigError("--mix: shares must be 0 or more, and one of them more than 0")
+        unknown = sorted(set(self.p95_limits_ms) - set(LIMITED_METRICS))
+        if unknown:
+            raise ConfigError(f"--p95-limits: unknown {unknown[0]}; there are {', '.join(LIMITED_METRICS)}")
+
+    @property
+    def sizes(self) -> Sizes:
+        """Return the sizes of requests."""
+        return Sizes(input_len=self.input_len, output_len=self.output_len, clip_s=self.clip_s)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for published results, without the API key and the address."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("api_key", "url")}
+        ranges = {name: list(getattr(self, name)) for name in ("input_len", "output_len", "clip_s")}
+        return {**fields, **ranges, "timeouts": self.timeouts._asdict()}
+
+
+def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[float]:
+    """Return each model's share of a mixed level: that of its task, split evenly. They add up to 1.
+
+    A task without a model leaves its share to the others. Raises ConfigError where no model has one.
+    """
+    counts = {task: sum(model.task == task for model in models) for task in mix}
+    raw = [mix.get(model.task, 0.0) / counts.get(model.task, 1) for model in models]
+    if not sum(raw) > 0:
+        raise ConfigError(f"--mix: no model has a share; the tasks are {', '.join({each.task for each in models})}")
+    return [share / sum(raw) for share in raw]
+
+
+def split_connections(total: int, shares: Sequence[float]) -> list[int]:
+    """Split `total` connections by `shares` with the largest remainders, at least one each where there are enough."""
+    wanted = [share > 0 for share in shares]
+    least = 1 if total >= sum(wanted) else 0
+    exact = [share * total for share in shares]
+    counts = [max(int(each), least) if want else 0 for each, want in zip(exact, wanted, strict=True)]
+    while (missing := total - sum(counts)) != 0:
+        # Who has lost the most gets the next one; who has gained the most gives one back.
+        gaps = [each - count for each, count in zip(exact, counts, strict=True)]
+        if missing > 0:
+            counts[max(range(len(counts)), key=lambda i: gaps[i] if wanted[i] else -total)] += 1
+        else:
+            counts[min(range(len(counts)), key=lambda i: gaps[i] if counts[i] > least else total)] -= 1
+    return counts

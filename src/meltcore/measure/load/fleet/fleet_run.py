@@ -1,0 +1,251 @@
+"""Runs `meltcore load --fleet` once: its parts, the health of each model and the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvloop
+
+from meltcore.measure.documents.fingerprint import take_fingerprint
+from meltcore.measure.documents.fleet_load import FleetLoad, Interference, LoadedModel
+from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
+from meltcore.measure.documents.served_model import model_facts, model_notes
+from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
+from meltcore.measure.load.fleet.fleet_experiment import (
+    ExperimentSpec,
+    choose_models,
+    load_experiment,
+    make_experiment,
+)
+from meltcore.measure.load.fleet.fleet_health import fleet_health
+from meltcore.measure.load.fleet.fleet_models import ServedModel, default_workload, find_models
+from meltcore.measure.load.fleet.fleet_streams import OnFleetProgress, Stream, StreamRunner
+from meltcore.measure.load.record import RecordFile
+from meltcore.measure.load.run.run import worst_verdict
+from meltcore.measure.load.run.runner import check_limits
+from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
+
+# Called with each level once it is over: what a killed run leaves behind.
+OnFleetLevel = Callable[[FleetLevel], None]
+
+
+@dataclass(kw_only=True)
+class _Plan:
+    """What a run will do: models with what is sent to them, and the experiment on interference."""
+
+    models: list[LoadedModel]
+    experiment: ExperimentSpec | None = None
+    experiment_streams: list[Stream]
+
+
+def measure_fleet(
+    config: FleetLoadConfig,
+    arguments: Sequence[str],
+    *,
+    records_path: Path | None = None,
+    on_progress: OnFleetProgress | None = None,
+    on_level: OnFleetLevel | None = None,
+) -> FleetLoad:
+    """Run the parts of `config` and return the result. Raises ConfigError where the run cannot start.
+
+    `arguments` is the command line, which the fingerprint stores. The first Ctrl-C ends the current level as PARTIAL
+    and skips the rest, as a dead server does.
+    """
+    started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    run = _FleetRun(config, records_path, on_progress, on_level)
+    run_coroutine(run.run(), uvloop.new_event_loop)
+    result = FleetLoad(
+        status="partial" if run.has_ended_early else "complete",
+        started=started,
+        duration_s=time.monotonic() - start_s,
+        fingerprint=take_fingerprint(arguments, config.seed),
+        settings=config.settings,
+        models=run.plan.models,
+        levels=[level for level in run.levels if level.part != "interference"],
+        interference=run.interference,
+        notes=run.notes,
+        gpu_note="GPUs were not measured: the server is on another machine, or there is no NVIDIA driver.",
+    )
+    if run.plan.experiment is not None and len(run.experiment_loads) == 2:
+        alone, together = run.experiment_loads
+        result.experiment = make_experiment(run.plan.experiment, config.interference_s, alone, together)
+    judge(result, config.p95_limits_ms, [stream.level.verdict for level in run.levels for stream in level.streams])
+    return result
+
+
+def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence[str]) -> None:
+    """Set the health lines, the verdict and its reasons."""
+    result.health = fleet_health(result, p95_limits_ms)
+    gates = [*result.health, *(result.experiment.gates if result.experiment is not None else [])]
+    failed = [gate for gate in gates if gate.status == "FAIL"]
+    result.reasons = [f"{gate.name}: {gate.detail}" for gate in failed]
+    result.verdict = worst_verdict([*verdicts, *(["FAILED"] if failed else [])])  # type: ignore[list-item]
+
+
+class _FleetRun:
+    def __init__(
+        self,
+        config: FleetLoadConfig,
+        records_path: Path | None,
+        on_progress: OnFleetProgress | None,
+        on_level: OnFleetLevel | None,
+    ) -> None:
+        self._config = config
+        self._records_path = records_path
+        self._on_progress = on_progress
+        self._on_level = on_level
+        self._runner: StreamRunner
+        self.plan: _Plan
+        self.levels: list[FleetLevel] = []
+        self.interference: list[Interference] = []
+        self.experiment_loads: list[list[StreamLoad]] = []
+        self.notes: list[str] = []
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether an interrupt or the server's death cut the run short."""
+        return self._runner.has_ended
+
+    async def run(self) -> None:
+        config = self._config
+        num_connections = max((*config.levels, 2 * config.pair_connections))
+        check_limits(num_connections, connections_per_process=num_connections)
+        target = resolve_target(config.url, config.api_key)
+        self.plan = await self._make_plan(target)
+        record_file = RecordFile(self._records_path)
+        try:
+            self._runner = StreamRunner(
+                target,
+                record_file,
+                processes=config.processes,
+                seed=config.seed,
+                timeouts=config.timeouts,
+                on_progress=self._on_progress,
+            )
+            with self._runner.stop_on_interrupt():
+                await self._run_parts()
+        finally:
+            record_file.close()
+        if record_file.problem is not None:
+            self.notes.append(record_file.problem)
+
+    async def _make_plan(self, target: Target) -> _Plan:
+        config = self._config
+        served = await find_models(target, config.models)
+        shares = shares_of(served, config.mix)
+        models = [
+            LoadedModel(
+                name=model.name,
+                task=model.task,
+                workload=default_workload(model, config.sizes),
+                share=share,
+                facts=model_facts({"data": [model.card]}, model.name),
+            )
+            for model, share in zip(served, shares, strict=True)
+        ]
+        for model in models:
+            self.notes += [f"{model.name}: {note}" for note in model_notes(model.facts)]
+        plan = _Plan(models=models, experiment_streams=[])
+        if "interference" in config.parts and config.interference != PAIRS:
+            plan.experiment = load_experiment(config.interference)
+            plan.experiment_streams = self._experiment_streams(plan.experiment, served)
+        return plan
+
+    def _experiment_streams(self, spec: ExperimentSpec, served: Sequence[ServedModel]) -> list[Stream]:
+        return [
+            Stream(
+                name=stream.name,
+                model=model.name,
+                workload=stream.workload or default_workload(model, self._config.sizes),
+                connections=stream.concurrency or 0,
+                rate=stream.rate,
+            )
+            for stream, model in zip(spec.streams, choose_models(spec, served), strict=True)
+        ]
+
+    async def _run_parts(self) -> None:
+        config, models = self._config, self.plan.models
+        await self._runner.warm_up([*(_stream(model, 1) for model in models), *self.plan.experiment_streams])
+        if "per-model" in config.parts:
+            for model in models:
+                await self._run_ladder(model)
+        if "mixed" in config.parts:
+            for connections in config.levels:
+                counts = split_connections(connections, [model.share for model in models])
+                streams = [_stream(model, count) for model, count in zip(models, counts, strict=True) if count]
+                await self._level("mixed", f"mixed, {connections:,} connections", streams, config.level_s)
+        if self.plan.experiment is not None:
+            await self._run_experiment(self.plan.experiment)
+        elif "interference" in config.parts:
+            await self._run_pairs()
+
+    async def _run_ladder(self, model: LoadedModel) -> None:
+        """Run a model's own levels, until one leaves a queue that takes longer than the limit."""
+        config = self._config
+        for position, connections in enumerate(config.levels):
+            label = f"{model.name}, {connections:,} connections"
+            level = await self._level("per-model", label, [_stream(model, connections)], config.level_s)
+            skipped = [f"{each:,}" for each in config.levels[position + 1 :] if each > connections]
+            if level is not None and skipped and level.duration_s - config.level_s > config.drain_limit_s:
+                self.notes.append(
+                    f"{model.name} alone with {', '.join(skipped)} connections was not run: after {connections:,} the "
+                    f"last answer came {level.duration_s - config.level_s:.0f} s behind the last request, limit "
+                    f"{config.drain_limit_s:g} s (--drain-limit)"
+                )
+                return
+
+    async def _run_pairs(self) -> None:
+        """Measure each model alone, then beside each other one."""
+        config, models = self._config, self.plan.models
+        streams = [_stream(model, config.pair_connections) for model in models]
+        alone: dict[str, StreamLoad] = {}
+        for stream in streams:
+            level = await self._level("interference", f"{stream.name} alone", [stream], config.interference_s)
+            if level is not None:
+                [alone[stream.name]] = level.streams
+        for victim in streams:
+            for aggressor in streams:
+                if victim is aggressor:
+                    continue
+                label = f"{victim.name} beside {aggressor.name}"
+                level = await self._level("interference", label, [victim, aggressor], config.interference_s)
+                if level is not None:
+                    beside, aggressor_load = level.streams
+                    self.interference.append(
+                        Interference(
+                            victim=victim.name,
+                            aggressor=aggressor.name,
+                            alone=alone[victim.name],
+                            beside=beside,
+                            aggressor_load=aggressor_load,
+                        )
+                    )
+
+    async def _run_experiment(self, spec: ExperimentSpec) -> None:
+        streams, send_s = self.plan.experiment_streams, self._config.interference_s
+        alone: list[StreamLoad] = []
+        for stream, each in zip(streams, spec.streams, strict=True):
+            label = f"{spec.name}: {stream.name} alone"
+            level = await self._level("interference", label, [stream], each.alone_s or send_s)
+            alone += level.streams if level is not None else []
+        level = await self._level("interference", f"{spec.name}: together", streams, send_s)
+        if level is not None:
+            self.experiment_loads = [alone, level.streams]
+
+    async def _level(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel | None:
+        """Run a level; None where the run has ended before it, or with it."""
+        if self._runner.has_ended:
+            return None
+        level = await self._runner.run(part, label, streams, send_s)
+        self.levels.append(level)
+        if self._on_level is not None:
+            self._on_level(level)
+        return None if self._runner.has_ended else level
+
+
+def _stream(model: LoadedModel, connections: int) -> Stream:
+    return Stream(name=model.name, model=model.name, workload=model.workload, connections=connections)

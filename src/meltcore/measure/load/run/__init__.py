@@ -1,0 +1,1 @@
+"""Runs of the load generator: worker processes, loops, summaries."""

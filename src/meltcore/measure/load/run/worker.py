@@ -1,0 +1,205 @@
+"""Runs one worker's requests of a level: opens connections, waits for the common release, collects the records."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import msgspec
+
+from meltcore.common.process import without_collection
+from meltcore.measure.load.config import Level, LoadConfig
+from meltcore.measure.load.record import RequestRecord
+from meltcore.measure.load.run.client_monitor import ClientMonitor, ClientUsage
+from meltcore.measure.load.run.loops import ClosedLoop, OpenLoop, RequestLoop, arrival_offsets
+from meltcore.measure.load.wire.connection import Target
+from meltcore.measure.load.workloads.clips import Clip
+from meltcore.measure.load.workloads.dispatcher import TIMEOUT_CHECK_S, Dispatcher
+from meltcore.measure.load.workloads.workload import Workload
+from meltcore.measure.load.workloads.workloads import make_builder, open_workload, response_maker
+
+INTERRUPTED = "interrupted"
+SERVER_DIED = "server died"
+
+OnRecords = Callable[[list[RequestRecord]], None]
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the requests of one worker: `worker_idx`, `worker_idx + num_workers`, ... of one level.
+
+    Request 0 of the level is prompt `first_prompt_idx` of a workload of `num_prompts` prompts.
+    """
+
+    config: LoadConfig
+    target: Target
+    model: str
+    level: Level
+    first_prompt_idx: int
+    num_prompts: int
+    clips: tuple[Clip, ...] = ()  # of a run on transcription: made once, for all workers and levels
+    worker_idx: int = 0
+    num_workers: int = 1
+
+
+class WorkerResult(msgspec.Struct, array_like=True):
+    """Holds what a worker reports after all its records."""
+
+    usage: ClientUsage
+    server_died_s: float | None
+
+
+class LoadWorker(Protocol):
+    """Declares the interface of a worker, in this process or in another.
+
+    A worker passes its records to the callback given at construction.
+    """
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that were sent and have not ended, as far as this process knows."""
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections opened so far."""
+
+    async def open(self) -> None:
+        """Open the connections of a closed loop."""
+
+    async def run(self, release_at_s: float) -> WorkerResult:
+        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+
+    def stop(self) -> None:
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
+
+
+class LocalWorker:
+    """Implements a worker in this process and event loop."""
+
+    def __init__(self, settings: WorkerSettings, on_records: OnRecords) -> None:
+        self._settings = settings
+        self._on_records = on_records
+        self._records: list[RequestRecord] = []
+        self._is_stopping = False
+        config = settings.config
+        workload = open_workload(config, settings.num_prompts, settings.clips)
+        self._dispatcher = Dispatcher(
+            settings.target, config.timeouts, self._records.append, response_maker(config, workload)
+        )
+        self._request_loop = self._make_request_loop(workload)
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that were sent and have not ended."""
+        return self._dispatcher.in_flight
+
+    @property
+    def num_connections(self) -> int:
+        """Return the number of connections opened so far."""
+        return self._request_loop.num_connections
+
+    async def open(self) -> None:
+        """Open the connections of a closed loop."""
+        await self._request_loop.open()
+        gc.collect()  # now, because the collector is off between the release and the last answer
+
+    def stop(self) -> None:
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns."""
+        self._is_stopping = True
+
+    async def run(self, release_at_s: float) -> WorkerResult:
+        """Send the first requests at `release_at_s` (monotonic), and return when every request has its record."""
+        with without_collection():  # with 10,000 open streams it stops the client for tens of ms
+            wait_s = release_at_s - time.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            # A burst of uploads is gigabytes of the client's own work: it is measured too.
+            upload_monitor = ClientMonitor() if self._settings.clips else None
+            if self._is_stopping:
+                self._end_early(INTERRUPTED, None)
+            else:
+                self._request_loop.release(release_at_s)
+            await asyncio.sleep(0)  # lets the event loop send what the release has written
+            monitor = upload_monitor or ClientMonitor()
+            while not self._request_loop.finished.is_set():
+                await self._poll()
+            result = WorkerResult(monitor.finish(), self._dispatcher.server_died_s)
+        self._deliver_records()
+        self._request_loop.close()
+        return result
+
+    async def _poll(self) -> None:
+        """Wait a fraction of a second, then enforce time limits and deliver records."""
+        try:
+            async with asyncio.timeout(TIMEOUT_CHECK_S):
+                await self._request_loop.finished.wait()
+        except TimeoutError:
+            self._dispatcher.fail_overdue()
+        await self._dispatcher.check_server()
+        self._deliver_records()
+        if self._is_stopping:
+            self._end_early(INTERRUPTED, None)
+        elif self._dispatcher.server_died_s is not None:
+            self._end_early(SERVER_DIED, SERVER_DIED)
+
+    def _end_early(self, reason: str, fail_remaining: str | None) -> None:
+        self._request_loop.stop(fail_remaining=fail_remaining)
+        self._dispatcher.abort_all(reason, "was still in flight")
+        self._request_loop.finished.set()
+
+    def _deliver_records(self) -> None:
+        if self._records:
+            records = self._records.copy()
+            self._records.clear()
+            self._on_records(records)
+
+    def _make_request_loop(self, workload: Workload) -> RequestLoop:
+        settings, level, config = self._settings, self._settings.level, self._settings.config
+        builder = make_builder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
+        indexes = range(settings.worker_idx, level.num_requests, settings.num_workers)
+        connect_timeout_s = config.timeouts.connect_s
+        if level.rate is None:
+            num_connections = len(range(settings.worker_idx, level.num_connections, settings.num_workers))
+            return ClosedLoop(
+                self._dispatcher,
+                builder,
+                indexes,
+                connect_timeout_s,
+                num_connections=num_connections,
+                duration_s=level.duration_s,
+                retry_refused=level.retry_refused,
+            )
+        offsets_s = arrival_offsets(level.rate, level.num_requests, config.arrivals, config.seed)
+        worker_offsets_s = offsets_s[settings.worker_idx :: settings.num_workers]
+        return OpenLoop(
+            self._dispatcher,
+            builder,
+            indexes,
+            connect_timeout_s,
+            offsets_s=worker_offsets_s,
+            retry_refused=level.retry_refused,
+        )
+
+
+@contextmanager
+def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first Ctrl-C. A second one raises KeyboardInterrupt, as it does without this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    loop = asyncio.get_running_loop()
+
+    def stop_once() -> None:
+        loop.remove_signal_handler(signal.SIGINT)
+        stop()
+
+    loop.add_signal_handler(signal.SIGINT, stop_once)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,129 @@
+"""Queries a server outside the measured requests, for its models and for its number of requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.served_model import model_facts
+from meltcore.measure.load.wire.connection import HttpRequestError, Target, get, request
+
+PROBE_TIMEOUT_S = 10.0
+SAMPLE_S = 0.5
+
+_GAUGE_LINE = re.compile(r"^(?:meltcore|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
+
+
+async def served_model(target: Target, model: str | None, timeout_s: float) -> tuple[str, dict[str, Any]]:
+    """Return the name of the model to request, and the facts that the server reports about it.
+
+    The name is `model`, or the first of /v1/models where `model` is None. A server without that listing reports no
+    facts and needs a `model`. Raises HttpRequestError without an answer, and ConfigError where there is no model name.
+    """
+    response = await request(target, "GET", "/v1/models", timeout_s=timeout_s)
+    model_list = None
+    if response.status == 200:
+        with suppress(msgspec.DecodeError):
+            model_list = msgspec.json.decode(response.body)
+    try:
+        model_name = model or str(model_list["data"][0]["id"])  # type: ignore[index]  # whatever it is
+    except (KeyError, IndexError, TypeError) as error:
+        response_text = f"status {response.status}, {response.body[:80]!r}"
+        raise ConfigError(
+            f"/v1/models of {target.url} names no model ({response_text}); give one with --model"
+        ) from error
+    return model_name, model_facts(model_list, model_name)
+
+
+async def first_model(target: Target) -> str:
+    """Return the first model of /v1/models. Raises ConfigError where the server does not answer or names no model."""
+    try:
+        return (await served_model(target, None, PROBE_TIMEOUT_S))[0]
+    except HttpRequestError as error:
+        raise ConfigError(f"{target.url} does not answer: {error}") from error
+
+
+async def served_facts(target: Target, model: str) -> dict[str, Any]:
+    """Return the server's facts about `model` beyond OpenAI's fields; empty where it reports none."""
+    with suppress(HttpRequestError):
+        return (await served_model(target, model, PROBE_TIMEOUT_S))[1]
+    return {}
+
+
+def parse_gauges(text: str) -> dict[str, float]:
+    """Parse a Prometheus page into values by name, without the prefix. Series of one name are added up."""
+    gauges: dict[str, float] = {}
+    for name, value in _GAUGE_LINE.findall(text):
+        gauges[name] = gauges.get(name, 0.0) + float(value)
+    return gauges
+
+
+class InFlightProbe:
+    """Measures the server's own peak of requests in flight during a level.
+
+    The peak is the maximum of sampled gauges: `requests_in_flight`, or `num_requests_running` + `num_requests_waiting`.
+    A server that reports its own maximum (`meltcore:requests_in_flight_peak`) is believed where that value changed
+    during the level; an unchanged value may be older than the level. Without a sample inside the level and without such
+    a value the peak is None.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._initial_high_water_mark: float | None = None
+        self._high_water_mark: float | None = None
+        self._samples: list[tuple[float, float, float]] = []  # request and response time in s, requests in flight
+        self._sampling_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Read the server's maximum before the release, then sample until `finish` is called."""
+        gauges = await self._read_gauges()
+        if gauges is None:
+            return
+        self._initial_high_water_mark = gauges.get("requests_in_flight_peak")
+        self._sampling_task = asyncio.ensure_future(self._sample())
+
+    async def finish(self, start_s: float, end_s: float) -> int | None:
+        """Stop sampling and return the peak of the level, which lasted from `start_s` to `end_s` (monotonic clock).
+
+        Samples before its release and after its last answer read 0 and say nothing about it.
+        """
+        if self._sampling_task is None:
+            return None
+        self._sampling_task.cancel()
+        gauges = await self._read_gauges()
+        if gauges is not None:
+            self._high_water_mark = gauges.get("requests_in_flight_peak")
+        peaks = [count for sent_s, received_s, count in self._samples if start_s <= sent_s and received_s <= end_s]
+        if self._high_water_mark is not None and self._high_water_mark != self._initial_high_water_mark:
+            peaks.append(self._high_water_mark)
+        return round(max(peaks)) if peaks else None
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            sent_s = time.monotonic()
+            in_flight = _in_flight(await self._read_gauges() or {})
+            if in_flight is not None:
+                self._samples.append((sent_s, time.monotonic(), in_flight))
+
+    async def _read_gauges(self) -> dict[str, float] | None:
+        try:
+            status, body = await get(self._target, "/metrics", PROBE_TIMEOUT_S)
+        except HttpRequestError:
+            return None  # the gauge is optional; the requests themselves show whether the server is alive
+        return parse_gauges(body.decode("utf-8", "replace")) if status == 200 else None
+
+
+def _in_flight(gauges: dict[str, float]) -> float | None:
+    """Return the number of requests in flight; None where the server has no gauge of it."""
+    if "requests_in_flight" in gauges:
+        return gauges["requests_in_flight"]
+    if {"num_requests_running", "num_requests_waiting"} <= gauges.keys():
+        return gauges["num_requests_running"] + gauges["num_requests_waiting"]
+    return None

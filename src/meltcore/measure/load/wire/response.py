@@ -1,0 +1,120 @@
+"""Reads one response into a record: what the responses of all APIs have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from meltcore.common.options import is_number
+from meltcore.measure.load.record import RequestRecord
+
+MAX_ERROR_BODY_BYTES = 64 * 1024
+MAX_DETAIL_CHARS = 300
+REFUSALS = (429, 503)  # of which a server may say when to come again
+
+
+class _ErrorText(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorText | str = ""
+    message: str = ""
+    detail: str | None = None
+
+
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+
+
+class BaseResponse:
+    """Reads one response into `record`, then calls `on_done` exactly once. It handles what is no answer: errors.
+
+    A status other than 200, and a content type that does not begin with one of CONTENT_TYPES, are failures.
+    """
+
+    __slots__ = ("_error_body", "_on_done", "now_s", "record", "retry_after_s")
+
+    CONTENT_TYPES: tuple[str, ...] = ()
+    WRONG_TYPE_FAILURE = ""
+
+    def __init__(self, record: RequestRecord, on_done: Callable[[Any], None]) -> None:
+        self.record = record
+        self.now_s = 0.0
+        self._on_done: Callable[[Any], None] | None = on_done
+        self._error_body = ""
+        self.retry_after_s: float | None = None  # of a refusal that says when to come again
+
+    @property
+    def content(self) -> str:
+        """Return the text of the answer that is graded."""
+        return ""
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether all of the answer is text, so that its tokens can be counted again."""
+        return True
+
+    @property
+    def reasoning(self) -> str:
+        """Return the text that the server marks as reasoning."""
+        return ""
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        """Store the status, and fail a response of another content type."""
+        self.record.status = status
+        if status in REFUSALS:
+            self.retry_after_s = _seconds(headers.get("retry-after", ""))
+        if status == 200 and not headers.get("content-type", "").lower().startswith(self.CONTENT_TYPES):
+            self._finish(self.WRONG_TYPE_FAILURE, f"content-type is {headers.get('content-type', 'absent')}")
+
+    def on_body(self, data: bytes) -> None:
+        """Collect the body of an error response."""
+        if len(self._error_body) < MAX_ERROR_BODY_BYTES:
+            self._error_body += data.decode("utf-8", "replace")
+
+    def on_end(self) -> None:
+        """Complete the record, as a failure where the answer is not complete."""
+        if self.record.status != 200:
+            self._finish(f"http {self.record.status}", error_message(self._error_body))
+        elif self._on_done is not None:
+            self._finish(*self._find_failure())
+
+    def on_failure(self, reason: str, detail: str) -> None:
+        """Complete the record as a failure."""
+        self._finish(reason, detail)
+
+    def _find_failure(self) -> tuple[str | None, str | None]:
+        """Return the (reason, detail) of a response that ended in order; (None, None) where it is complete."""
+        raise NotImplementedError
+
+    def _finish(self, failure: str | None, detail: str | None) -> None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is None:  # failed before; the rest of its bytes was still received
+            return
+        record = self.record
+        record.ended_s = self.now_s or time.monotonic()
+        record.failure = failure
+        record.detail = None if detail is None else detail[:MAX_DETAIL_CHARS]
+        self._complete_record()
+        on_done(self)
+
+    def _complete_record(self) -> None:
+        """Add what was measured of the answer to the record."""
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Return the seconds of a Retry-After field; None for a missing one and for a date, which no engine sends."""
+    return float(retry_after) if is_number(retry_after) else None
+
+
+def error_message(body: str) -> str:
+    """Return the message of an error object in OpenAI's or a similar form, else the start of `body`."""
+    try:
+        error_body = _decode_error(body.encode())
+    except msgspec.DecodeError:
+        return body[:MAX_DETAIL_CHARS] or "empty body"
+    message = error_body.error if isinstance(error_body.error, str) else error_body.error.message
+    return message or error_body.message or error_body.detail or body[:MAX_DETAIL_CHARS]

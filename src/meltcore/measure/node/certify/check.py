@@ -1,0 +1,160 @@
+"""The interface of a check, and the steps of a measured check: plan, probe, judge. Every step fails closed."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from meltcore.common.process import CompletedRun
+from meltcore.measure.documents.certificate import (
+    TIERS,
+    CertificateRow,
+    CheckReport,
+    Conditions,
+    Expectation,
+    Finding,
+    worst,
+)
+from meltcore.measure.node.certify.conditions import ConditionsWatch
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.expectations import prior
+from meltcore.measure.node.certify.faults import FaultCode
+from meltcore.measure.node.certify.judge import Expected, Judgement, findings_of, judge, warn_throttled
+from meltcore.measure.node.certify.probe import ProbeJob, ProbeRequest, ProbeResult, Setting, encode, read_results
+from meltcore.measure.node.node import last_line
+
+# Importing torch, creating a context on each of eight GPUs, allocating. Generous, since a hang lasts forever.
+START_LIMIT_S = 90.0
+
+
+class HardwareCheck(ABC):
+    """One check per file. `name` is stable; `title` is for people."""
+
+    name: str
+    title: str
+    needs_peers = False
+
+    def unavailable(self) -> str:
+        """Returns why the check cannot run with this installation; empty where it can."""
+        return ""
+
+    def run(self, context: CertifyContext) -> CheckReport:
+        """Runs the check. Never raises for a fault of a GPU or a program, which becomes UNKNOWN."""
+        reason = "one GPU has no peer" if self.needs_peers and len(context.gpus) < 2 else self.unavailable()
+        if reason:
+            return CheckReport(name=self.name, title=self.title, verdict="NOT_APPLICABLE", reason=reason)
+        start_s = context.node.now_s()
+        report = self.measure(context)
+        report.duration_s = context.node.now_s() - start_s
+        return report
+
+    @abstractmethod
+    def measure(self, context: CertifyContext) -> CheckReport:
+        """Runs the check where it applies."""
+
+    def report(
+        self,
+        rows: Sequence[CertificateRow],
+        findings: Sequence[Finding],
+        conditions: Sequence[Conditions] = (),
+    ) -> CheckReport:
+        """Returns a report with the worst verdict of its rows and findings."""
+        return CheckReport(
+            name=self.name,
+            title=self.title,
+            verdict=worst([*(row.verdict for row in rows), *(finding.verdict for finding in findings)]),
+            rows=list(rows),
+            findings=list(findings),
+            conditions=list(conditions),
+        )
+
+
+class MeasuredCheck(HardwareCheck):
+    """A check whose metrics come from the `probe` function of its file."""
+
+    unit: str
+    links: tuple[str, ...] = ()  # of "pcie" and "nvlink": links whose error counters must be readable
+    limit_factor = 3.0  # a slow GPU must be measured, not killed
+    seconds: tuple[float, float, float]  # per request in the tiers quick, standard, and full or soak
+    setup_s: float  # per request: allocating and warming up
+    # Metrics without an expectation are RECORDED rather than UNKNOWN.
+    recorded = False
+    # Whether the values have expectations; for `corruption` the speed is irrelevant.
+    has_expectations = True
+
+    @abstractmethod
+    def requests(self, context: CertifyContext) -> list[ProbeRequest]:
+        """Returns the measurements of this tier."""
+
+    def request_s(self, context: CertifyContext) -> float:
+        """Returns how long one request measures in this tier."""
+        return self.seconds[min(TIERS.index(context.tier), 2)]
+
+    def probe_s(self, context: CertifyContext) -> float:
+        """Returns how long the probe should take after its start."""
+        return len(self.requests(context)) * (self.request_s(context) + self.setup_s)
+
+    def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
+        """Returns what the topology implies for a metric."""
+        raise NotImplementedError
+
+    def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+        """Adjusts verdicts by rules other than a floor."""
+
+    def measure(self, context: CertifyContext) -> CheckReport:
+        """Starts the probe, watches the GPUs meanwhile, and judges the results."""
+        requests = self.requests(context)
+        limit_s = START_LIMIT_S + self.limit_factor * self.probe_s(context)
+        busy = context.busy()
+        watch = ConditionsWatch(context, self.name, self.links)
+        command = [sys.executable, "-m", "meltcore.measure.node.certify.probe", self.name]
+        completed = context.node.run(command, encode(ProbeJob(requests=requests)), context.environment(), limit_s)
+        conditions, findings, throttled = watch.close()
+        busy |= context.busy()
+        results = read_results(completed.stdout)
+        judged = judge(self._expected(context, requests), results, _missing_reason(completed, limit_s), busy)
+        self.adjust(context, results, judged)
+        warn_throttled(judged, throttled)
+        rows = [judgement.row for judgement in judged]
+        return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
+
+    def _expectations(
+        self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]
+    ) -> tuple[Expectation, ...]:
+        snapshots = [context.snapshot.gpus[gpu] for gpu in gpus]
+        candidates = [
+            context.baseline.expectation(snapshots, request.key) if context.baseline is not None else None,
+            prior(snapshots, request.key),
+            None if any(gpu.mig for gpu in snapshots) else self.topology(context, request, gpus),
+        ]
+        return tuple(expectation for expectation in candidates if expectation is not None)
+
+    def _expected(self, context: CertifyContext, requests: Sequence[ProbeRequest]) -> list[Expected]:
+        return [
+            Expected(
+                key=request.key,
+                gpus=target,
+                subject=context.label(target, _separator(request.settings)),
+                unit=self.unit,
+                expectations=self._expectations(context, request, target) if self.has_expectations else (),
+                recorded=self.recorded,
+            )
+            for request in requests
+            for target in request.targets()
+        ]
+
+
+def _separator(settings: Mapping[str, Setting]) -> str:
+    """Returns the separator of a pair's names, which shows a direction for copies only."""
+    if "op" in settings:
+        return " + "
+    return " <-> " if settings.get("directions") == 2 else " -> "
+
+
+def _missing_reason(completed: CompletedRun, limit_s: float) -> tuple[FaultCode, str]:
+    if completed.returncode is None:
+        alive = "; it cannot even be killed, the driver holds it" if completed.is_alive else " and was killed"
+        return "TIMED_OUT", f"not measured: the probe took more than {limit_s:.0f} s{alive}"
+    if completed.returncode != 0:
+        reason = f"with status {completed.returncode}: {last_line(completed)}"
+        return "PROBE_FAILED", f"not measured: the probe ended {reason}"
+    return "PROBE_FAILED", "not measured: the probe ended without a result"

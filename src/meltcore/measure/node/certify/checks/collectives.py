@@ -1,0 +1,247 @@
+"""NCCL collectives: do the GPUs communicate as fast as the links allow, and are the results correct?
+
+NVLink multicast (NVLS) is off in every group, so the bandwidths are those of rings. The probe starts one process per
+GPU, as programs use NCCL; `python -m meltcore.measure.node.certify.checks.collectives` is such a rank.
+"""
+
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from meltcore.common.process import ended_within, start
+from meltcore.common.process_output import last_error, log_tail
+from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.node.certify import expectations
+from meltcore.measure.node.certify.check import MeasuredCheck
+from meltcore.measure.node.certify.checks.peers import link_gbps
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.judge import Judgement
+from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
+
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_JUDGED_FROM = _GIB  # smaller ones are limited by latency, for which there is no expectation
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
+_ALL_SIZES = (*(4 * _KIB * 4**step for step in range(9)), _GIB, 4 * _GIB)  # 4 KiB to 256 MiB, 1 GiB, 4 GiB
+_SIZES = {"quick": (_GIB,), "standard": (4 * _KIB, _MIB, 64 * _MIB, 256 * _MIB, _GIB)}
+_GROUP_S = 15.0  # starting the processes of a group and connecting them
+_EXIT_LIMIT_S = 10.0
+
+# Up to this size launching takes about as long as the collective, so a graph holds many of them.
+_GRAPHED_BYTES = 16 * 2**20
+_MAX_PER_GRAPH = 50
+# By default NCCL records an event after every collective in a graph, for programs that run several graphs concurrently
+# or launch beside one. In a graph of collectives alone each waits for that event: 4 KiB took 17.5 us, without it 5.0
+# (two H200s). Here one graph runs at a time and is waited for, which is the condition for turning the events off.
+_ENVIRONMENT = {"NCCL_GRAPH_MIXING_SUPPORT": "0"}
+_ITEM_BYTES = 4  # float32, as in nccl-tests
+
+
+class CollectivesCheck(MeasuredCheck):
+    """Times all-reduce, all-gather and reduce-scatter by size and number of GPUs, and verifies their results."""
+
+    name = "collectives"
+    title = "NCCL collectives"
+    unit = "GB/s bus"
+    links = ("nvlink",)
+    needs_peers = True
+    seconds = (0.5, 0.2, 0.5)
+    setup_s = 1.0
+    recorded = True  # small messages and rings over PCIe have no expectation; a baseline judges them
+
+    def requests(self, context: CertifyContext) -> list[ProbeRequest]:
+        """Returns one request per group size, operation and message size."""
+        seconds = self.request_s(context)
+        return [
+            ProbeRequest(
+                key=f"collectives/{operation}/{count}/{format_size(size)}",
+                gpus=tuple(range(count)),
+                settings={"op": operation, "bytes": size, "seconds": seconds},
+            )
+            for count in _group_sizes(context)
+            for operation in (("all_reduce",) if context.tier == "quick" else _OPERATIONS)
+            for size in _SIZES.get(context.tier, _ALL_SIZES)
+        ]
+
+    def probe_s(self, context: CertifyContext) -> float:
+        """Adds the start of each group."""
+        return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
+
+    def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
+        """Returns the expectation of a ring from the number and speed of NVLinks."""
+        if int(request.settings["bytes"]) < _JUDGED_FROM:
+            return None
+        speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
+        known_speeds = [speed for speed in speeds if speed is not None]
+        slowest = min(known_speeds) if len(known_speeds) == len(speeds) else None
+        return expectations.collective(slowest, str(request.settings["op"]), len(gpus))
+
+    def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
+        """Fails collectives with wrong elements."""
+        num_wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
+        for judged_row in judged:
+            if num_wrong.get(judged_row.row.key):
+                judged_row.set_verdict("FAIL", "WRONG_RESULT", f"{num_wrong[judged_row.row.key]:,} elements are wrong")
+
+
+def _group_sizes(context: CertifyContext) -> list[int]:
+    """Returns the group sizes: all GPUs, and from the standard tier on also two and four of them."""
+    total = len(context.gpus)
+    return [total] if context.tier == "quick" else sorted({count for count in (2, 4, total) if count <= total})
+
+
+def format_size(size: int) -> str:
+    """Formats a number of bytes for keys, such as 64MiB."""
+    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
+        if size >= unit:
+            return f"{size // unit}{name}"
+    return f"{size}B"
+
+
+class RankGroup:
+    """One rank process per GPU, waiting for requests. They end with their standard input, or with the probe's group."""
+
+    def __init__(self, gpus: tuple[int, ...]) -> None:
+        self.gpus = gpus
+        self._folder = tempfile.TemporaryDirectory(prefix="meltcore-ranks-")
+        store = str(Path(self._folder.name) / "store")
+        devices = ",".join(map(str, gpus))
+        self._ranks = [self._start(rank, devices, store) for rank in range(len(gpus))]
+
+    def _start(self, rank: int, devices: str, store: str) -> "subprocess.Popen[bytes]":
+        with self._log(rank).open("wb") as log:
+            return start(
+                [sys.executable, "-m", "meltcore.measure.node.certify.checks.collectives", str(rank), devices, store],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=log,
+                new_session=False,
+            )
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.log"
+
+    def measure(self, request: ProbeRequest) -> ProbeResult:
+        """Returns rank 0's result. Raises RuntimeError where rank 0 has ended; blocks where another rank has."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(encode(request) + b"\n")
+        stdout = self._ranks[0].stdout
+        assert stdout is not None
+        while line := stdout.readline():
+            if line.startswith(b'{"key"'):
+                return decode_result(line)
+        raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log(0))) or 'no message'}")
+
+    def close(self) -> None:
+        """Lets the ranks end, and kills those that do not. Can be called twice."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            if not ended_within(rank, _EXIT_LIMIT_S):
+                rank.kill()
+        self._ranks = []
+        self._folder.cleanup()
+
+
+_group: RankGroup | None = None
+
+
+def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
+    """Measures bus bandwidth in GB/s. Settings: op, bytes, seconds. A group stays for further requests of its GPUs."""
+    global _group
+    if _group is None or _group.gpus != request.gpus:
+        if _group is not None:
+            _group.close()
+        _group = RankGroup(request.gpus)
+        atexit.register(_group.close)
+    yield _group.measure(request)
+
+
+def run_rank(rank: int, devices: list[int], store: str) -> None:
+    """Runs one rank until its standard input ends."""
+    import torch
+    import torch.distributed
+
+    dist: Any = torch.distributed  # FileStore is not exported explicitly
+    os.environ.update(_ENVIRONMENT)
+    torch.cuda.set_device(devices[rank])
+    world = len(devices)
+    dist.init_process_group(
+        "nccl",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", devices[rank]),
+    )
+    for line in sys.stdin.buffer:
+        result = _measure(decode_request(line), rank, devices[rank], world)
+        if rank == 0:
+            sys.stdout.buffer.write(encode(result) + b"\n")
+            sys.stdout.buffer.flush()
+    dist.destroy_process_group()
+
+
+def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> ProbeResult:
+    import torch
+    import torch.distributed as dist
+
+    from meltcore.measure.node.certify.gpu_timing import MAX_LAUNCHES, rates
+
+    def slowest(seconds: float) -> float:
+        value = torch.tensor(seconds, device=f"cuda:{device}", dtype=torch.float64)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value)
+
+    op, size = str(request.settings["op"]), int(request.settings["bytes"])
+    count = max(world, size // _ITEM_BYTES // world * world)
+    launch, num_wrong = _collective(op, count, rank, device, world)
+    factor = 2 * (world - 1) / world if op == "all_reduce" else (world - 1) / world
+    graphed = size <= _GRAPHED_BYTES
+    samples = rates(
+        (device,),
+        lambda _device: launch(),
+        factor * count * _ITEM_BYTES / 1e9,
+        float(request.settings["seconds"]),
+        graph=graphed,
+        agree=slowest,
+        max_launches=_MAX_PER_GRAPH if graphed else MAX_LAUNCHES,
+    )[0]
+    return ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"wrong": num_wrong})
+
+
+def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
+    """Returns a function that enqueues the collective, and the wrong elements on all ranks. Rank r contributes r + 1.
+
+    `count` elements are the larger buffer. An all-reduce is timed on zeros, since repeated in-place sums overflow.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cuda, shard_count = f"cuda:{device}", count // world
+    gathered, shard = (torch.full((size,), float(rank + 1), device=cuda) for size in (count, shard_count))
+    launches: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(gathered),
+        "all_gather": lambda: dist.all_gather_into_tensor(gathered, shard),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, gathered),
+    }
+    launches[op]()
+    if op == "all_gather":
+        ranks = torch.arange(1, world + 1, device=cuda, dtype=torch.float32)
+        num_wrong = (gathered.view(world, shard_count) != ranks[:, None]).sum()
+    else:
+        num_wrong = ((gathered if op == "all_reduce" else shard) != world * (world + 1) / 2).sum()
+    if op == "all_reduce":
+        gathered.zero_()
+    dist.all_reduce(num_wrong)
+    return launches[op], int(num_wrong)
+
+
+if __name__ == "__main__":
+    run_rank(int(sys.argv[1]), [int(device) for device in sys.argv[2].split(",")], sys.argv[3])

@@ -1,0 +1,99 @@
+"""Host-device copies: does every GPU's PCIe link reach what its generation and width allow?"""
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meltcore.measure.documents.certificate import Expectation
+from meltcore.measure.node.certify import expectations
+from meltcore.measure.node.certify.check import MeasuredCheck
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
+
+if TYPE_CHECKING:
+    import torch
+
+_BYTES = 256 * 2**20
+_WARMUP_S = 0.1  # a copy engine has no clock that must rise first
+_ALLOWED_CPUS = os.sched_getaffinity(0)
+
+
+class HostCheck(MeasuredCheck):
+    """Times copies between pinned host memory and each GPU, one direction and one GPU at a time."""
+
+    name = "host"
+    title = "Host-device copies"
+    unit = "GB/s"
+    links = ("pcie",)
+    seconds = (0.2, 0.5, 2.0)
+    setup_s = 0.5
+
+    def requests(self, context: CertifyContext) -> list[ProbeRequest]:
+        """Returns one request per GPU and direction."""
+        seconds = self.request_s(context)
+        return [
+            ProbeRequest(
+                key=f"host/{direction}",
+                gpus=(gpu,),
+                settings={
+                    "direction": direction,
+                    "bytes": _BYTES,
+                    "seconds": seconds,
+                    "cpus": local_cpus(context, gpu),
+                },
+            )
+            for gpu in context.gpu_indices
+            for direction in ("host-to-device", "device-to-host")
+        ]
+
+    def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
+        """Returns the expectation from PCIe generation and width."""
+        return expectations.host(context.snapshot.gpus[gpus[0]])
+
+
+def local_cpus(context: CertifyContext, gpu: int) -> str:
+    """Returns the CPUs of the GPU's own socket as the kernel lists them; empty where it does not.
+
+    Copies from another socket's memory also cross the link between sockets, which is not part of the GPU.
+    """
+    bus_id = context.snapshot.gpus[gpu].facts.get("bus_id")
+    return (context.node.read(Path(f"/sys/bus/pci/devices/{bus_id}/local_cpulist")) or "").strip()
+
+
+@cache
+def _pinned(size: int, _cpus: str) -> "torch.Tensor":
+    """Returns a pinned buffer on the socket of `_cpus`, made once per socket: pinning takes longer than measuring."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """Parses the kernel's list of CPUs, such as `0-3,8`."""
+    spans = [part.partition("-") for part in text.split(",") if part]
+    return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
+
+
+def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
+    """Measures GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
+    import torch
+
+    from meltcore.measure.node.certify.gpu_timing import rates
+
+    settings = request.settings
+    (device,) = request.gpus
+    size, cpus = int(settings["bytes"]), str(settings["cpus"])
+    # Pages come from the memory of the CPU that allocates them; CPUs that this job may not use are left out.
+    os.sched_setaffinity(0, parse_cpus(cpus) & _ALLOWED_CPUS or _ALLOWED_CPUS)
+    on_host = _pinned(size, cpus)
+    on_device = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+    to_device = settings["direction"] == "host-to-device"
+    target, source = (on_device, on_host) if to_device else (on_host, on_device)
+
+    def launch(_device: int) -> None:
+        target.copy_(source, non_blocking=True)
+
+    rates_per_gpu = rates(request.gpus, launch, size / 1e9, float(settings["seconds"]), warmup_s=_WARMUP_S)
+    yield ProbeResult(key=request.key, gpus=request.gpus, samples=rates_per_gpu[0])

@@ -1,0 +1,126 @@
+"""A minute of inference: does the engine give correct answers on each GPU?
+
+Each GPU serves the bundled model by itself, all concurrently. It runs last: a failure after all other checks passed
+indicates a software fault, so it has its own fault code.
+"""
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.process import CompletedRun
+from meltcore.measure.documents.certificate import CertificateRow, CheckReport
+from meltcore.measure.documents.runfolder import read_result
+from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.node.certify.check import HardwareCheck
+from meltcore.measure.node.certify.conditions import ConditionsWatch
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.judge import Judgement, findings_of, warn_throttled
+from meltcore.measure.node.node import last_line
+
+_ENGINE = ("torch", "tokenizers", "starlette", "zmq")
+_LEVELS = {"standard": "10,100"}
+_LEVELS_OF_LARGER = "10,100,400"
+_LIMIT_S = 300.0
+_ACCURACY_FLOOR = 0.95  # that of meltcore demo
+_PASSED, _FAILED = 0, 1  # exit codes of meltcore demo
+
+
+class InferenceCheck(HardwareCheck):
+    """Runs `meltcore demo` on each GPU concurrently and judges its accuracy."""
+
+    name = "inference"
+    title = "A minute of inference"
+
+    def unavailable(self) -> str:
+        """Returns the reason where the engine's packages are not installed."""
+        missing_packages = [package for package in _ENGINE if find_spec(package) is None]
+        return f"the engine is not installed ({', '.join(missing_packages)} missing)" if missing_packages else ""
+
+    def measure(self, context: CertifyContext) -> CheckReport:
+        """Runs the demo on every GPU and watches the GPUs meanwhile."""
+        busy = context.busy()
+        watch = ConditionsWatch(context, self.name)
+        with ThreadPoolExecutor(max_workers=len(context.gpus)) as pool:
+            try:
+                completed = list(pool.map(lambda gpu_index: _run_demo(context, gpu_index), context.gpu_indices))
+            except BaseException:  # Ctrl-C: the pool waits for its threads, and these for their programs
+                context.node.terminate_programs()
+                raise
+        conditions, findings, throttled = watch.close()
+        results = [_result(context, gpu_index) for gpu_index in context.gpu_indices]
+        judged = [
+            _judged(context, gpu_index, completed[gpu_index], results[gpu_index], gpu_index in busy)
+            for gpu_index in context.gpu_indices
+        ]
+        warn_throttled(judged, throttled)
+        rows = [judged_row.row for judged_row in judged]
+        rows += [row for gpu_index, result in enumerate(results) for row in _speeds(context, gpu_index, result)]
+        return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
+
+
+def _folder(context: CertifyContext, gpu_index: int) -> Path:
+    return context.folder / f"inference-{gpu_index}"
+
+
+def _run_demo(context: CertifyContext, gpu_index: int) -> CompletedRun:
+    levels = _LEVELS.get(context.tier, _LEVELS_OF_LARGER)
+    command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", levels]
+    environment = {**context.environment(), "CUDA_VISIBLE_DEVICES": context.gpus[gpu_index].info.uuid}
+    return context.node.run([*command, "--out", str(_folder(context, gpu_index))], b"", environment, _LIMIT_S)
+
+
+def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
+    """Returns the result of the only run in the folder; None where it wrote none."""
+    folder = _folder(context, gpu_index)
+    runs = sorted(folder.glob("*-demo")) if folder.is_dir() else []
+    try:
+        return read_result(runs[-1]) if runs else None
+    except ConfigError:
+        return None  # a run that was interrupted has no result, and its verdict says so
+
+
+def _judged(
+    context: CertifyContext, gpu_index: int, completed: CompletedRun, result: RunResult | None, busy: bool
+) -> Judgement:
+    row = CertificateRow(
+        key="inference/accuracy",
+        subject=context.label((gpu_index,)),
+        gpus=[gpu_index],
+        unit="% correct",
+        verdict="UNKNOWN",
+    )
+    judged = Judgement(row)
+    if result is not None and result.evaluation is not None:
+        row.measured = 100 * result.evaluation.accuracy
+        row.floor = 100 * _ACCURACY_FLOOR
+    code = completed.returncode
+    if code is None:
+        judged.set_verdict("UNKNOWN", "TIMED_OUT", f"the run took more than {_LIMIT_S:.0f} s and was killed")
+    elif code == _FAILED and result is not None:
+        judged.set_verdict("FAIL", "WRONG_ANSWERS", "; ".join(result.reasons[:3]) or "the run did not pass")
+    elif code != _PASSED or row.measured is None:
+        judged.set_verdict("UNKNOWN", "PROBE_FAILED", f"the run ended with status {code}: {last_line(completed)}")
+    else:
+        row.verdict = "PASS"
+    if busy and row.verdict == "PASS":
+        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
+    return judged
+
+
+def _speeds(context: CertifyContext, gpu_index: int, result: RunResult | None) -> Sequence[CertificateRow]:
+    """Returns recorded speeds, which are not judged: all GPUs use the host's cores together."""
+    return [
+        CertificateRow(
+            key=f"inference/concurrency-{level.concurrency}",
+            subject=context.label((gpu_index,)),
+            gpus=[gpu_index],
+            unit="tok/s",
+            verdict="RECORDED",
+            measured=level.output_tokens_per_s,
+        )
+        for level in (result.levels if result is not None else [])
+    ]

@@ -1,0 +1,145 @@
+"""State of the GPUs: is every GPU able to work? Read from the driver before anything runs."""
+
+from collections.abc import Callable, Iterator
+
+from meltcore.common.gpus.metrics import SLOWDOWNS, clock_reason_names
+from meltcore.measure.documents.certificate import CertificateRow, CheckReport, Finding, RowVerdict
+from meltcore.measure.documents.snapshot import NOT_APPLICABLE, UNKNOWN, GpuSnapshot
+from meltcore.measure.node.certify import faults
+from meltcore.measure.node.certify.check import HardwareCheck
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.faults import FaultCode
+from meltcore.measure.node.facts import FACT_BY_KEY
+
+MAX_ROWS_REMAPPED = 512  # Azure's node health checks, H200 x 8, 2026-05
+_POWER_ROUNDING_W = 1.0
+
+Fault = tuple[RowVerdict, FaultCode, str]  # verdict, fault code, message
+
+
+def _pcie_width(gpu: GpuSnapshot, width: float) -> Fault | None:
+    maximum = gpu.number("pcie_width_max")
+    if maximum is None or width >= maximum:
+        return None
+    return "FAIL", "PCIE_WIDTH", f"its PCIe link has {width:.0f} lanes of {maximum:.0f}"
+
+
+def _pcie_generation(gpu: GpuSnapshot, generation: float) -> Fault | None:
+    gpu_generation = gpu.number("gpu_pcie_generation_max")
+    if gpu_generation is None or generation >= gpu_generation:
+        return None
+    return "WARN", "PCIE_GENERATION", f"its slot supports PCIe {generation:.0f}, the GPU {gpu_generation:.0f}"
+
+
+def _power_limit(gpu: GpuSnapshot, watts: float) -> Fault | None:
+    default = gpu.number("power_limit_default_w")
+    if default is None or watts >= default - _POWER_ROUNDING_W:
+        return None
+    return "WARN", "POWER_LIMIT_LOWERED", f"its power limit is {watts:.0f} W, below the default {default:.0f} W"
+
+
+def _slowdown(_gpu: GpuSnapshot, mask: float) -> Fault | None:
+    reasons = [name for name in clock_reason_names(int(mask)) if name in SLOWDOWNS]
+    return ("WARN", "THROTTLED", f"its clocks are held down at rest: {', '.join(reasons)}") if reasons else None
+
+
+def _recovery(_gpu: GpuSnapshot, action: float) -> Fault | None:
+    text = faults.RECOVERY_ACTIONS.get(int(action), f"action {action:.0f}")
+    return ("FAIL", "RECOVERY_ACTION", f"the driver requests: {text}") if action else None
+
+
+def _fault_if(condition: bool, verdict: RowVerdict, code: FaultCode, message: str) -> Fault | None:
+    return (verdict, code, message) if condition else None
+
+
+# Facts that must be readable for a PASS, each with its rule.
+_RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
+    "ecc_on": lambda _gpu, is_on: _fault_if(not is_on, "WARN", "ECC_OFF", "ECC is off"),
+    "ecc_uncorrected": lambda _gpu, count: _fault_if(
+        count > 0, "FAIL", "ECC_UNCORRECTED", f"{count:.0f} uncorrected ECC errors since the driver was loaded"
+    ),
+    "rows_remapped_uncorrected": lambda _gpu, count: _fault_if(
+        count > MAX_ROWS_REMAPPED, "FAIL", "ROWS_REMAPPED_MANY", f"{count:.0f} memory rows remapped"
+    ),
+    "row_remap_pending": lambda _gpu, pending: _fault_if(
+        pending > 0, "FAIL", "ROW_REMAP_PENDING", "a memory row waits to be remapped"
+    ),
+    "row_remap_failed": lambda _gpu, failed: _fault_if(
+        failed > 0, "FAIL", "ROW_REMAP_FAILED", "a memory row could not be remapped"
+    ),
+    "recovery_action": _recovery,
+    "pcie_width": _pcie_width,
+    "pcie_width_max": lambda _gpu, _width: None,
+    "pcie_generation_max": _pcie_generation,
+    "power_limit_w": _power_limit,
+    "mig_on": lambda gpu, is_on: _fault_if(
+        is_on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
+    ),
+    "clock_reasons": _slowdown,
+    "processes": lambda _gpu, count: _fault_if(
+        count > 0, "INVALID", "BUSY", f"{count:.0f} program{'s'[: count != 1]} computing on it"
+    ),
+}
+
+
+class StateCheck(HardwareCheck):
+    """Judges the facts of the snapshot."""
+
+    name = "state"
+    title = "State of the GPUs"
+
+    def measure(self, context: CertifyContext) -> CheckReport:
+        """Returns one row per fact and GPU."""
+        rows: list[CertificateRow] = []
+        findings: list[Finding] = []
+        several = len(context.gpus) > 1
+        for gpu_index, gpu in enumerate(context.snapshot.gpus):
+            subject = context.label((gpu_index,))
+            for key, verdict, code, note in [*_facts(gpu), _links(gpu, several)]:
+                rows.append(
+                    CertificateRow(
+                        key=f"state/{key}",
+                        subject=subject,
+                        gpus=[gpu_index],
+                        unit=FACT_BY_KEY[key].unit,
+                        verdict=verdict,
+                        measured=gpu.number(key),
+                        note=note,
+                    )
+                )
+                if code:
+                    action = faults.ACTIONS[code]
+                    finding = Finding(
+                        code=code, verdict=verdict, check=self.name, subject=subject, message=note, action=action
+                    )
+                    findings.append(finding)
+        return self.report(rows, findings)
+
+
+def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, RowVerdict, FaultCode | None, str]]:
+    """Yields the judged facts of a GPU as (key, verdict, fault code, note)."""
+    for key, rule in _RULES.items():
+        value = gpu.number(key)
+        name = FACT_BY_KEY[key].name
+        if gpu.facts.get(key) == NOT_APPLICABLE:
+            yield key, "NOT_APPLICABLE", None, f"this GPU type does not have it: {name}"
+        elif value is None:
+            yield key, "UNKNOWN", "STATE_UNREADABLE", f"unreadable: {name}"
+        else:
+            yield key, *(rule(gpu, value) or ("PASS", None, ""))
+
+
+def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, RowVerdict, FaultCode | None, str]:
+    count = gpu.facts.get("nvlinks")
+    links_down = [str(link.link) for link in gpu.links if link.state == "down"]
+    unreadable = [str(link.link) for link in gpu.links if link.state == UNKNOWN]
+    if count == NOT_APPLICABLE or count == 0:
+        return "nvlinks", "NOT_APPLICABLE", None, "this GPU type has no NVLink"
+    if not several and not gpu.links_up():
+        return "nvlinks", "NOT_APPLICABLE", None, "no link is up, and a single GPU needs none"
+    if count == UNKNOWN or unreadable:
+        links = ", ".join(unreadable) or "all"
+        return "nvlinks", "UNKNOWN", "STATE_UNREADABLE", f"unreadable NVLinks: {links}"
+    if links_down:
+        return "nvlinks", "FAIL", "NVLINK_DOWN", f"NVLinks down: {', '.join(links_down)} of {count}"
+    return "nvlinks", "PASS", None, f"{count} up"

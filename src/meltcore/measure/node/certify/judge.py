@@ -1,0 +1,220 @@
+"""Turns a probe's results into rows and findings. Pure functions: nothing here reads a machine.
+
+A row passes only with a usable value at or above a known floor.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from meltcore.measure.documents.certificate import CertificateRow, Expectation, Finding, RowVerdict
+from meltcore.measure.node.certify import faults
+from meltcore.measure.node.certify.expectations import GEMM_FLOOR, power_limited, strictest, usable
+from meltcore.measure.node.certify.faults import FaultCode
+from meltcore.measure.node.certify.probe import ProbeResult
+
+# Healthy GPUs of one node are within 4 % of each other (H200 SXM, 2026-11-20). GEMMs differ more: at the power limit
+# GPUs of one type are as far apart as GEMM_FLOOR allows.
+STRAGGLER_FRACTION = 0.93
+STRAGGLERS_FROM = 3  # with two GPUs it is undecidable which one is the outlier
+ASYMMETRY_FRACTION = 0.90
+
+# Expectations are at least 0.5 of a physical ceiling, so a value beyond this multiple is a measurement error.
+_IMPOSSIBLE_RATIO = 2.0
+
+# Faults of a whole check rather than of one GPU: one finding for all rows.
+_WHOLE_CHECK_FAULTS = {"TIMED_OUT", "PROBE_FAILED", "NO_EXPECTATION"}
+_MAX_SUBJECTS = 4
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One metric to be measured, with its expectations. `recorded`: a metric without expectations is RECORDED."""
+
+    key: str
+    gpus: tuple[int, ...]
+    subject: str
+    unit: str
+    expectations: tuple[Expectation, ...] = ()
+    recorded: bool = False
+
+
+@dataclass
+class Judgement:
+    """A row, and the fault code of its verdict if it has one."""
+
+    row: CertificateRow
+    code: FaultCode | None = None
+
+    def set_verdict(self, verdict: RowVerdict, code: FaultCode, note: str) -> None:
+        """Sets the verdict, its fault code and its note."""
+        self.row.verdict, self.code, self.row.note = verdict, code, note
+
+
+def judge(
+    expected: Sequence[Expected], results: Sequence[ProbeResult], missing: tuple[FaultCode, str], busy: set[int]
+) -> list[Judgement]:
+    """Judges every expected metric.
+
+    `missing`: (fault code, note) of a metric without a result. `busy`: GPUs that another program used.
+    """
+    results_by_key = {(result.key, result.gpus): result for result in results}
+    judged = [_judge_one(metric, results_by_key.get((metric.key, metric.gpus)), missing, busy) for metric in expected]
+    groups: dict[str, list[Judgement]] = defaultdict(list)
+    for judgement in judged:
+        groups[judgement.row.key].append(judgement)
+    for group in groups.values():
+        _find_stragglers(group)
+    _find_asymmetry(judged)
+    return judged
+
+
+def _judge_one(
+    expected: Expected, result: ProbeResult | None, missing: tuple[FaultCode, str], busy: set[int]
+) -> Judgement:
+    row = CertificateRow(
+        key=expected.key,
+        subject=expected.subject,
+        gpus=list(expected.gpus),
+        unit=expected.unit,
+        verdict="UNKNOWN",
+        expectations=list(expected.expectations),
+    )
+    judged = Judgement(row)
+    if result is None:
+        judged.set_verdict("UNKNOWN", *missing)
+        return judged
+    if result.error or not result.samples:
+        judged.set_verdict("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
+        return judged
+    row.samples = [sample for sample in result.samples if sample is not None and usable(sample)]
+    _compare_with_floor(judged, expected, [sample for sample in result.samples if not usable(sample)])
+    if busy & set(expected.gpus):
+        judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
+    return judged
+
+
+def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequence[float | None]) -> None:
+    """Sets the verdict. One unusable sample makes the metric UNKNOWN: its cause may affect the others."""
+    row = judged.row
+    floor = strictest(expected.expectations)
+    if floor is not None:
+        row.expected, row.floor, row.floor_set_by = floor.value, floor.floor, floor.source
+    if unusable:
+        value = "NaN or infinity" if unusable[0] is None else f"{unusable[0]:g}"
+        judged.set_verdict("UNKNOWN", "NO_READING", f"measured {value}, which is not a speed")
+        return
+    highest = max((expectation.value for expectation in expected.expectations), default=max(row.samples))
+    num_impossible = sum(sample > _IMPOSSIBLE_RATIO * highest for sample in row.samples)
+    if num_impossible:
+        # A single sample suffices: the others may have measured something else as well.
+        samples = f"{num_impossible} of {len(row.samples)} samples"
+        limit = f"more than {_IMPOSSIBLE_RATIO:g} times the expected {format_three_digits(highest)}"
+        judged.set_verdict("UNKNOWN", "NO_READING", f"{samples} are {limit}, so something else was timed")
+        return
+    row.measured = median(row.samples)
+    if floor is not None:
+        row.ratio = row.measured / floor.value
+        row.verdict = "PASS"
+        if row.measured < floor.floor:
+            judged.set_verdict("FAIL", "BELOW_FLOOR", "")
+    elif expected.recorded:
+        row.verdict = "RECORDED"
+    else:
+        judged.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")
+
+
+def straggler_fraction(key: str) -> float:
+    """Returns the fraction of the median, of equal GPUs or nodes, below which a metric is that of a straggler."""
+    return GEMM_FLOOR if power_limited(key) else STRAGGLER_FRACTION
+
+
+def _find_stragglers(group: Sequence[Judgement]) -> None:
+    """Changes PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
+    values = [judgement.row.measured for judgement in group if judgement.row.measured is not None]
+    if len(values) < STRAGGLERS_FROM:
+        return
+    middle = median(values)
+    for judgement in group:
+        measured = judgement.row.measured
+        minimum = straggler_fraction(judgement.row.key) * middle
+        if judgement.row.verdict == "PASS" and measured is not None and measured < minimum:
+            judgement.set_verdict(
+                "WARN", "STRAGGLER", f"{100 * measured / middle:.0f} % of the median of {len(values)}"
+            )
+
+
+def _find_asymmetry(judged: Sequence[Judgement]) -> None:
+    """Changes PASS to WARN for pairs that are slower than their opposite direction."""
+    pair_judgements = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
+    pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in pair_judgements}
+    for (key, (first, second)), judgement in pairs.items():
+        opposite = pairs.get((key, (second, first)))
+        if opposite is None or judgement.row.verdict != "PASS":
+            continue
+        measured, opposite_measured = judgement.row.measured, opposite.row.measured
+        if measured is None or opposite_measured is None:
+            continue
+        if measured < ASYMMETRY_FRACTION * opposite_measured:
+            percent = 100 * measured / opposite_measured
+            judgement.set_verdict("WARN", "ASYMMETRY", f"{percent:.0f} % of the other direction")
+
+
+def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
+    """Changes PASS to WARN on throttled GPUs; the finding is that of the conditions."""
+    for judgement in judged:
+        if judgement.row.verdict == "PASS" and throttled & set(judgement.row.gpus):
+            judgement.row.verdict = "WARN"
+            judgement.row.note = "reached while its clocks were held down"
+
+
+def findings_of(check: str, judged: Sequence[Judgement]) -> list[Finding]:
+    """Returns one finding per code and GPUs, with the text of the worst row; one in total for a fault of a check."""
+    groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
+    for judgement in judged:
+        if judgement.code:
+            gpus = "" if judgement.code in _WHOLE_CHECK_FAULTS else _gpus_key(judgement.row)
+            groups[(judgement.code, gpus)].append(judgement.row)
+    return [
+        Finding(
+            code=code,
+            verdict=rows[0].verdict,
+            check=check,
+            subject=_subjects(rows),
+            message=_message(rows),
+            action=faults.action(code, check),
+        )
+        for (code, _), rows in groups.items()
+    ]
+
+
+def _gpus_key(row: CertificateRow) -> str:
+    return ",".join(map(str, sorted(row.gpus)))
+
+
+def _subjects(rows: Sequence[CertificateRow]) -> str:
+    names = list(dict.fromkeys(row.subject for row in rows))
+    num_more = len(names) - _MAX_SUBJECTS
+    if len({_gpus_key(row) for row in rows}) == 1:
+        return names[0]
+    return ", ".join(names[:_MAX_SUBJECTS]) + (f" and {num_more} more" if num_more > 0 else "")
+
+
+def _message(rows: Sequence[CertificateRow]) -> str:
+    row = min(rows, key=lambda row: row.ratio if row.ratio is not None else 2.0)
+    num_others = len(rows) - 1
+    if row.verdict == "FAIL" and row.measured is not None and row.floor is not None and row.expected is not None:
+        measured, floor, expected = map(format_three_digits, (row.measured, row.floor, row.expected))
+        text = (
+            f"{measured} {row.unit} is below the floor of {floor} set by the {row.floor_set_by} "
+            f"({100 * row.measured / row.expected:.0f} % of {expected})"
+        )
+    else:
+        text = (f"{format_three_digits(row.measured)} {row.unit}, " if row.measured is not None else "") + row.note
+    return f"{row.key}: {text}" + (f"; and {num_others} more metric{'s'[: num_others != 1]}" if num_others else "")
+
+
+def format_three_digits(value: float) -> str:
+    """Formats a value with three significant digits, or as an integer from 100 on."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,176 @@
+"""Certifies a node: takes a snapshot, runs every check of the tier, and gives one verdict that fails closed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.gpus.select import GpuDevice
+from meltcore.measure.documents.certificate import (
+    SEVERITY,
+    Certificate,
+    CheckReport,
+    Finding,
+    RowVerdict,
+    Tier,
+    overall,
+    worst,
+)
+from meltcore.measure.node.certify.check import HardwareCheck
+from meltcore.measure.node.certify.checks import (
+    collectives,
+    corruption,
+    gemm,
+    host,
+    inference,
+    memory,
+    peers,
+    state,
+    sustained,
+)
+from meltcore.measure.node.certify.context import CertifyContext
+from meltcore.measure.node.certify.expectations import Baseline
+from meltcore.measure.node.node import Node
+from meltcore.measure.node.snapshot import take_snapshot
+
+TELEMETRY_FILE = "telemetry.jsonl"
+_MAX_KEYS = 6
+_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+_MAX_SAMPLES = 36_000  # an hour at ten per second
+_RINGS = "NCCL ran without NVLink multicast (NCCL_NVLS_ENABLE=0): its bandwidths are those of rings, below NVLS's."
+_UNCHANGED = "No setting of any GPU was changed."
+
+_STANDARD: tuple[type[HardwareCheck], ...] = (
+    state.StateCheck,
+    gemm.GemmCheck,
+    memory.MemoryCheck,
+    host.HostCheck,
+    peers.PeersCheck,
+    collectives.CollectivesCheck,
+    sustained.SustainedCheck,
+    corruption.CorruptionCheck,
+    inference.InferenceCheck,
+)
+_QUICK = ("state", "gemm", "memory", "host", "collectives")
+
+
+def required(tier: Tier) -> list[HardwareCheck]:
+    """Returns the checks that a tier requires, in the order they run."""
+    return [check() for check in _STANDARD if tier != "quick" or check.name in _QUICK]
+
+
+def certify(
+    node: Node,
+    gpus: Sequence[GpuDevice],
+    tier: Tier,
+    folder: Path,
+    *,
+    hours: float = 0.0,
+    baseline: Baseline | None = None,
+    on_start: Callable[[str], None] = lambda _title: None,
+    on_report: Callable[[CheckReport], None] = lambda _report: None,
+) -> Certificate:
+    """Runs every check of `tier` on `gpus`; files go to `folder`.
+
+    `on_start` gets the title of each check when it starts, `on_report` its report. Ctrl-C ends the run; checks that did
+    not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak without
+    hours.
+    """
+    if sum(gpu.info.mig for gpu in gpus) > 1:
+        raise ConfigError("certify takes one MIG device at a time: a process can use only one")
+    check_hours(tier, hours)
+    started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), node.now_s()
+    checks = required(tier)
+    snapshot = take_snapshot(node, gpus)
+    interval_s = sampling_interval_s(hours)
+    telemetry = node.telemetry(folder / TELEMETRY_FILE, gpus, interval_s)
+    context = CertifyContext(
+        node=node,
+        gpus=gpus,
+        snapshot=snapshot,
+        tier=tier,
+        telemetry=telemetry,
+        interval_s=interval_s,
+        folder=folder,
+        hours=hours,
+        baseline=baseline,
+    )
+    reports: list[CheckReport] = []
+    notes = [_UNCHANGED]
+    try:
+        for check in checks:
+            on_start(check.title)
+            reports.append(check.run(context))
+            on_report(reports[-1])
+    except KeyboardInterrupt:
+        # What was measured before an interruption is kept.
+        reports += [
+            CheckReport(name=check.name, title=check.title, verdict="UNKNOWN", reason="not finished: interrupted")
+            for check in checks[len(reports) :]
+        ]
+    finally:
+        try:
+            telemetry.close()
+        except MeltcoreError as error:  # the certificate must not be lost because the sampler hangs in the driver
+            notes.append(str(error))
+    if any(row.key.startswith("collectives/") for report in reports for row in report.rows):
+        notes.insert(0, _RINGS)
+    names = [check.name for check in checks]
+    return Certificate(
+        tier=tier,
+        verdict=overall(reports, names),
+        required=names,
+        started=started,
+        duration_s=node.now_s() - start_s,
+        snapshot=snapshot,
+        checks=reports,
+        findings=merge(finding for report in reports for finding in report.findings),
+        unverified=unverified(reports),
+        notes=notes,
+    )
+
+
+def check_hours(tier: Tier, hours: float) -> None:
+    """Raises ConfigError for a soak without hours, and for hours without a soak."""
+    if (tier == "soak") != (hours > 0):
+        raise ConfigError("a soak needs --hours, and only a soak takes them")
+
+
+def sampling_interval_s(hours: float) -> float:
+    """Returns 0.1 s, and more in a soak, so that no more samples are kept than those of an hour.
+
+    No error is missed between samples: errors and slowdown times are counters, and XIDs stay queued.
+    """
+    return min(_MAX_INTERVAL_S, max(_INTERVAL_S, hours * 3600 / _MAX_SAMPLES))
+
+
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns one finding per fault code and subject, with the text of the first check that had it; the worst first."""
+    merged: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
+        if finding.check not in first_finding.check.split(", "):
+            first_finding.check += f", {finding.check}"
+            first_finding.verdict = worst([first_finding.verdict, finding.verdict])
+    return sorted(merged.values(), key=lambda finding: SEVERITY.index(finding.verdict))
+
+
+def unverified(reports: Iterable[CheckReport]) -> list[str]:
+    """Returns one line per check and reason."""
+    lines = []
+    labels: dict[RowVerdict, str] = {"UNKNOWN": "unknown", "INVALID": "invalid", "NOT_APPLICABLE": "not applicable"}
+    for report in reports:
+        if report.reason:
+            lines.append(f"{report.title}: {report.reason}")
+        for verdict, label in labels.items():
+            keys = [row.key for row in report.rows if row.verdict == verdict]
+            if keys:
+                lines.append(f"{report.title}: {len(keys)} of {len(report.rows)} metrics {label}: {_names(keys)}")
+    return lines
+
+
+def _names(keys: Sequence[str]) -> str:
+    keys = list(dict.fromkeys(keys))
+    return ", ".join(keys[:_MAX_KEYS]) + (f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else "")

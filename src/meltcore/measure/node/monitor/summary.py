@@ -1,0 +1,181 @@
+"""Summarizes a GPU's samples per metric: mean and maximum of a level, increase of a counter.
+
+Samples are added one by one and not kept, so a recording can run for days.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from meltcore.common.gpus.metrics import (
+    GPU_IDLE,
+    METRIC_BY_KEY,
+    METRICS,
+    NOT_APPLICABLE,
+    SW_POWER_CAP,
+    UNKNOWN,
+    Absent,
+    GpuMetric,
+    Value,
+)
+from meltcore.common.gpus.reader import Sample
+
+# Clocks under load are compared over at least this many samples at each end.
+_QUARTER_SAMPLES = 20
+_LOADED_SM_ACTIVE_PERCENT = 50.0
+
+
+class MetricSummary(msgspec.Struct, kw_only=True):
+    """The samples of one metric.
+
+    `readable` ones gave a number, `unknown` ones should have and did not; the metric does not apply to the rest.
+
+    `mean` and `maximum` are set for levels and fixed values, `increase` (first number to last) for counters.
+    """
+
+    key: str
+    readable: int
+    unknown: int
+    mean: float | None = None
+    maximum: float | None = None
+    increase: float | None = None
+
+    @property
+    def absent(self) -> Absent | None:
+        """The reason for a metric without any number, or None."""
+        if self.readable:
+            return None
+        return UNKNOWN if self.unknown else NOT_APPLICABLE
+
+
+class GpuSummary(msgspec.Struct, kw_only=True):
+    """All samples of one GPU.
+
+    `clock_reasons` counts them per reason; the `*_unknown` fields count the samples without the value.
+
+    `loaded_clock_mhz`: median SM clocks of the first and the last quarter of the samples that were under load without a
+    power cap; None where there are too few of them to compare.
+    """
+
+    samples: int
+    duration_s: float
+    longest_gap_s: float
+    metrics: dict[str, MetricSummary]
+    clock_reasons: dict[str, int]
+    clock_reasons_unknown: int
+    xids: list[int]
+    xids_unknown: int
+    loaded_clock_mhz: tuple[float, float] | None
+    lost: bool
+
+
+class SummaryBuilder:
+    """Accumulates the samples of one GPU, in the order they were taken."""
+
+    def __init__(self) -> None:
+        self._metrics = {metric.key: _MetricBuilder(metric) for metric in METRICS}
+        self._clock_reasons: Counter[str] = Counter()
+        self._clock_reasons_unknown = 0
+        self._xids: list[int] = []
+        self._xids_unknown = 0
+        self._loaded_clocks = array("f")
+        self._lost = False
+        self._samples = 0
+        self._first_s = self._last_s = self._longest_gap_s = 0.0
+
+    def add(self, sample: Sample) -> None:
+        """Adds one sample."""
+        if self._samples == 0:
+            self._first_s = self._last_s = sample.t_s
+        self._longest_gap_s = max(self._longest_gap_s, sample.t_s - self._last_s)
+        self._last_s = sample.t_s
+        self._samples += 1
+        if isinstance(sample.xids, list):
+            self._xids += sample.xids
+        else:
+            self._xids_unknown += 1
+        if sample.lost:
+            self._lost = True
+            return  # the other values of this sample are unreadable for a known reason
+        for key, builder in self._metrics.items():
+            builder.add(sample.values[key])
+        if isinstance(sample.clock_reasons, list):
+            self._clock_reasons.update(sample.clock_reasons)
+        else:
+            self._clock_reasons_unknown += 1
+        clock = sample.values["sm_clock_mhz"]
+        if _loaded(sample) and not isinstance(clock, str):
+            self._loaded_clocks.append(clock)
+
+    def summary(self) -> GpuSummary:
+        """Returns the summary of all samples so far."""
+        return GpuSummary(
+            samples=self._samples,
+            duration_s=self._last_s - self._first_s,
+            longest_gap_s=self._longest_gap_s,
+            metrics={key: builder.summary() for key, builder in self._metrics.items()},
+            clock_reasons=dict(self._clock_reasons.most_common()),
+            clock_reasons_unknown=self._clock_reasons_unknown,
+            xids=list(self._xids),
+            xids_unknown=self._xids_unknown,
+            loaded_clock_mhz=_first_and_last(self._loaded_clocks),
+            lost=self._lost,
+        )
+
+
+class _MetricBuilder:
+    def __init__(self, metric: GpuMetric) -> None:
+        self._metric = metric
+        self._readable = self._unknown = 0
+        self._sum = self._first = self._last = 0.0
+        self._maximum = float("-inf")
+
+    def add(self, value: Value) -> None:
+        if isinstance(value, str):
+            self._unknown += value == UNKNOWN
+            return
+        if self._readable == 0:
+            self._first = value
+        self._readable += 1
+        self._last = value
+        self._sum += value
+        self._maximum = max(self._maximum, value)
+
+    def summary(self) -> MetricSummary:
+        summary = MetricSummary(key=self._metric.key, readable=self._readable, unknown=self._unknown)
+        if self._readable and self._metric.type == "counter":
+            summary.increase = self._last - self._first
+        elif self._readable:
+            summary.mean, summary.maximum = self._sum / self._readable, self._maximum
+        return summary
+
+
+def summarize(samples: Iterable[Sample]) -> GpuSummary:
+    """Summarizes samples of one GPU, in the order they were taken."""
+    builder = SummaryBuilder()
+    for sample in samples:
+        builder.add(sample)
+    return builder.summary()
+
+
+def numbers(samples: Iterable[Sample], key: str) -> list[float]:
+    """Returns the readable values of one metric."""
+    assert key in METRIC_BY_KEY
+    return [value for sample in samples if not isinstance(value := sample.values[key], str)]
+
+
+def _loaded(sample: Sample) -> bool:
+    if not isinstance(sample.clock_reasons, list) or {GPU_IDLE, SW_POWER_CAP} & set(sample.clock_reasons):
+        return False
+    active = sample.values["sm_active_percent"]
+    return isinstance(active, str) or active >= _LOADED_SM_ACTIVE_PERCENT
+
+
+def _first_and_last(clocks: Sequence[float]) -> tuple[float, float] | None:
+    quarter = len(clocks) // 4
+    if quarter < _QUARTER_SAMPLES:
+        return None
+    return median(clocks[:quarter]), median(clocks[-quarter:])

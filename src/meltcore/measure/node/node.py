@@ -1,0 +1,96 @@
+"""The interface to the machine: NVML, programs, the clock, files. testing/fake_node.py is its scripted double."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from meltcore.common.gpus.driver import Nvml
+from meltcore.common.gpus.reader import Sample
+from meltcore.common.gpus.select import GpuDevice
+from meltcore.common.process import CompletedRun, run, signal_group
+from meltcore.measure.node.monitor.sampler import Monitor, SamplerSettings
+
+_TERMINATE_LIMIT_S = 60.0  # a program that started a server stops it first, which takes up to 45 s
+
+
+class Telemetry(Protocol):
+    """Samples of the GPUs, taken while checks run."""
+
+    def since(self, from_s: float) -> list[list[Sample]] | None:
+        """Returns the samples of each GPU since a time; None where the sampler has died."""
+
+    def close(self) -> None:
+        """Ends the sampling."""
+
+
+class Node:
+    """This machine."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self.nvml = nvml
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def now_s(self) -> float:
+        """Returns the time on the clock of the samples."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Waits for a number of seconds."""
+        time.sleep(seconds)
+
+    def read(self, path: Path) -> str | None:
+        """Returns the content of a file; None where it cannot be read."""
+        try:
+            return path.read_text()
+        except OSError:
+            return None
+
+    def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
+        """Runs a program to its end, or ends its process group at the limit. `environment` is added to ours."""
+        return run(
+            command,
+            limit_s=limit_s,
+            stdin=stdin,
+            environment={**os.environ, **environment},
+            terminate_limit_s=_TERMINATE_LIMIT_S,
+            on_start=self._started.append,
+        )
+
+    def terminate_programs(self) -> None:
+        """Sends SIGTERM to all programs that run in any thread; their `run` then returns."""
+        for process in self._started:
+            if process.poll() is None:
+                signal_group(process.pid, signal.SIGTERM)
+
+    def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
+        """Starts sampling into a file. Raises what Monitor raises."""
+        uuids = ",".join(gpu.info.uuid for gpu in gpus)
+        return _MonitorTelemetry(Monitor(SamplerSettings(path=str(path), gpus=uuids, interval_s=interval_s)), len(gpus))
+
+
+def last_line(completed: CompletedRun) -> str:
+    """Returns the last line that a program wrote to standard error, for messages."""
+    lines = completed.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else "no message"
+
+
+class _MonitorTelemetry:
+    def __init__(self, monitor: Monitor, gpus: int) -> None:
+        self._monitor = monitor
+        self._gpus = gpus
+        self._samples: list[Sample] = []
+
+    def since(self, from_s: float) -> list[list[Sample]] | None:
+        """Returns samples from that time on and drops earlier ones: a soak runs for days."""
+        new_samples = self._monitor.new_samples()
+        if not self._monitor.running and self._monitor.end is None:
+            return None  # it died, and may have missed the event that matters
+        self._samples = [sample for sample in [*self._samples, *new_samples] if sample.t_s >= from_s]
+        return [[sample for sample in self._samples if sample.gpu == gpu_index] for gpu_index in range(self._gpus)]
+
+    def close(self) -> None:
+        self._monitor.stop()

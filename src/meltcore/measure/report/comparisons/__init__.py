@@ -1,0 +1,1 @@
+"""Pages that compare runs and servers."""

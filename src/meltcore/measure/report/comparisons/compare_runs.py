@@ -1,0 +1,230 @@
+"""Compares two stored runs by ratios, level by level. One run per side is no evidence of a difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.schema import LevelResult, RunResult, Task, TaskLoad
+from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load, format_number, format_percent
+from meltcore.measure.documents.values.throughput import task_of
+from meltcore.measure.report.page.console import print_blocks
+from meltcore.measure.report.page.page import Block, Box, Column, Row, Table, Text, numeric_columns
+
+CAVEAT = (
+    "One run per side: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
+)
+Changes = Sequence[tuple[str, str, str]]
+_NOT_STATED = "not named"
+# What a server states about itself, where it does.
+SERVER_SETTINGS = ("server_version", "device", "dtype", "tokenizer", "replicas", "max_model_len", "hf_overrides")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a level, one column of a table; `better` says which direction is an improvement.
+
+    `tasks` are those whose levels have it; None is generation.
+    """
+
+    name: str
+    value: Callable[[LevelResult], float | None]
+    better: str  # "higher" or "lower"
+    tasks: tuple[Task | None, ...] = (None,)
+
+
+def _of_task(value: Callable[[TaskLoad], float | None]) -> Callable[[LevelResult], float | None]:
+    return lambda level: None if level.task is None else value(level.task)
+
+
+def _source_per_s(unit: str) -> Callable[[LevelResult], float | None]:
+    return _of_task(lambda load: load.source_per_s if load.source_unit == unit else None)
+
+
+_ALL_TASKS: tuple[Task | None, ...] = (None, "translation", "transcription", "synthesis")
+# The first metric of a task is its throughput, which gives the verdict where no other is asked for.
+METRICS = (
+    Metric("output tok/s", lambda level: level.output_tokens_per_s, "higher"),
+    Metric("total tok/s", lambda level: level.total_tokens_per_s, "higher"),
+    Metric("TTFT p50 ms", lambda level: level.ttft_ms.p50, "lower"),
+    Metric("TTFT p99 ms", lambda level: level.ttft_ms.p99, "lower"),
+    Metric("ITL p50 ms", lambda level: level.itl_ms.p50, "lower"),
+    Metric("ITL p99 ms", lambda level: level.itl_ms.p99, "lower"),
+    Metric("sentences/s", _of_task(lambda load: load.work_per_s), "higher", ("translation",)),
+    Metric("source tok/s", _source_per_s("token"), "higher", ("translation",)),
+    Metric("source char/s", _source_per_s("character"), "higher", ("translation",)),
+    Metric("RTFx", _of_task(lambda load: load.work_per_s), "higher", ("transcription",)),
+    Metric("audio s/s", _of_task(lambda load: load.work_per_s), "higher", ("synthesis",)),
+    Metric("first audio p50 ms", _of_task(lambda load: load.first_audio_ms.p50), "lower", ("synthesis",)),
+    Metric("first audio p99 ms", _of_task(lambda load: load.first_audio_ms.p99), "lower", ("synthesis",)),
+    Metric("real-time factor p50", _of_task(lambda load: load.real_time_factor.p50), "lower", ("synthesis",)),
+    Metric("E2E p50 ms", lambda level: level.e2e_ms.p50, "lower", _ALL_TASKS),
+    Metric("E2E p99 ms", lambda level: level.e2e_ms.p99, "lower", _ALL_TASKS[1:]),
+    Metric("accuracy", lambda level: level.accuracy, "higher", _ALL_TASKS),
+)
+
+
+def metrics_of(level: LevelResult) -> list[Metric]:
+    """Returns the metrics of the task of a level."""
+    return [metric for metric in METRICS if task_of(level) in metric.tasks]
+
+
+@dataclass(frozen=True)
+class MetricRatio:
+    """One metric on one level in two runs.
+
+    `ratio` is None where either value is missing or the first is 0.
+    """
+
+    load: str
+    metric: str
+    first: float | None
+    second: float | None
+    better: str
+
+    @property
+    def ratio(self) -> float | None:
+        """The ratio second / first."""
+        if self.first is None or self.second is None or self.first == 0:
+            return None
+        return self.second / self.first
+
+
+def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) -> list[MetricRatio]:
+    """Compares two runs on every load that both have, one result per metric and load.
+
+    Raises ConfigError for runs that are not comparable, unless `force`.
+    """
+    reasons = comparability_notes(first, second)
+    if reasons and not force:
+        raise ConfigError(f"these runs do not compare: {'; '.join(reasons)}. --force shows them all the same")
+    second_levels = {level_key(level): level for level in second.levels}
+    level_pairs = [
+        (level, second_levels[level_key(level)]) for level in first.levels if level_key(level) in second_levels
+    ]
+    if not level_pairs:
+        raise ConfigError("these runs have no level in common")
+    rows = [
+        MetricRatio(format_load(level), metric.name, metric.value(level), metric.value(second_level), metric.better)
+        for level, second_level in level_pairs
+        for metric in metrics_of(level)
+    ]
+    return rows + _weighted_ratios(first, second)
+
+
+def _weighted_ratios(first: RunResult, second: RunResult) -> list[MetricRatio]:
+    """Compares the weighted sums of two evaluations, if both have a score or both a weighted throughput."""
+    rows = []
+    for name in ("eval_score", "weighted_throughput"):
+        first_sum, second_sum = getattr(first, name), getattr(second, name)
+        if first_sum is not None and second_sum is not None:
+            load = "score" if name == "eval_score" else "weighted throughput"
+            rows += [
+                MetricRatio(
+                    load, "prompts and answers", first_sum.total_tokens_per_s, second_sum.total_tokens_per_s, "higher"
+                ),
+                MetricRatio(
+                    load, "answers alone", first_sum.output_tokens_per_s, second_sum.output_tokens_per_s, "higher"
+                ),
+            ]
+    return rows
+
+
+def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> None:
+    """Prints the reasons why the runs do not compare, the changes of the environment, the ratios, and the caveat."""
+    table_rows = []
+    for index, row in enumerate(rows):
+        format_value = format_percent if row.metric == "accuracy" else format_number
+        ratio = NOT_MEASURED if row.ratio is None else f"{row.ratio:.3f}"
+        cells = [
+            row.load,
+            row.metric,
+            format_value(row.first),
+            format_value(row.second),
+            ratio,
+            f"{row.better} is better",
+        ]
+        table_rows.append(Row(cells, ends_group=index + 1 == len(rows) or rows[index + 1].load != row.load))
+    columns = [*numeric_columns("load"), Column("metric", align="left"), *numeric_columns("A", "B", "B / A", " ")]
+    blocks: list[Block] = [Box("bad", "These runs do not compare", items=reasons)] if reasons else []
+    blocks += [Text(f"changed: {name}: {before} -> {after}") for name, before, after in changes]
+    print_blocks([*blocks, Table(columns, table_rows), Text(CAVEAT)], Console())
+
+
+def ratios_json(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> str:
+    """Returns the ratios of two runs as a JSON text."""
+    document = {
+        "does_not_compare": list(reasons),
+        "changes": [{"name": name, "first": before, "second": after} for name, before, after in changes],
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+        "caveat": CAVEAT,
+    }
+    return json.dumps(document, indent=2)
+
+
+def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
+    """Returns the reasons why two runs are not comparable: different workloads, or an incomplete measurement."""
+    reasons = []
+    for name, run in (("the first", first), ("the second", second)):
+        if run.status == "partial":
+            reasons.append(f"{name} run is partial")
+        if run.settings.get("debug"):
+            reasons.append(f"{name} run's server had debug switches on: {', '.join(run.settings['debug'])}")
+        failed_loads = [format_load(level) for level in run.levels if level.verdict != "OK"]
+        if failed_loads:
+            reasons.append(f"{name} run is not OK at {', '.join(failed_loads)}")
+    # Other servers do not state their weights: against real ones that is shown as a change, no more.
+    weights = [_weights(run) for run in (first, second)]
+    if weights[0] != weights[1] and set(weights) != {"real", _NOT_STATED}:
+        reasons.append(f"the weights differ: {weights[0]} against {weights[1]}")
+    second_levels = {level_key(level): level for level in second.levels}
+    for level in first.levels:
+        second_level = second_levels.get(level_key(level))
+        if second_level is not None and (level.workload, level.requests) != (
+            second_level.workload,
+            second_level.requests,
+        ):
+            reasons.append(
+                f"{format_load(level)} differs: {level.requests:,} of {level.workload or 'no named workload'} "
+                f"against {second_level.requests:,} of {second_level.workload or 'no named workload'}"
+            )
+    return reasons
+
+
+def environment_changes(first: RunResult, second: RunResult) -> list[tuple[str, str, str]]:
+    """Returns the facts of the machine and versions that differ: (name, first value, second value) each."""
+    before, after = _environment(first), _environment(second)
+    names = [*before, *(name for name in after if name not in before)]
+    facts = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]
+    return [fact for fact in facts if fact[1] != fact[2]]
+
+
+def _environment(run: RunResult) -> dict[str, str]:
+    fingerprint = run.fingerprint
+    facts = {
+        "CPU": f"{fingerprint.cpu}, {fingerprint.cores} cores",
+        "GPUs": ", ".join(gpu.name for gpu in fingerprint.gpus) or "none",
+        "GPU UUIDs": ", ".join(gpu.uuid for gpu in fingerprint.gpus) or "none",
+        "GPU driver": fingerprint.gpu_driver or "none",
+        "kernel": fingerprint.kernel,
+        "python": fingerprint.python,
+        "git revision": fingerprint.git_revision or "none",
+        "seed": str(fingerprint.seed),
+        "model": str(run.settings.get("model", _NOT_STATED)),
+        "weights": _weights(run),
+    }
+    server_settings = {f"server's {name}": str(run.settings[name]) for name in SERVER_SETTINGS if name in run.settings}
+    return facts | server_settings | fingerprint.versions
+
+
+def _weights(run: RunResult) -> str:
+    return str(run.settings.get("weights", _NOT_STATED))
+
+
+def level_key(level: LevelResult) -> tuple[str, int, float | None]:
+    """Returns the load of a level, which identifies it across runs."""
+    return level.load_kind, level.concurrency, level.rate_per_s

@@ -1,0 +1,238 @@
+"""The page of a load on a fleet, and the same on the console: health, levels, interference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meltcore.measure.documents.fleet_load import FleetLoad, Interference, first_latency
+from meltcore.measure.documents.schema import Gate, LevelResult
+from meltcore.measure.documents.values.definitions import define
+from meltcore.measure.documents.values.formatting import (
+    NOT_MEASURED,
+    format_duration,
+    format_number,
+    format_percent,
+    format_setting,
+    format_time,
+)
+from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
+from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, latency_cells, part_section
+from meltcore.measure.report.load.run import machine_section, notes_box
+from meltcore.measure.report.page.page import (
+    Block,
+    Box,
+    Cell,
+    Column,
+    Details,
+    Facts,
+    Page,
+    Row,
+    Section,
+    Style,
+    Table,
+    Text,
+    Tiles,
+    numeric_columns,
+    percentile_cell,
+)
+
+_STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad", "NOT RUN": "unsure"}
+_PAIR_TEXT = (
+    "Each cell: p95 of the victim's end-to-end latency beside the aggressor, as a multiple of p95 alone, and its "
+    "throughput as a share of alone. Both are closed loops of as many connections."
+)
+
+
+def fleet_load_page(result: FleetLoad) -> Page:
+    """Return the page of a load on a fleet: health and limits first."""
+    sections = [
+        Section(blocks=[*_warnings(result), *([Tiles(_tiles(result))] if result.levels else [])]),
+        Section("Health", [_gate_table(result.health, "model"), Text(LOSS_TEXT, "small")]),
+        *_experiment_sections(result),
+        *(part_section(result.levels, part) for part in ("mixed", "per-model")),
+        *_matrix_sections(result.interference),
+        Section("Models", [_models(result)]),
+        Section(column_sections=[machine_section(result.fingerprint), _settings(result)]),
+        Section("What the words mean", [Facts(_definitions())]),
+    ]
+    worst = next((line for line in result.health if line.name == "fleet"), None)
+    return Page(
+        title=f"meltcore load --fleet – {format_time(result.started)}",
+        name="load of a fleet",
+        subtitle=" · ".join(
+            [format_time(result.started), format_duration(result.duration_s), f"{len(result.models)} models"]
+        ),
+        badge=result.verdict,
+        style="good" if result.verdict == "OK" else "bad",
+        sections=[section for section in sections if section.blocks or section.column_sections],
+        footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
+        "the same numbers stand in result.json",
+        conclusion="" if worst is None else worst.detail,
+    )
+
+
+def _warnings(result: FleetLoad) -> list[Block]:
+    doubts = [
+        f"{level.label}, {load.name}: {load.level.verdict}: {'; '.join(load.level.reasons)}"
+        for level in result.levels
+        for load in level.streams
+        if load.level.verdict not in ("OK", "FAILED")
+    ]
+    reasons = list(dict.fromkeys([*result.reasons, *doubts]))
+    notes = [result.gpu_note, *result.notes]
+    box = Box("bad", "Reasons to distrust this run", items=reasons)
+    return [*([box] if reasons else []), *notes_box([note for note in notes if note])]
+
+
+def _tiles(result: FleetLoad) -> list[tuple[str, str, str]]:
+    loads = [load for level in result.levels for load in level.streams]
+    requests, lost, refused = (
+        sum(getattr(load.level if name == "requests" else load, name) for load in loads)
+        for name in ("requests", "lost", "refused")
+    )
+    peak = max((level.peak_in_flight for level in result.levels), default=0)
+    connections = max((level.connections for level in result.levels), default=0)
+    return [
+        ("Lost requests", f"{lost:,}", f"of {requests:,} in levels per model and mixed"),
+        ("Refused at first", f"{refused:,}", "Retry-After obeyed, sent again"),
+        ("Most connections", f"{connections:,}", f"{peak:,} requests in flight"),
+    ]
+
+
+def _gate_table(gates: Sequence[Gate], head: str) -> Table:
+    columns = [Column(head, align="text"), Column("verdict"), Column("numbers and limits", align="text")]
+    rows = [Row([gate.name, Cell(gate.status, _STATUS_STYLES[gate.status], tag=True), gate.detail]) for gate in gates]
+    return Table(columns, rows, is_stacked=True)
+
+
+def _experiment_sections(result: FleetLoad) -> list[Section]:
+    experiment = result.experiment
+    if experiment is None:
+        return []
+    columns = [
+        *(Column(head, align="text") for head in ("stream", "load")),
+        Column("run"),
+        Column("requests", console="sent"),
+        Column("throughput", console="through-\nput"),
+        *numeric_columns("p50", "p95", "p99", group="First token or audio, ms", console=None),
+        *numeric_columns("p50", "p95", "p99", group="End to end, ms"),
+        Column("n", console="n"),
+    ]
+    rows = []
+    for before, after in zip(experiment.alone, experiment.together, strict=True):
+        for word, load in (("alone", before), ("together", after)):
+            level = load.level
+            kind = (
+                f"{level.concurrency} connections" if level.rate_per_s is None else f"{level.rate_per_s:g}/s, Poisson"
+            )
+            cells: list[str | Cell] = [
+                Cell(load.name, small_print=load.model),
+                kind,
+                word,
+                f"{level.requests:,}",
+                f"{format_number(_steady(level))} {throughput_unit(level).short_unit}",
+                *latency_cells(first_latency(level)),
+                *latency_cells(level.e2e_ms),
+                f"{level.e2e_ms.n:,}",
+            ]
+            rows.append(Row(cells, ends_group=word == "together"))
+    lead = f"Each stream runs alone, then all of them together for {format_duration(experiment.send_s)}."
+    blocks: list[Block] = [Text(lead), _gate_table(experiment.gates, "limit"), Table(columns, rows, is_compact=True)]
+    return [Section(f"Interference: {experiment.name}", blocks)]
+
+
+def _steady(level: LevelResult) -> float:
+    return throughput(level) if level.steady is None else rate_of(level.steady)
+
+
+def _matrix_sections(pairs: Sequence[Interference]) -> list[Section]:
+    if not pairs:
+        return []
+    names = list(dict.fromkeys(name for pair in pairs for name in (pair.victim, pair.aggressor)))
+    by_names = {(pair.victim, pair.aggressor): pair for pair in pairs}
+    columns = [
+        Column("victim \\ aggressor", align="text", console=None),
+        *(Column(name, console=None) for name in names),
+    ]
+    rows = []
+    for victim in names:
+        cells: list[str | Cell] = [victim]
+        for aggressor in names:
+            pair = by_names.get((victim, aggressor))
+            cells.append(Cell("") if pair is None else Cell(_ratio_text(pair), small_print=_share_text(pair)))
+        rows.append(Row(cells))
+    grid = Table(columns, rows, note=_PAIR_TEXT, is_compact=True, console=False)
+    return [Section("Interference of pairs", [grid, _pair_list(pairs)])]
+
+
+def _pair_list(pairs: Sequence[Interference]) -> Table:
+    groups = ("p95, ms", "p99, ms", "First p95, ms")
+    columns = [
+        Column("victim", align="text"),
+        Column("beside", align="text"),
+        *(
+            Column(head, group, console=f"{group[:3]}\n{head}" if group == groups[0] else None)
+            for group in groups
+            for head in ("alone", "beside")
+        ),
+        Column("n"),
+        Column("p95 ratio", console="p95\nratio"),
+        Column("throughput of alone", console="through-\nput"),
+    ]
+    rows = []
+    for pair in pairs:
+        levels = (pair.alone.level, pair.beside.level)
+        first = [first_latency(level) for level in levels]
+        cells: list[str | Cell] = [
+            pair.victim,
+            pair.aggressor,
+            *(percentile_cell(level.e2e_ms, name) for name in ("p95", "p99") for level in levels),
+            *(Cell(NOT_MEASURED, "faint") if each is None else percentile_cell(each, "p95") for each in first),
+            " / ".join(f"{level.e2e_ms.n:,}" for level in levels),
+            _ratio_text(pair),
+            _share_text(pair),
+        ]
+        rows.append(Row(cells))
+    return Table(columns, rows, is_compact=True)
+
+
+def _ratio_text(pair: Interference) -> str:
+    alone, beside = pair.alone.level.e2e_ms.p95, pair.beside.level.e2e_ms.p95
+    return "n too small" if not alone or beside is None else f"{beside / alone:.2f} x"
+
+
+def _share_text(pair: Interference) -> str:
+    alone = _steady(pair.alone.level)
+    return format_percent(_steady(pair.beside.level) / alone) if alone else NOT_MEASURED
+
+
+def _models(result: FleetLoad) -> Table:
+    columns = [
+        *(Column(head, align="text") for head in ("model", "task")),
+        Column("share of mixed", console="share"),
+        Column("workload", align="text", console=None),
+        Column("server says", align="text", console=None),
+    ]
+    rows = [
+        Row(
+            [
+                model.name,
+                model.task,
+                format_percent(round(model.share, 4)),
+                model.workload,
+                ", ".join(f"{name} {format_setting(value)}" for name, value in model.facts.items()),
+            ]
+        )
+        for model in result.models
+    ]
+    return Table(columns, rows)
+
+
+def _settings(result: FleetLoad) -> Section:
+    facts = [(name.replace("_", " "), format_setting(value)) for name, value in result.settings.items()]
+    return Section("Settings", [Details("All settings", [Facts(facts)], is_open=True)])
+
+
+def _definitions() -> list[tuple[str, str]]:
+    keys = ("ttft_ms", "first_audio_ms", "e2e_ms", "output_tokens_per_s", "sentences_per_s", "rtfx", "audio_s_per_s")
+    return [(f"{define(key).name} ({define(key).unit})", define(key).text) for key in keys]

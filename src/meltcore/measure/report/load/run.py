@@ -1,0 +1,413 @@
+"""The page of one run of load, eval or demo, and its tables on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meltcore.measure.documents.schema import (
+    Distribution,
+    Fingerprint,
+    FleetLevel,
+    LevelResult,
+    RunResult,
+    TokenCountSource,
+)
+from meltcore.measure.documents.values import formatting
+from meltcore.measure.documents.values.definitions import define
+from meltcore.measure.documents.values.formatting import format_duration, format_load, format_number, format_percent
+from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
+from meltcore.measure.documents.values.throughput import by_task, throughput, throughput_unit
+from meltcore.measure.documents.weights import WEIGHTS
+from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
+from meltcore.measure.report.load.load_charts import load_charts, timeline_figure
+from meltcore.measure.report.load.samples import conversations_section, samples_section
+from meltcore.measure.report.load.task_tables import (
+    failed_cell,
+    relevant_definitions,
+    task_distributions,
+    task_facts,
+    task_table,
+    verdict_cell,
+)
+from meltcore.measure.report.page.page import (
+    Block,
+    Box,
+    Cell,
+    Checks,
+    Column,
+    Details,
+    Facts,
+    Figures,
+    Page,
+    Row,
+    Section,
+    Style,
+    Table,
+    Text,
+    Tiles,
+    numeric_columns,
+    percentile_cell,
+)
+
+_DISTRIBUTION_KEYS = ("ttft_ms", "itl_ms", "event_gap_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
+_TOKEN_COUNT_SOURCES: dict[TokenCountSource, str] = {
+    "server-reported": "server-reported",
+    "confirmed": "server-reported, confirmed with the tokenizer",
+    "tokenizer": "counted with the tokenizer: the server reported none",
+    "events": "events that carried text: the server reported none",
+}
+_STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad"}
+
+
+def run_page(result: RunResult) -> Page:
+    """Builds the page of a run, warnings first."""
+    evaluation_name, model = (result.settings.get(name) for name in ("what", "model"))
+    subtitle = [formatting.format_time(result.started), format_duration(result.duration_s), *([model] if model else [])]
+    sections = [
+        Section(blocks=[*_warning_blocks(result), Tiles(run_tiles(result))]),
+        _weighted_section(result),
+        *_mixed_sections(result.mixed),
+        *_load_sections(result.levels),
+        _levels_section(result.levels),
+        _timeline_section(result.levels),
+        _level_details_section(result.levels),
+        _answers_section(result),
+        conversations_section(result.samples),
+        samples_section(result.samples),
+        *(
+            Section(title, [Checks([(_STATUS_STYLES.get(check.status, ""), check.status, check.name, check.detail)
+                                    for check in checks])])
+            for title, checks in (("Gates", result.gates), ("API checks", result.checks))
+            if checks
+        ),
+        Section(column_sections=[machine_section(result.fingerprint), _settings_section(result)]),
+        Section("What the words mean", [Facts(_definition_facts(result))]),
+    ]  # fmt: skip
+    return Page(
+        title=f"meltcore {result.command} – {formatting.format_time(result.started)}",
+        name=" ".join(str(part) for part in (result.command, evaluation_name) if part),
+        subtitle=" · ".join(map(str, subtitle)),
+        badge=result.verdict,
+        style="good" if result.verdict == "OK" else "bad",
+        sections=[section for section in sections if section.blocks or section.column_sections],
+        footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
+        "the same numbers stand in result.json",
+    )
+
+
+def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
+    """Returns a tile (label, value, small print) per important number of a run."""
+    tiles: list[tuple[str, str, str]] = []
+    if result.eval_score is not None:
+        score = result.eval_score
+        small_print = f"prompts and answers, weighted; answers alone: {format_number(score.output_tokens_per_s)}"
+        tiles.append(
+            ("Score", format_number(score.total_tokens_per_s), "a gate failed" if score.zero_reasons else small_print)
+        )
+    if result.evaluation is not None:
+        evaluation = result.evaluation
+        bounds = f"95 % interval {100 * evaluation.ci_low:.1f} to {100 * evaluation.ci_high:.1f} %"
+        tiles.append(
+            (
+                "Correct answers without load",
+                format_percent(evaluation.accuracy),
+                f"{evaluation.correct:,} of {evaluation.total:,}; {bounds}",
+            )
+        )
+    levels = all_levels(result)
+    if levels:
+        num_requests, num_failed = (sum(getattr(level, name) for level in levels) for name in ("requests", "failed"))
+        for group in by_task(levels).values():
+            best_level = max(group, key=throughput)
+            small_print = f"{throughput_unit(best_level).unit}, {format_load(best_level)}"
+            tiles.append(("Best throughput", format_number(throughput(best_level)), small_print))
+        tiles.append(_peak_tile(result))
+        if result.weighted_throughput is not None:
+            total, output = (
+                result.weighted_throughput.total_tokens_per_s,
+                result.weighted_throughput.output_tokens_per_s,
+            )
+            small_print = f"total tok/s weighted, answers unchecked; output tokens alone: {format_number(output)}"
+            tiles.append(("Weighted throughput", format_number(total), small_print))
+        tiles.append(("Failed requests", f"{num_failed:,}", f"of {num_requests:,}"))
+    if result.mixed:
+        refused = sum(load.refused for level in result.mixed for load in level.streams)
+        tiles.append(("Refused at first", f"{refused:,}", "Retry-After obeyed, sent again"))
+    if result.checks:
+        num_passed = sum(check.status == "PASS" for check in result.checks)
+        tiles.append(("API checks passed", f"{num_passed} of {len(result.checks)}", "OpenAI forms and errors"))
+    return tiles
+
+
+def all_levels(result: RunResult) -> list[LevelResult]:
+    """Returns the levels of a run, and those of each model within mixed levels."""
+    return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
+
+
+def _peak_tile(result: RunResult) -> tuple[str, str, str]:
+    if result.mixed:
+        mixed = max(result.mixed, key=lambda level: level.peak_in_flight)
+        return "Most in flight", f"{mixed.peak_in_flight:,}", f"over {mixed.connections:,} connections, all models"
+    peak = max(result.levels, key=lambda level: level.peak_in_flight)
+    return "Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered"
+
+
+def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
+    """Builds one table per task, with one row per level."""
+    return [levels_table(group) if task is None else task_table(group) for task, group in by_task(levels).items()]
+
+
+def levels_table(levels: Sequence[LevelResult]) -> Table:
+    """Builds a table with one row per level of generation: requests, accuracy, throughput, latencies."""
+    has_open_loop = any(level.load_kind == "open" for level in levels)
+    has_several_workloads, has_slo = len({level.workload for level in levels}) > 1, any(level.slo for level in levels)
+    columns = [
+        Column("Load", console="req/s" if has_open_loop else "concur-\nrency"),
+        Column("sent", "Requests"),
+        Column("answered", "Requests", console=None),
+        Column("failed", "Requests"),
+        Column("peak in flight", "Requests", console="peak"),
+        Column("Accuracy", console="accu-\nracy"),
+        Column("whole", "Output tok/s", console="tok/s"),
+        Column("steady", "Output tok/s", console=None),
+        *_latency_columns(),
+        *numeric_columns("p50", "p99", group="End to end, ms", console=None),
+        *([Column("Goodput, req/s", console="good\nreq/s")] if has_slo else []),
+        Column("Verdict", console=" "),
+    ]
+    rows = []
+    for level in levels:
+        load = format_number(level.rate_per_s) if level.load_kind == "open" else f"{level.concurrency:,}"
+        distributions = (level.ttft_ms, level.itl_ms, level.e2e_ms)
+        latencies: list[str | Cell] = [
+            percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
+        ]
+        workload_name = (level.workload or "not named") if has_several_workloads else ""
+        cells: list[str | Cell] = [
+            Cell(format_load(level), small_print=workload_name, console_text=load),
+            f"{level.requests:,}",
+            f"{level.succeeded:,}",
+            failed_cell(level),
+            f"{level.peak_in_flight:,}",
+            format_percent(level.accuracy),
+            format_number(level.output_tokens_per_s if level.requests else None),
+            Cell("none", "faint") if level.steady is None else format_number(level.steady.output_tokens_per_s),
+            *latencies,
+            *([format_number(level.goodput_per_s)] if has_slo else []),
+            verdict_cell(level),
+        ]
+        rows.append(Row(cells))
+    return Table(columns, rows, is_compact=True)
+
+
+def throughput_table(levels: Sequence[LevelResult]) -> Table:
+    """Builds a table of `eval throughput`: token rates, latencies and spot checks of each level."""
+    headers = ("concur-\nrency", "sent", "failed", "total\ntok/s", "output\ntok/s")
+    columns = [*numeric_columns(*headers), *_latency_columns(), *numeric_columns("spot\nchecks", " ")]
+    rows = []
+    for level in levels:
+        checks = level.checks
+        spot_checks = "NOT RUN" if checks is None else f"{checks.spot_checks_correct} of {checks.spot_checks}"
+        rates = [format_number(rate) for rate in (level.total_tokens_per_s, level.output_tokens_per_s)]
+        distributions = (level.ttft_ms, level.itl_ms)
+        latencies: list[str | Cell] = [
+            percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
+        ]
+        first_cells: list[str | Cell] = [f"{level.concurrency:,}", f"{level.requests:,}", failed_cell(level)]
+        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, verdict_cell(level)]))
+    return Table(columns, rows)
+
+
+def machine_section(fingerprint: Fingerprint | None) -> Section:
+    """Builds the section with the hardware and versions of a run; empty without a fingerprint."""
+    facts = [] if fingerprint is None else formatting.fingerprint_rows(fingerprint)
+    return Section("Machine and versions", [Facts(facts)] if facts else [])
+
+
+def notes_box(notes: Sequence[str]) -> list[Block]:
+    """Returns a box with the notes of a result; no block if there are no notes."""
+    return [Box(title="Read with care", items=notes)] if notes else []
+
+
+def _warning_blocks(result: RunResult) -> list[Block]:
+    reasons = formatting.result_warnings(result)
+    if reasons:
+        return [Box("bad", "Reasons to distrust this run", items=reasons), *notes_box(result.notes)]
+    clean_box = Box(
+        "good",
+        lead="No reason found to distrust this run.",
+        text=f"Every request got its complete answer. {formatting.client_line(result.levels)} One run says "
+        "nothing about the spread between runs.",
+    )
+    return [*([clean_box] if result.levels else []), *notes_box(result.notes)]
+
+
+def _weighted_section(result: RunResult) -> Section:
+    """Builds the section with the weighted sum of an evaluation and one row per level."""
+    if result.command != "eval" or not result.levels:
+        return Section()
+    title, line = "Tokens per second, both ways to count", ""
+    if result.eval_score is not None:
+        title, line = "Score", formatting.eval_score_line(result.eval_score)
+    elif result.weighted_throughput is not None:
+        title, line = "Weighted throughput", formatting.weighted_throughput_line(result.weighted_throughput)
+    rows = []
+    for level in result.levels:
+        weight = WEIGHTS.get(level.concurrency, 0)
+        rates = (level.total_tokens_per_s, level.output_tokens_per_s)
+        rows.append(
+            Row(
+                [
+                    format_load(level),
+                    str(weight),
+                    *(format_number(value) for rate in rates for value in (rate, weight * rate)),
+                ]
+            )
+        )
+    groups = [numeric_columns("tok/s", "weighted", group=group) for group in ("Prompts and answers", "Answers alone")]
+    table = Table([*numeric_columns("Load", "weight"), *groups[0], *groups[1]], rows, is_compact=True)
+    return Section(title, [*([Text(line, "lead")] if line else []), table])
+
+
+def _mixed_sections(levels: Sequence[FleetLevel]) -> list[Section]:
+    section = part_section(levels, "mixed")
+    return [Section(section.title, [*section.blocks, Text(LOSS_TEXT, "small")])] if levels else []
+
+
+def _load_sections(levels: Sequence[LevelResult]) -> list[Section]:
+    figures = load_charts(levels)
+    has_several_workloads = len({level.workload for level in levels}) > 1
+    note = "Lines break where the workload changes; levels compare only within one workload."
+    blocks: list[Block] = [*([Text(note, "small")] if has_several_workloads else []), Figures(figures)]
+    return [Section("Throughput and latency against load", blocks)] if figures else []
+
+
+def _levels_section(levels: Sequence[LevelResult]) -> Section:
+    return Section("Levels", levels_tables(levels)) if levels else Section()
+
+
+def _timeline_section(levels: Sequence[LevelResult]) -> Section:
+    figures = [figure for level in levels if (figure := timeline_figure(level)) is not None]
+    note = Text("The shaded span is the steady window.", "small")
+    return Section("Over time", [note, Figures(figures)]) if figures else Section()
+
+
+def _level_details_section(levels: Sequence[LevelResult]) -> Section:
+    names = ("p50", "p90", "p95", "p99", "p999")
+    percentile_heads = [f"p{100 * QUANTILES[name]:g}" for name in names]
+    details = []
+    for level in levels:
+        rows = []
+        for name, distribution in _named_distributions(level):
+            percentiles = [percentile_cell(distribution, name) for name in names]
+            bounds = [format_number(value) for value in (distribution.mean, distribution.min, distribution.max)]
+            rows.append(Row([name, f"{distribution.n:,}", *bounds[:2], *percentiles, bounds[2]]))
+        table = Table(numeric_columns("ms", "n", "mean", "min", *percentile_heads, "max"), rows)
+        details.append(Details(format_load(level), [table, Facts(_level_facts(level))], is_open=len(levels) == 1))
+    return Section("Each level in full", details) if details else Section()
+
+
+def _named_distributions(level: LevelResult) -> list[tuple[str, Distribution]]:
+    if level.task is not None:
+        return task_distributions(level, level.task)
+    return [(define(key).name, getattr(level, key)) for key in _DISTRIBUTION_KEYS]
+
+
+def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
+    warmup_note = f", after {level.warmup_requests:,} warm-up requests kept apart" * bool(level.warmup_requests)
+    steady = "no steady window"
+    if level.steady is not None:
+        steady = f"steady from {format_duration(level.steady.start_s)} to {format_duration(level.steady.end_s)}"
+    peak_text = f"{level.peak_in_flight:,} counted here"
+    if level.server_peak_in_flight is not None:
+        peak_text += f", {level.server_peak_in_flight:,} reported by the server"
+    facts = [
+        ("Workload", (level.workload or "not named") + warmup_note),
+        ("Duration", f"{format_duration(level.duration_s)}; {steady}"),
+        *(_token_facts(level) if level.task is None else task_facts(level.task)),
+        ("Peak in flight", peak_text),
+    ]
+    if level.client is not None:
+        busiest_note = f" in the busiest of {level.client.processes} processes" * (level.client.processes > 1)
+        lag_note = f"event loop late by {format_number(level.client.loop_lag_p99_ms)} ms at p99"
+        client_text = f"{format_percent(level.client.cpu_utilization)} of one core{busiest_note}, {lag_note}"
+        is_client_measured = level.client.cpu_utilization is not None or level.client.loop_lag_p99_ms is not None
+        facts.append(("Load generator", client_text if is_client_measured else "not measured: the level was too short"))
+    if level.checks is not None:
+        checks = level.checks
+        token_counts = (
+            f"{checks.counted_prompt_tokens:,} prompt (without the server's template), "
+            f"{checks.counted_output_tokens:,} output; {'dis' * (not checks.counts_agree)}agrees with the server"
+        )
+        facts.append(("Spot checks", f"{checks.spot_checks_correct} of {checks.spot_checks} correct"))
+        facts.append(("Tokens counted", token_counts))
+    if level.slo:
+        limits = ", ".join(f"{name} {format_number(limit)} ms" for name, limit in level.slo.items())
+        facts.append(("Limits", f"{limits}; {format_number(level.goodput_per_s)} requests/s met them all"))
+    return facts + [("Failed", f"{count:,} × {reason}") for reason, count in level.failures.items()]
+
+
+def _token_facts(level: LevelResult) -> list[tuple[str, str]]:
+    source = _TOKEN_COUNT_SOURCES[level.token_count_source]
+    return [
+        (
+            "Tokens",
+            f"{level.prompt_tokens:,} prompt, {level.output_tokens:,} output ({source}); "
+            f"{format_number(level.total_tokens_per_s)} tok/s together",
+        ),
+        ("Events per token", f"{format_number(level.events_per_token)}; ITL per {level.itl_unit}"),
+        (
+            "Tokens per event",
+            f"{format_number(level.tokens_per_event)}; the gaps between events stand above as event gap",
+        ),
+    ]
+
+
+def _answers_section(result: RunResult) -> Section:
+    if result.evaluation is None:
+        return Section()
+    evaluation = result.evaluation
+    line = (
+        f"{evaluation.correct:,} of {evaluation.total:,} correct ({format_percent(evaluation.accuracy)}; 95 % Wilson "
+        "interval "
+        f"{format_percent(evaluation.ci_low)} to {format_percent(evaluation.ci_high)}), {evaluation.failed} requests "
+        "failed."
+    )
+    columns = [Column(head, align="text") for head in ("Question", "Expected", "Actual")]
+    rows = [Row([answer.question, answer.expected, answer.actual]) for answer in evaluation.incorrect]
+    return Section("Answers", [Text(line), Table(columns, rows)])
+
+
+def _settings_section(result: RunResult) -> Section:
+    facts = [(name, formatting.format_setting(value)) for name, value in result.settings.items()]
+    return Section("Settings", [Facts(facts)] if facts else [])
+
+
+def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
+    sample_counts = ", ".join(f"{count:,} for p{100 * QUANTILES[name]:g}" for name, count in SAMPLES_NEEDED.items())
+    return [
+        *((definition.name, definition.text) for definition in relevant_definitions(list(by_task(result.levels)))),
+        (
+            "n too small, n<",
+            f"A percentile is stated only from enough samples (MLPerf early stopping, 99 % confidence): "
+            f"{sample_counts}.",
+        ),
+        (
+            "NO_TEXT",
+            "The server counted tokens of answers in which no text came, as a model with random weights gives them; or "
+            "a translation was empty.",
+        ),
+        (
+            "CLIENT_BOUND",
+            "The load generator was late or out of CPU, so the latencies are its own as much as the server's.",
+        ),
+    ]
+
+
+def _latency_columns() -> list[Column]:
+    """Returns the columns of the median and 99th percentile of TTFT and ITL."""
+    return [
+        Column(name, f"{group}, ms", console=f"{group}\np50 ms" if name == "p50" else "\np99 ms")
+        for group in ("TTFT", "ITL")
+        for name in ("p50", "p99")
+    ]

@@ -1,0 +1,1 @@
+"""Pages of nodes: certificate, card, profile, plan."""

@@ -1,0 +1,1 @@
+"""Pages, their charts, and the same on the console."""

@@ -1,0 +1,35 @@
+"""The summary of a GPU score: totals, ratios to references, and the expectations of its sustained window."""
+
+from __future__ import annotations
+
+from meltcore.measure.documents.score import ExpectationVerdict, Score
+from meltcore.measure.documents.values.score_references import ratio_line
+from meltcore.measure.documents.values.score_summary import expectations, totals, totals_line
+from meltcore.measure.report.page.page import Block, Checks, Section, Style, Text
+
+_EXPECTATION_STYLES: dict[ExpectationVerdict, Style] = {"PASS": "good", "FAIL": "bad", "NOT MEASURED": "unsure"}
+
+
+def summary_sections(score: Score) -> list[Block]:
+    """Builds a section with the totals and the three expectations; no section if no device completed a window."""
+    sums = totals(score)
+    if not sums.output_tokens:
+        return []
+    lines = [Text(line, "lead") for line in (totals_line(sums), *map(ratio_line, score.references))]
+    return [Section("Summary", [*lines, *expectation_blocks(score)])]
+
+
+def expectation_blocks(score: Score) -> list[Block]:
+    """Builds one line per expectation with its verdict, and the rules in small print."""
+    results = expectations(score)
+    checks = [
+        (
+            _EXPECTATION_STYLES[expectation.verdict],
+            expectation.verdict,
+            expectation.name,
+            f"expected {expectation.expected}: seen {expectation.seen}".replace("seen not measured", "not measured"),
+        )
+        for expectation in results
+    ]
+    rules = "; ".join(f"{expectation.name}: {expectation.rule}" for expectation in results)
+    return [Checks(checks, console=True), Text(f"Rules: {rules}.", "small")]

@@ -1,0 +1,249 @@
+"""Derives gap reports from a trace: the time in which a GPU did not compute, by cause and by size.
+
+This time is cut into gaps: those in which only collectives ran, those in which only copies ran, and those in which
+nothing ran. The cause of the last kind depends on how the kernel that ends the gap was launched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import option
+from meltcore.measure.documents.gaps import (
+    CAUSES,
+    COLLECTIVES,
+    COPIES,
+    SIZES,
+    BudgetRow,
+    Cause,
+    GapReport,
+    GapTotal,
+    KernelPair,
+)
+from meltcore.measure.trace.budget import AFTER_LAST, TimeBudget, count_steps
+from meltcore.measure.trace.host import HostTimeline
+from meltcore.measure.trace.trace import Activity, Span, Trace, gaps, group_of, length, union, within
+from meltcore.measure.trace.trust import graph_counts, trace_warnings
+
+MAX_PAIRS = 10
+_NS = 1000.0
+_NS_PER_MS = 1e6
+_GROUP = "Trace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """The part of a trace to analyze.
+
+    `device` is one GPU (None: all); times are milliseconds from the first activity. `active_percent` is the SM activity
+    of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range that occurs
+    once per step.
+    """
+
+    device: int | None = option(None, "One GPU of the trace (default: all).", group=_GROUP)
+    from_ms: float | None = option(
+        None, "Start, from the first activity.", group=_GROUP, flag="--from-ms", metavar="MS", limits={"minimum": 0}
+    )
+    to_ms: float | None = option(
+        None, "End, from the first activity.", group=_GROUP, flag="--to-ms", metavar="MS", limits={"minimum": 0}
+    )
+    step: str | None = option(
+        None, "Kernels or ranges that mark a step: the first letters of their name.", group=_GROUP, metavar="NAME"
+    )
+    active_percent: float | None = option(
+        None,
+        "SM activity by the GPU's own counters meanwhile, as --gpu reads it.",
+        group=_GROUP,
+        metavar="PERCENT",
+        limits={"minimum": 0, "maximum": 100},
+    )
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time without computation. `before` and `after` name the activities around it, "" at the window's ends."""
+
+    start: int
+    end: int
+    cause: Cause
+    before: str = ""
+    after: str = ""
+
+    @property
+    def ns(self) -> int:
+        """The length in nanoseconds."""
+        return self.end - self.start
+
+
+def analyze_trace(trace: Trace, options: ProfileOptions) -> list[GapReport]:
+    """Analyze each GPU over the same window.
+
+    Raises ConfigError for an empty window, and for activity of one GPU with a trace of several.
+    """
+    devices = devices_of(trace) if options.device is None else [options.device]
+    activity = None if options.active_percent is None else options.active_percent / 100
+    if activity is not None and len(devices) > 1:
+        raise ConfigError(f"activity is of one GPU, and the trace has {len(devices)}: choose one with --device")
+    window = _window(trace, options)
+    return [analyze(trace, device, window, activity, options.step) for device in devices]
+
+
+def analyze(
+    trace: Trace,
+    device: int,
+    window: Span | None = None,
+    activity_share: float | None = None,
+    step: str | None = None,
+) -> GapReport:
+    """Analyze one GPU. `window` is in nanoseconds of the trace; None: from the first to the last activity.
+
+    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError where the GPU has no activity in the
+    window, or nothing in it is named as `step` says.
+    """
+    gpu_activities = [activity for activity in trace.activities if activity.device == device]
+    window = window or (
+        min((a.start for a in gpu_activities), default=0),
+        max((a.end for a in gpu_activities), default=0),
+    )
+    neighbors = _Neighbors(gpu_activities)  # of all activities: the one that ends a gap may begin after the window
+    gpu_activities = [
+        activity for activity in gpu_activities if activity.end > window[0] and activity.start < window[1]
+    ]
+    if not gpu_activities:
+        raise ConfigError(f"GPU {device} has no activity in the window")
+    spans = {
+        type_: union((a.start, a.end) for a in gpu_activities if a.type == type_)
+        for type_ in ("kernel", "collective", "copy")
+    }
+    gap_list = list(_gaps(neighbors, spans, window, HostTimeline(trace.host)))
+    busy_ns = length(within(union(span for type_spans in spans.values() for span in type_spans), window))
+    whole_ns = window[1] - window[0]
+    launches, num_graph_kernels = graph_counts(trace, device)
+    steps, step_marker = count_steps(gpu_activities, trace.host, window, step)
+    return GapReport(
+        device=device,
+        window_us=whole_ns / _NS,
+        computing_us=length(within(spans["kernel"], window)) / _NS,
+        busy_us=busy_ns / _NS,
+        kernels=sum(activity.type != "copy" for activity in gpu_activities),
+        streams=len({activity.stream for activity in gpu_activities}),
+        by_cause=_sum_by_cause(gap_list),
+        by_size=_sum_by_size(gap_list),
+        pairs=_pairs(gap_list),
+        recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / whole_ns,
+        graph_launches=launches,
+        graph_kernels=num_graph_kernels,
+        budget=_budget(gpu_activities, gap_list, window),
+        steps=steps,
+        step_marker=step_marker,
+        untrusted=trace_warnings(trace, device, busy_ns / whole_ns, activity_share),
+    )
+
+
+def devices_of(trace: Trace) -> list[int]:
+    """Return the GPUs of a trace."""
+    return sorted({activity.device for activity in trace.activities})
+
+
+def _window(trace: Trace, options: ProfileOptions) -> Span | None:
+    if options.from_ms is None and options.to_ms is None:
+        return None
+    first = min(activity.start for activity in trace.activities)
+    last = max(activity.end for activity in trace.activities)
+    start = first + round((options.from_ms or 0.0) * _NS_PER_MS)
+    end = last if options.to_ms is None else first + round(options.to_ms * _NS_PER_MS)
+    if start >= end:
+        end_note = "the last activity at" if options.to_ms is None else "--to-ms"
+        raise ConfigError(
+            f"--from-ms {(start - first) / _NS_PER_MS:g} is not before {end_note} {(end - first) / _NS_PER_MS:g}"
+        )
+    return start, end
+
+
+def _gaps(neighbors: _Neighbors, spans: dict[str, list[Span]], window: Span, host: HostTimeline) -> Iterable[Gap]:
+    """Yield gaps that together cover all time of the window without computation, without overlap."""
+    collective_or_copy = union([*spans["collective"], *spans["copy"]])
+    for gap in gaps(spans["kernel"], window):
+        for span in within(spans["collective"], gap):
+            yield Gap(*span, "exposed communication", *neighbors.names(gap))
+        for uncovered in gaps(within(spans["collective"], gap), gap):
+            for span in within(spans["copy"], uncovered):
+                yield Gap(*span, "exposed copy", *neighbors.names(gap))
+        for span in gaps(within(collective_or_copy, gap), gap):
+            after = neighbors.next(span[1])
+            cause: Cause = "unknown" if after is None else host.cause(span, after)
+            yield Gap(*span, cause, *neighbors.names(span))
+
+
+class _Neighbors:
+    """Finds the activity that ended last before a time, and the one that starts first at or after it."""
+
+    def __init__(self, activities: Sequence[Activity]) -> None:
+        self._by_start = sorted(activities, key=lambda activity: (activity.start, activity.end))
+        self._by_end = sorted(activities, key=lambda activity: (activity.end, activity.start))
+        self._starts = [activity.start for activity in self._by_start]
+        self._ends = [activity.end for activity in self._by_end]
+
+    def next(self, moment: int) -> Activity | None:
+        index = bisect_left(self._starts, moment)
+        return self._by_start[index] if index < len(self._starts) else None
+
+    def names(self, gap: Span) -> tuple[str, str]:
+        index = bisect_right(self._ends, gap[0]) - 1
+        after = self.next(gap[1])
+        return self._by_end[index].name if index >= 0 else "", after.name if after else ""
+
+
+def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Span) -> list[BudgetRow]:
+    budget = TimeBudget()
+    budget.add_kernels(activities, window)
+    for gap in gap_list:
+        group = {"exposed copy": COPIES, "exposed communication": COLLECTIVES}.get(gap.cause)
+        if group is not None:
+            budget.kernel_counts[group] += gap.ns
+        else:
+            budget.idle_before[group_of(gap.after) if gap.after else AFTER_LAST] += gap.ns
+    return budget.rows()
+
+
+def _sum_by_cause(gap_list: Sequence[Gap]) -> list[GapTotal]:
+    by_cause: dict[str, list[int]] = defaultdict(list)
+    for gap in gap_list:
+        by_cause[gap.cause].append(gap.ns)
+    totals = [GapTotal(name=c, count=len(by_cause[c]), total_us=sum(by_cause[c]) / _NS) for c in CAUSES if by_cause[c]]
+    return sorted(totals, key=lambda total: -total.total_us)
+
+
+def _sum_by_size(gap_list: Sequence[Gap]) -> list[GapTotal]:
+    totals = [GapTotal(name=name, count=0, total_us=0.0) for name, _ in SIZES]
+    for gap in gap_list:
+        us = gap.ns / _NS
+        total = next(total for total, (_, limit) in zip(totals, SIZES, strict=True) if us < limit)
+        total.count += 1
+        total.total_us += us
+    return totals
+
+
+def _pairs(gap_list: Sequence[Gap]) -> list[KernelPair]:
+    """Return the pairs of kernels with the largest total gaps."""
+    by_names: dict[tuple[str, str], list[Gap]] = defaultdict(list)
+    for gap in gap_list:
+        if gap.before and gap.after and gap.cause not in ("exposed copy", "exposed communication"):
+            by_names[gap.before, gap.after].append(gap)
+    pairs = [
+        KernelPair(
+            before=before,
+            after=after,
+            count=len(pair_gaps),
+            total_us=sum(gap.ns for gap in pair_gaps) / _NS,
+            median_us=median(gap.ns / _NS for gap in pair_gaps),
+            cause=Counter({c: sum(gap.ns for gap in pair_gaps if gap.cause == c) for c in CAUSES}).most_common(1)[0][0],
+        )
+        for (before, after), pair_gaps in by_names.items()
+    ]
+    return sorted(pairs, key=lambda pair: -pair.total_us)[:MAX_PAIRS]

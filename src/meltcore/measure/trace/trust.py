@@ -1,0 +1,93 @@
+"""Whether a trace is complete.
+
+CUDA graphs hide kernels from profilers: other tools reported a GPU as 26 % idle that was 99 % busy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from meltcore.measure.trace.trace import Activity, HostEvent, Trace
+
+_GRAPH_LAUNCH = "graphlaunch"
+_KERNEL_LAUNCH = "launchkernel"
+_CAPTURE_BEGINS, _CAPTURE_ENDS = "streambegincapture", "streamendcapture"
+MAX_LOST_SHARE = 0.01  # of launches without a kernel: those at the ends of a recording
+ACTIVITY_MARGIN = 0.10
+
+
+def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
+    """Count graph launches with kernels on this GPU or on none, and kernels of graphs recorded on this GPU."""
+    graph_launch_ids = {
+        record.correlation for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()
+    }
+    other_device_ids = {record.correlation for record in trace.activities if record.device != device}
+    graph_activities = [
+        record for record in trace.activities if record.device == device and record.correlation in graph_launch_ids
+    ]
+    device_ids = {record.correlation for record in graph_activities}
+    kernels = sum(record.type != "copy" for record in graph_activities)
+    return len(
+        {record for record in graph_launch_ids if record in device_ids or record not in other_device_ids}
+    ), kernels
+
+
+def trace_warnings(trace: Trace, device: int, busy_share: float, activity_share: float | None) -> list[str]:
+    """Return reasons why the trace may be incomplete; empty without any.
+
+    `busy_share`: busy fraction of the window by the trace; `activity_share`: the same by the GPU's own counters (GPM).
+    """
+    activity_counts: Counter[int | None] = Counter(record.correlation for record in trace.activities)
+    graph_launches = [record for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()]
+    reasons = []
+    num_empty = sum(activity_counts[record.correlation] == 0 for record in graph_launches)
+    if num_empty:
+        reasons.append(f"{num_empty:,} of {len(graph_launches):,} graph launches have no kernel in the trace")
+    graph_launch_ids = {record.correlation for record in graph_launches}
+    # A launch before the recording began may be cut, which is no loss: only launches in the trace count.
+    graph_activities = [
+        record for record in trace.activities if record.device == device and record.correlation in graph_launch_ids
+    ]
+    reasons += _incomplete_graphs(graph_activities)
+    kernel_launches = _plain_launches(trace.host)
+    num_lost = sum(activity_counts[record.correlation] == 0 for record in kernel_launches)
+    if kernel_launches and num_lost / len(kernel_launches) > MAX_LOST_SHARE:
+        reasons.append(f"{num_lost:,} of {len(kernel_launches):,} kernel launches have no kernel in the trace")
+    if activity_share is not None and activity_share - busy_share > ACTIVITY_MARGIN:
+        reasons.append(
+            f"the GPU's own counters say it was active {100 * activity_share:.0f} % of the time, "
+            f"the trace {100 * busy_share:.0f} %"
+        )
+    return reasons
+
+
+def _plain_launches(host: list[HostEvent]) -> list[HostEvent]:
+    """Return the kernel launches outside of graph captures; captured kernels run only with their graph."""
+    capturing: set[str] = set()
+    launches = []
+    for event in host:  # sorted by start
+        name = event.name.lower()
+        if _CAPTURE_BEGINS in name:
+            capturing.add(event.thread)
+        elif _CAPTURE_ENDS in name:
+            capturing.discard(event.thread)
+        elif event.is_call and _KERNEL_LAUNCH in name and event.thread not in capturing:
+            launches.append(event)
+    return launches
+
+
+def _incomplete_graphs(activities: list[Activity]) -> list[str]:
+    """Return one line per graph some of whose launches have fewer kernels than others, so records were lost."""
+    by_graph: dict[int, Counter[int | None]] = defaultdict(Counter)
+    for activity in activities:
+        if activity.graph is not None:
+            by_graph[activity.graph][activity.correlation] += 1
+    reasons = []
+    for graph, counts in sorted(by_graph.items()):
+        max_kernels = max(counts.values())
+        num_fewer = sum(count < max_kernels for count in counts.values())
+        if num_fewer:
+            reasons.append(
+                f"graph {graph}: {num_fewer:,} of {len(counts):,} launches have fewer than its {max_kernels:,} kernels"
+            )
+    return reasons

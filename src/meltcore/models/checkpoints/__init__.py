@@ -1,0 +1,1 @@
+"""Checkpoints: folders, the hub, and the files of every format."""

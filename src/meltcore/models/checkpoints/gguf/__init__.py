@@ -1,0 +1,1 @@
+"""GGUF files: header, formats, tokens, and the configuration that they hold."""

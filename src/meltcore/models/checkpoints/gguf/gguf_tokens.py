@@ -1,0 +1,78 @@
+"""Reads which tokens of a GGUF vocabulary begin and end turns, and the type of each token.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gguf.constants import TokenType
+
+from meltcore.common.errors import ConfigError
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
+
+# Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
+END_TOKENS = frozenset(
+    {
+        *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"),
+        *("<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<EOT>", "▁<EOT>"),
+    }
+)
+# Control tokens, whatever type a file gives them. "</s>" is not among them, since Qwen's vocabulary has it as a word.
+_TURN_TOKENS = END_TOKENS | {
+    *("<|im_start|>", "<|im_sep|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|header_start|>", "<|header_end|>", "<|start_of_role|>"),
+    *("<|end_of_role|>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+}
+# Their type is USER_DEFINED in files that have types: text, but whole tokens.
+_REASONING_TOKENS = ("<think>", "</think>")
+_STATED_KEYS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
+    """Return bos_token_id and eos_token_id: the stated end tokens, and control tokens that end a turn by their text."""
+    ids = {name: _stated_id(model, name, len(tokens)) for name in _STATED_KEYS}
+    types, _ = token_types(model, tokens)
+    by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
+    end_ids = [*(ids[name] for name in _STATED_KEYS[1:] if ids[name] is not None), *by_text]
+    return {"bos_token_id": ids["bos_token_id"], "eos_token_id": list(dict.fromkeys(end_ids))}
+
+
+def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, Any], list[str]]:
+    """Return the type of each token (gguf.TokenType), and tokens that the file has another type for.
+
+    A file without types has normal tokens only. Tokens of turns, and stated end tokens in brackets, are control tokens:
+    as normal ones they would be read letter by letter, and no turn would end. So would tokens around reasoning, which
+    are no control tokens.
+    """
+    key = "tokenizer.ggml.token_type"
+    if key in model.metadata:
+        types = model.numbers(key).copy()
+    else:
+        types = np.full(len(tokens), int(TokenType.NORMAL))
+    if len(types) != len(tokens):
+        raise ConfigError(f"{model.path}: {key} has {len(types)} values for {len(tokens)} tokens")
+    reasoning = [i for i, token in enumerate(tokens) if token in _REASONING_TOKENS and types[i] == TokenType.NORMAL]
+    types[reasoning] = TokenType.USER_DEFINED
+    candidates = {token_id for token_id, token in enumerate(tokens) if token in _TURN_TOKENS}
+    stated = [token_id for name in _STATED_KEYS if (token_id := _stated_id(model, name, len(tokens))) is not None]
+    candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
+    wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
+    types[wrong] = TokenType.CONTROL
+    return types, [tokens[i] for i in wrong]
+
+
+def _stated_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
+    token_id = model.metadata.get(f"tokenizer.ggml.{name}")
+    if token_id is not None and (type(token_id) is not int or not 0 <= token_id < num_tokens):
+        raise ConfigError(
+            f"{model.path}: tokenizer.ggml.{name} must be from 0 to {num_tokens - 1}; got {describe_value(token_id)}"
+        )
+    return token_id
+
+
+def _is_in_brackets(token: str) -> bool:
+    return token.startswith(("<", "[")) and token.endswith((">", "]")) and len(token) > len("<>")

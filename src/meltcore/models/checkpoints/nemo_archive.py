@@ -1,0 +1,115 @@
+"""Reads NeMo checkpoints of transcription models: a .nemo archive, or the folder that one is unpacked into.
+
+An archive is a tar file, compressed or not: model_config.yaml, model_weights.ckpt (torch's zip of tensors) and the
+files that the configuration names, such as a SentencePiece model per language. Nothing is written to disk, and no code
+of a checkpoint runs.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from meltcore.common.errors import ConfigError
+from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.configs.task_configs import IndicConformerConfig
+
+WEIGHTS_FILE = "model_weights.ckpt"
+
+
+class NemoArchive:
+    """An archive or an unpacked folder: its configuration, and its other files by name."""
+
+    has_batch_norm = True
+
+    def __init__(self, path: Path) -> None:
+        """Open it and read the configuration. Raises ConfigError when that fails."""
+        self.path = path
+        try:
+            self._tar = None if path.is_dir() else tarfile.open(path)  # noqa: SIM115 - open while it is read from
+        except (OSError, tarfile.TarError) as error:
+            raise ConfigError(f"{path} cannot be read as a NeMo archive, a tar file: {error}") from error
+        self.config = self._read_config()
+
+    @property
+    def model_config(self) -> IndicConformerConfig:
+        """The sizes that the configuration asks for. Raises ConfigError as `read_config` does."""
+        return read_config(self.config)
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file for reading. Raises ConfigError when there is none of that name."""
+        try:
+            if self._tar is None:
+                return (self.path / Path(name).name).open("rb")
+            members = {member.name.removeprefix("./"): member for member in self._tar.getmembers() if member.isfile()}
+            if name in members and (file := self._tar.extractfile(members[name])) is not None:
+                return file
+        except (OSError, EOFError, tarfile.TarError) as error:
+            raise ConfigError(f"{self.path}: {name} cannot be read: {error}") from error
+        raise ConfigError(f"{self.path} has no {name}")
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read the weights into host memory. Raises ConfigError for a file that holds anything but tensors."""
+        with self.open(WEIGHTS_FILE) as file:
+            # torch reads the end of its file first, which a compressed archive would decompress again each time.
+            is_compressed = self._tar is not None and not isinstance(self._tar.fileobj, io.BufferedReader)
+            try:
+                source = io.BytesIO(file.read()) if is_compressed else file
+                tensors = torch.load(source, map_location="cpu", weights_only=True)
+            except Exception as error:  # torch raises many types for a damaged file
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ConfigError(f"{self.path}: {WEIGHTS_FILE} cannot be read: {reason}") from error
+        if not isinstance(tensors, Mapping) or not all(isinstance(values, torch.Tensor) for values in tensors.values()):
+            raise ConfigError(f"{self.path}: {WEIGHTS_FILE} must hold tensors by name")
+        return dict(tensors)
+
+    def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
+        """Return the text of every token, by language. U+2581 at its beginning stands for a space.
+
+        Raises ConfigError for a missing SentencePiece model, and for one whose size is not the model's.
+        """
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError as error:
+            raise ConfigError(
+                "reading a transcription model's tokens needs the package sentencepiece: meltcore[audio]"
+            ) from error
+        tokenizers = (self.config.get("tokenizer") or {}).get("langs") or {}
+        texts = {}
+        for language in config.languages:
+            tokenizer = tokenizers.get(language)
+            name = tokenizer.get("model_path") if isinstance(tokenizer, dict) else None
+            if not isinstance(name, str):
+                raise ConfigError(f"{self.path}: {CONFIG_FILE} has no tokenizer.langs.{language}.model_path")
+            with self.open(name.removeprefix("nemo:")) as file:
+                processor = SentencePieceProcessor(model_proto=file.read())
+            size = processor.vocab_size()
+            if size != config.tokens_per_language:
+                raise ConfigError(
+                    f"{self.path}: the tokenizer of {language} has {size} tokens; "
+                    f"the model has {config.tokens_per_language} per language"
+                )
+            texts[language] = [processor.IdToPiece(token) for token in range(size)]
+        return texts
+
+    def close(self) -> None:
+        """Close the archive."""
+        if self._tar is not None:
+            self._tar.close()
+
+    def _read_config(self) -> dict[str, Any]:
+        import yaml
+
+        with self.open(CONFIG_FILE) as file:
+            try:
+                config = yaml.safe_load(file.read())
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{self.path}: {CONFIG_FILE} is not valid YAML: {error}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"{self.path}: {CONFIG_FILE} must hold an object")
+        return config

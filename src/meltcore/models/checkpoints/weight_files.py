@@ -1,0 +1,75 @@
+"""Chooses a model's own weights among the safetensors files of a folder or hub repository, as transformers does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from meltcore.common.errors import ConfigError
+from meltcore.models.configs.config_fields import Fields
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+# Files that stand beside a model: adapters, the same weights in Mistral's own names, the state of a training.
+_BESIDE = re.compile(
+    r"(adapter|consolidated|optimizer|training|scheduler)[._-].*|(.*[._-])?q?lora[._-].*", re.IGNORECASE
+)
+_MAX_NAMES_SHOWN = 5
+
+
+def reads_index(names: Collection[str]) -> bool:
+    """Return whether the index says which files hold the weights: a whole file comes before it."""
+    return INDEX in names and WHOLE not in names
+
+
+def indexed_files(index: dict[str, Any]) -> list[str]:
+    """Return the files that an index names, in order. Raises ConfigError for an index without files.
+
+    So does one that names a file outside of its folder, which would be read or downloaded.
+    """
+    files = sorted(set(Fields(index, INDEX).required("weight_map")["weight_map"].values()))
+    outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
+    if outside:
+        raise ConfigError(f"{INDEX}: weight_map names files outside of its folder: {_shown(outside)}")
+    return files
+
+
+def files_without_index(names: Collection[str], place: str = "") -> list[str]:
+    """Return the files of the weights by their names alone, in order; none where all stand beside a model.
+
+    Raises ConfigError where numbered shards are missing.
+    """
+    if WHOLE in names:
+        return [WHOLE]
+    found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+    shards = [name for name in found if _SHARD.fullmatch(name)]
+    if not shards:
+        return [name for name in found if _BESIDE.fullmatch(name) is None]
+    count = max(int(name[15:20]) for name in shards)
+    expected = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    missing = [name for name in expected if name not in names]
+    if missing:
+        raise ConfigError(f"{place}: {len(missing)} of {count} shards are missing: {_shown(missing)}")
+    return expected
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Return whether files or an index of a model's own weights are among the files of a folder or repository."""
+    own = [name for name in names if "/" not in name and _BESIDE.fullmatch(name) is None]
+    return INDEX in own or any(name.endswith(".safetensors") for name in own)
+
+
+def no_weights_reason(names: Collection[str]) -> str:
+    """Return why none of the files holds the weights of a model."""
+    beside = sorted(name for name in names if name.endswith(".safetensors"))
+    if not beside:
+        return "holds no *.safetensors files (--load-format dummy needs none)"
+    return f"holds no model.safetensors; {_shown(beside)} are adapters or other layouts, which are not read"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + more

@@ -1,0 +1,1 @@
+"""What configuration files say: fields, tasks, quantization. No torch."""

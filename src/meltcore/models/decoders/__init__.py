@@ -1,0 +1,1 @@
+"""Decoder models: one network, and what each family sets of it."""

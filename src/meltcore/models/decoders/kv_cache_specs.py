@@ -1,0 +1,148 @@
+"""The cache contents of each layer per sequence, from which the engine lays out its caches. No torch."""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple
+
+from meltcore.common.errors import ConfigError
+
+_STATE_ELEMENT_SIZE = 4  # float32 in any model: a recurrent state accumulates errors over the whole sequence
+
+
+class FullAttentionSpec(NamedTuple):
+    """The KV cache of a layer that attends to every earlier token: keys and values in pages."""
+
+    kv_heads: int
+    head_dim: int
+
+    def page_bytes(self, page_size: int, element_size: int) -> int:
+        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
+        return 2 * page_size * self.kv_heads * self.head_dim * element_size
+
+
+class SlidingWindowSpec(NamedTuple):
+    """The KV cache of a layer that attends to the newest `window` tokens, the current one included.
+
+    Keys and values lie in pages. Pages whose tokens have all left the window are released.
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int
+
+    def page_bytes(self, page_size: int, element_size: int) -> int:
+        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
+        return 2 * page_size * self.kv_heads * self.head_dim * element_size
+
+
+class RecurrentStateSpec(NamedTuple):
+    """The state of a recurrent layer, whose size does not depend on the sequence length.
+
+    It is a matrix [key_dim, value_dim] per head, and a ring buffer of the last `conv_width` inputs of a convolution
+    over `conv_channels`, the current one included.
+    """
+
+    conv_channels: int
+    conv_width: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def slot_bytes(self, element_size: int) -> int:
+        """Return the bytes of one sequence's state. element_size: bytes per element of the convolution's inputs."""
+        conv = self.conv_width * self.conv_channels * element_size
+        return conv + self.heads * self.key_dim * self.value_dim * _STATE_ELEMENT_SIZE
+
+
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec
+KVCacheSpec = AttentionSpec | RecurrentStateSpec
+
+
+class AttentionGroup(NamedTuple):
+    """The attention layers that share one spec, in ascending order."""
+
+    spec: AttentionSpec
+    layers: tuple[int, ...]
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window in tokens, None for full attention."""
+        return self.spec.window if isinstance(self.spec, SlidingWindowSpec) else None
+
+
+class KVCacheGroups(NamedTuple):
+    """The cache groups of a model: layers of equal spec.
+
+    attention: those with pages, full attention first. A page holds `layers_per_page` layers, the greatest common
+    divisor of the groups' layer counts, so that one pool of equal pages serves all groups: a group is a number of
+    sub-groups of that many layers, each with its own pages. recurrent: None for a model without recurrent layers.
+    """
+
+    attention: tuple[AttentionGroup, ...]
+    recurrent_layers: tuple[int, ...]
+    recurrent: RecurrentStateSpec | None
+
+    @property
+    def layers_per_page(self) -> int:
+        """Number of layers whose keys and values one page holds."""
+        return gcd(*(len(group.layers) for group in self.attention))
+
+    @property
+    def sub_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each sub-group, group by group."""
+        size = self.layers_per_page
+        return tuple(
+            group.layers[start : start + size]
+            for group in self.attention
+            for start in range(0, len(group.layers), size)
+        )
+
+    def page_bytes(self, page_size: int, element_size: int) -> int:
+        """Return the bytes of the keys and values of one page, which holds `layers_per_page` layers."""
+        return self.layers_per_page * self.attention[0].spec.page_bytes(page_size, element_size)
+
+    def slot_bytes(self, element_size: int) -> int:
+        """Return the bytes of one sequence's recurrent states in all layers together."""
+        return len(self.recurrent_layers) * self.recurrent.slot_bytes(element_size) if self.recurrent else 0
+
+
+def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
+    """Group the layers of a model by equal specs. specs: one per layer.
+
+    Raises ConfigError for a window below 1 and for attention layers whose keys differ in size, and ValueError unless
+    there is an attention layer and at most one kind of recurrent layers.
+    """
+    layers: dict[KVCacheSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        layers.setdefault(spec, []).append(layer)
+    attention = [
+        AttentionGroup(spec, tuple(layers[spec]))
+        for spec in layers
+        if isinstance(spec, FullAttentionSpec | SlidingWindowSpec)
+    ]
+    recurrent = [spec for spec in layers if isinstance(spec, RecurrentStateSpec)]
+    if not attention or len(recurrent) > 1:
+        raise ValueError(
+            "the engine lays out one kind of attention or more, and at most one of recurrent layers; "
+            f"the model has {len(attention)} and {len(recurrent)}"
+        )
+    for group in attention:
+        _check_attention(group, attention[0])
+    attention.sort(key=lambda group: group.window is not None)
+    recurrent_spec = recurrent[0] if recurrent else None
+    return KVCacheGroups(
+        tuple(attention), tuple(layers[recurrent_spec]) if recurrent_spec is not None else (), recurrent_spec
+    )
+
+
+def _check_attention(group: AttentionGroup, first: AttentionGroup) -> None:
+    """Raise ConfigError for a group that the pages of `first` cannot hold, or whose window is empty."""
+    if group.window is not None and group.window < 1:
+        raise ConfigError(f"the sliding window of layer {group.layers[0]} must be 1 or more; got {group.window}")
+    spec, first_spec = group.spec, first.spec
+    if spec.kv_heads * spec.head_dim != first_spec.kv_heads * first_spec.head_dim:
+        raise ConfigError(
+            "all attention layers must have keys of one size, since their caches share pages; "
+            f"layer {first.layers[0]} has {first_spec.kv_heads} heads of {first_spec.head_dim}, "
+            f"layer {group.layers[0]} has {spec.kv_heads} heads of {spec.head_dim}"
+        )

@@ -1,0 +1,108 @@
+"""The interface between a model and the engine that runs it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.layers.weight_loader import WeightLoader
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.decoders.kv_cache_specs import KVCacheSpec
+
+if TYPE_CHECKING:
+    from meltcore.models.decoders.tensor_names import FusedTensor
+
+
+class LoadableModel(Protocol):
+    """What the loader needs of a model, be it one of `Model` or of another task. `Model` documents the members."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]: ...  # noqa: D102
+    def fused_tensors(self) -> dict[str, FusedTensor]: ...  # noqa: D102
+    def canonical_name(self, name: str) -> str: ...  # noqa: D102
+    def ignored_tensor(self, name: str) -> bool: ...  # noqa: D102
+
+
+class Model(nn.Module, ABC):
+    """A language model. `forward` computes hidden states, `logits` their logits. The engine holds all caches.
+
+    `forward` takes token_ids and positions [tokens] int64, each layer's cache (keys and values in pages, or conv_states
+    and states), and each layer's attention metadata: a layer's page table is that of its cache group. It returns
+    [tokens, hidden_size].
+    """
+
+    config: DecoderConfig
+
+    @property
+    @abstractmethod
+    def local_vocab_size(self) -> int:
+        """Number of tokens whose logits `logits` computes: vocab_size, or this rank's part of it."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type of hidden states, and of unquantized weights unless a layer needs another."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the weights."""
+
+    @abstractmethod
+    def shard(self, group: TensorParallelGroup) -> None:
+        """Keep this rank's shard of every layer and of the vocabulary. Must be called before weights are loaded.
+
+        `logits` then computes logits of this rank's tokens only. Raises ConfigError when a size cannot be divided
+        evenly.
+        """
+
+    @abstractmethod
+    def prepare(self, max_model_len: int) -> None:
+        """Build computed tensors, such as the rotary table, for contexts of up to `max_model_len` tokens."""
+
+    def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Build what speeds up decode steps with these caches of all layers, which are at their final addresses."""
+
+    def one_layer_per_kind(self) -> AbstractContextManager[None]:
+        """Return a context in which `forward` launches the kernels of all layers, but few of the layers.
+
+        Its results are invalid.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Return what each layer caches per sequence."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] float32.
+
+        A rank computes logits of its own part of the vocabulary only.
+
+        out: contiguous memory for the result; None: new memory.
+        """
+
+    @abstractmethod
+    def checkpoint_tensors(self) -> dict[str, WeightLoader]:
+        """Return the weight loader of each tensor of a published checkpoint, by the tensor's name."""
+
+    @abstractmethod
+    def fused_tensors(self) -> dict[str, FusedTensor]:
+        """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""
+
+    def canonical_name(self, name: str) -> str:
+        """Return the name in `checkpoint_tensors` of a tensor that files call `name`, for families with two layouts."""
+        return name
+
+    @abstractmethod
+    def ignored_tensor(self, name: str) -> bool:
+        """Return whether a checkpoint may hold this tensor although the model does not read it."""

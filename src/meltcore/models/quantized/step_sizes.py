@@ -1,0 +1,87 @@
+"""Bounds the bytes of a decoder's step from its configuration: what its layers allocate beside weights and caches.
+
+Layers run one after another, so the widest decides. The bounds count what lives together, whatever kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.quantized.weight_sizes import largest_expert_slice, largest_slice
+
+_EXPERT_TILE_ROWS = 128  # rows that kernels of routed experts round each expert's up to
+# Partial sums of GEMMs and attention that are split, in float32, with the tables of a step. Only steps of few tokens
+# have some.
+_PARTIAL_BYTES = 24 * 2**20
+_DELTA_CHUNK = 64  # tokens whose pairs a recurrent layer computes together
+_ROTARY_BYTES = 4
+MIN_DEQUANTIZED_PAIRS = 256  # per expert, kernels/quant/ggml_experts.py
+FUSED_ROWS = 32  # that kernels multiply with quantized blocks of any format without dequantizing a slice
+
+
+class StepShape(NamedTuple):
+    """Bytes of a step: of each token, and of any step beside. layers: of the model; position_bytes: of its tables.
+
+    scratch_bytes: of slices of quantized weights that a step dequantizes; head_scratch_bytes: of the head's, which only
+    more than FUSED_ROWS rows of logits need; expert_bytes: of padded rows and slices of quantized experts beyond
+    `scratch_bytes`, which only steps of at least `expert_tokens` tokens need.
+    """
+
+    token_bytes: int
+    fixed_bytes: int
+    layers: int
+    position_bytes: int
+    scratch_bytes: int = 0
+    head_scratch_bytes: int = 0
+    expert_bytes: int = 0
+    expert_tokens: int = 0
+
+
+def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, ranks: int = 1) -> StepShape:
+    """Return the sizes of a step on one rank.
+
+    element_size: bytes of the model's type; is_packed: weights in blocks of ggml.
+    """
+    hidden = config.hidden_size
+    # Residual stream, its norm, and the output of a block before it is added.
+    stream, widest, fixed = 3 * hidden, 0, 0
+    heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
+    queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+    # Projection, queries and keys with positions, the attended values, and a gated copy of them.
+    widest = max(widest, (1 + config.output_gate) * queries + 2 * keys + queries + 2 * keys + (2 * queries))
+    experts, recurrent = config.experts, config.recurrent
+    scratch = largest_slice(config, ranks, ("linear", "gate"))
+    expert_bytes = expert_tokens = 0
+    if config.intermediate_size is not None:
+        widest = max(widest, 3 * config.intermediate_size // ranks)
+    if experts is not None:
+        width, pairs = experts.moe_intermediate_size // ranks, experts.num_experts_per_tok + experts.shared_expert
+        router = 2 * (experts.num_experts + pairs) * 4 // element_size
+        count = experts.num_experts + experts.shared_expert
+        rows = count * _EXPERT_TILE_ROWS
+        widest = max(widest, pairs * (3 * width + hidden) + router + (0 if is_packed else pairs * hidden))
+        fixed = 0 if is_packed else rows * (hidden + 3 * width)
+        if is_packed:
+            slices = max(0, largest_expert_slice(config, ranks) - scratch)
+            expert_bytes = (rows * (hidden + width) + slices) * element_size
+            expert_tokens = -(-MIN_DEQUANTIZED_PAIRS * count // pairs)
+    if recurrent is not None:
+        key_size = recurrent.linear_num_key_heads * recurrent.linear_key_head_dim // ranks
+        value_heads = recurrent.linear_num_value_heads // ranks
+        value_size = value_heads * recurrent.linear_value_head_dim
+        pairs_of_chunk = value_heads * (2 * _DELTA_CHUNK + 4)
+        widest = max(widest, 2 * (2 * key_size + 2 * value_size) + 2 * key_size + 3 * value_size + pairs_of_chunk)
+    # Activations in 8 bits, of FP8 weights, and the integers that describe a token.
+    token_bytes = (stream + widest) * element_size + max(hidden, widest // 3) + 64 + 3 * 8 * config.num_hidden_layers
+    tables = 1 + (config.rope_local_theta is not None) + bool(config.nope_layers)
+    return StepShape(
+        token_bytes=token_bytes,
+        fixed_bytes=fixed * element_size + _PARTIAL_BYTES,
+        layers=config.num_hidden_layers,
+        position_bytes=tables * config.head_dim * _ROTARY_BYTES,
+        scratch_bytes=scratch * element_size if is_packed else 0,
+        head_scratch_bytes=largest_slice(config, ranks, ("head", "embedding")) * element_size if is_packed else 0,
+        expert_bytes=expert_bytes,
+        expert_tokens=expert_tokens,
+    )

@@ -1,0 +1,265 @@
+"""Counts the bytes of a model's weights from its configuration, as an engine allocates them. No torch, no weights.
+
+tests/models/test_weight_sizes.py compares each count with the model that the engine builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from meltcore.common.errors import ConfigError
+from meltcore.kernels.gemm.half_sizes import converted_bytes
+from meltcore.models.configs.task_configs import (
+    IndicConformerConfig,
+    IndicF5Config,
+    IndicTrans2Config,
+    StackConfig,
+    VocosConfig,
+)
+from meltcore.models.decoders.decoder_config import DecoderConfig
+from meltcore.models.decoders.kv_cache_specs import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+)
+
+WeightFormat = Literal["dense", "fp8", "q4_0", "q8_0"]
+MatrixKind = Literal["linear", "expert", "embedding", "head", "gate", "router", "vector", "norm", "float32"]
+# Bytes per value of ggml's blocks: 32 values of 4 or 8 bits and a scale in 16 bits; Q6_K: 256 values in 210 bytes.
+_BLOCK_BYTES = {"q4_0": 18 / 32, "q8_0": 34 / 32}
+_Q6_K_BYTES = 210 / 256
+_SCALE_BYTES = 4  # of FP8: float32 per output channel
+# Of the slice of a weight that a step dequantizes, kernels/quant/ggml_linear.py.
+_SLICE_VALUES, _SLICE_TILE_ROWS = 2**26, 256
+_SYNTHESIS_STEPS = 32 + 16 + 8  # whose modulations are kept instead of their weights, synthesis.py
+
+
+class Matrix(NamedTuple):
+    """A weight of a decoder on one rank: its kind, rows and columns. A vector has one row."""
+
+    kind: MatrixKind
+    rows: int
+    columns: int
+
+    @property
+    def values(self) -> int:
+        """The number of values."""
+        return self.rows * self.columns
+
+
+def decoder_matrices(config: DecoderConfig, ranks: int = 1) -> Iterator[Matrix]:
+    """Yield the weights of a decoder that one of `ranks` keeps. Raises ConfigError where they cannot divide a size."""
+    hidden, norms = config.hidden_size, 2 * config.pre_norms + 2 * config.post_norms
+
+    def shard(size: int, name: str) -> int:
+        if size % ranks:
+            raise ConfigError(f"{name} is {size}, which {ranks} ranks cannot divide evenly")
+        return size // ranks
+
+    vocabulary = -(-config.vocab_size // ranks)
+    yield Matrix("embedding", vocabulary, hidden)
+    if not config.tie_word_embeddings:
+        yield Matrix("head", vocabulary, hidden)
+    yield Matrix("norm", 1, hidden)
+    heads = shard(config.num_attention_heads, "num_attention_heads")
+    kv_heads = max(1, config.num_key_value_heads // ranks)
+    recurrent, experts = config.recurrent, config.experts
+    for layer in range(config.num_hidden_layers):
+        yield Matrix("norm", norms, hidden)
+        if recurrent is not None and layer in recurrent.layers:
+            keys = shard(recurrent.linear_num_key_heads, "linear_num_key_heads") * recurrent.linear_key_head_dim
+            value_heads = shard(recurrent.linear_num_value_heads, "linear_num_value_heads")
+            values = value_heads * recurrent.linear_value_head_dim
+            yield Matrix("linear", 2 * keys + 2 * values, hidden)
+            yield Matrix("gate", 2 * value_heads, hidden)
+            yield Matrix("linear", hidden, values)
+            yield Matrix("vector", 2 * keys + values, recurrent.linear_conv_kernel_dim)
+            yield Matrix("vector", 1, recurrent.linear_value_head_dim)
+            yield Matrix("float32", 2, value_heads)
+        else:
+            queries, keys = heads * config.head_dim, kv_heads * config.head_dim
+            rows = (1 + config.output_gate) * queries + 2 * keys
+            yield Matrix("linear", rows, hidden)
+            yield Matrix("linear", hidden, queries)
+            if config.qkv_bias:
+                yield Matrix("vector", 1, rows)
+            if config.qk_norm:
+                yield Matrix("norm", 2, config.head_dim)
+            if config.wide_qk_norm:
+                yield Matrix("norm", 1, queries + keys)
+        if experts is not None and layer not in experts.dense_layers:
+            count = experts.num_experts + experts.shared_expert
+            yield Matrix("router", count, hidden)
+            yield Matrix("expert", count * 3 * shard(experts.moe_intermediate_size, "moe_intermediate_size"), hidden)
+        else:
+            assert config.intermediate_size is not None
+            width = shard(config.intermediate_size, "intermediate_size")
+            yield Matrix("linear", 2 * width, hidden)
+            yield Matrix("linear", hidden, width)
+
+
+def decoder_weight_bytes(
+    config: DecoderConfig, *, element_size: int, weight_format: WeightFormat = "dense", ranks: int = 1
+) -> int:
+    """Return the bytes of a decoder's weights on one rank.
+
+    element_size: bytes per value of the model's type. weight_format: fp8 as `--quantization fp8` does it; q4_0 and q8_0
+    as llama.cpp's quantizer does it, with a head in Q6_K beside Q4_0, and for Gemma 3 an embedding in 16 bits.
+    """
+    total = 0.0
+    for matrix in decoder_matrices(config, ranks):
+        kind = matrix.kind
+        is_float32 = kind == "float32" or (kind == "norm" and config.norms_are_float32)
+        per_value = 4.0 if is_float32 else float(element_size)
+        if weight_format == "fp8" and kind in ("linear", "expert"):
+            # An expert's rows are its gate and up projections, and the columns of its down projection.
+            scales = matrix.rows if kind == "linear" else matrix.rows * 2 // 3 + _experts(config) * matrix.columns
+            total += scales * _SCALE_BYTES
+            per_value = 1.0
+        elif weight_format in _BLOCK_BYTES and kind in ("linear", "expert", "embedding", "head", "gate"):
+            per_value = _BLOCK_BYTES[weight_format]
+            if weight_format == "q4_0" and kind == "head":
+                per_value = _Q6_K_BYTES
+            if weight_format == "q4_0" and kind == "embedding" and config.tie_word_embeddings:
+                per_value = element_size if config.rounds_embedding_scale else _Q6_K_BYTES  # Gemma 3
+        total += matrix.values * per_value
+    return round(total)
+
+
+def decoder_host_bytes(
+    config: DecoderConfig, *, weight_format: WeightFormat = "dense", packs_half: bool = True, ranks: int = 1
+) -> int:
+    """Return the bytes of a decoder's weights on a CPU, which computes in float32 (host_weights.py).
+
+    The checkpoint stores 16 bits per value, or blocks of `weight_format`. packs_half: whether the processor multiplies
+    by float16, else weights are float32.
+    """
+    total, in_blocks = 0.0, weight_format in _BLOCK_BYTES
+    for matrix in decoder_matrices(config, ranks):
+        loaded = matrix.values * (_BLOCK_BYTES[weight_format] if in_blocks else 4)
+        is_embedding = matrix.kind == "embedding"
+        if matrix.kind in ("linear", "gate", "head") or (is_embedding and config.tie_word_embeddings):
+            form = {"in_half": packs_half, "in_blocks": in_blocks, "is_embedding": is_embedding}
+            total += converted_bytes(matrix.rows, matrix.columns, **form, loaded_bytes=round(loaded))
+        elif matrix.kind in ("embedding", "expert"):
+            total += loaded
+        else:
+            total += matrix.values * 4
+    return round(total)
+
+
+def _experts(config: DecoderConfig) -> int:
+    assert config.experts is not None
+    return config.experts.num_experts + config.experts.shared_expert
+
+
+def largest_slice(
+    config: DecoderConfig, ranks: int = 1, kinds: Sequence[MatrixKind] = ("linear", "embedding", "head", "gate")
+) -> int:
+    """Return the values of a block-quantized weight of these kinds that a step dequantizes together at most."""
+    return max(_slice_values(matrix) for matrix in decoder_matrices(config, ranks) if matrix.kind in kinds)
+
+
+def largest_expert_slice(config: DecoderConfig, ranks: int = 1) -> int:
+    """Return the values of block-quantized experts that a step dequantizes together at most. 0: it has no experts."""
+    if config.experts is None:
+        return 0
+    values, count = config.experts.moe_intermediate_size // ranks * config.hidden_size, _experts(config)
+
+    def of_matrix(each: int) -> int:
+        slices = -(-count // max(1, _SLICE_VALUES // each))
+        return -(-count // slices) * each
+
+    return max(of_matrix(2 * values), of_matrix(values))
+
+
+def _slice_values(matrix: Matrix) -> int:
+    slices = -(-matrix.values // _SLICE_VALUES)
+    rows = -(-matrix.rows // (slices * _SLICE_TILE_ROWS)) * _SLICE_TILE_ROWS
+    return min(matrix.rows, rows) * matrix.columns
+
+
+def decoder_cache_specs(config: DecoderConfig, ranks: int = 1) -> Sequence[KVCacheSpec]:
+    """Return what each layer caches per sequence on one rank."""
+    kv_heads, specs = max(1, config.num_key_value_heads // ranks), list[KVCacheSpec]()
+    recurrent = config.recurrent
+    for layer in range(config.num_hidden_layers):
+        if recurrent is not None and layer in recurrent.layers:
+            key_heads, heads = recurrent.linear_num_key_heads // ranks, recurrent.linear_num_value_heads // ranks
+            key_dim, value_dim = recurrent.linear_key_head_dim, recurrent.linear_value_head_dim
+            channels = 2 * key_heads * key_dim + heads * value_dim
+            specs.append(RecurrentStateSpec(channels, recurrent.linear_conv_kernel_dim, heads, key_dim, value_dim))
+        elif layer in config.sliding_layers and config.sliding_window is not None:
+            specs.append(SlidingWindowSpec(kv_heads, config.head_dim, config.sliding_window))
+        else:
+            specs.append(FullAttentionSpec(kv_heads, config.head_dim))
+    return specs
+
+
+def _linear(inputs: int, outputs: int, *, bias: bool = True) -> int:
+    return (inputs + bias) * outputs
+
+
+def translation_weight_bytes(config: IndicTrans2Config, element_size: int) -> int:
+    """Return the bytes of an IndicTrans2 model's weights."""
+    size = config.hidden_size
+    attention = _linear(size, 3 * size) + _linear(size, size) + 2 * size  # with the norm before it
+
+    def layer(stack: StackConfig, attentions: int) -> int:
+        return attentions * attention + 2 * size + _linear(size, stack.ffn_size) + _linear(stack.ffn_size, size)
+
+    values = sum(stack.vocab_size * size for stack in (config.encoder, config.decoder))
+    values += 0 if config.tie_head else config.decoder.vocab_size * size
+    values += 4 * size + (4 * size if config.layernorm_embedding else 0)
+    # Cross attention has the sizes of self-attention: a query matrix, and keys and values together.
+    values += config.encoder.num_layers * layer(config.encoder, 1)
+    values += config.decoder.num_layers * layer(config.decoder, 2)
+    return values * element_size
+
+
+def synthesis_weight_bytes(config: IndicF5Config, element_size: int) -> int:
+    """Return the bytes of an IndicF5 model with its vocoder, and of the modulations that replace their weights."""
+    size, inner, text = config.hidden_size, config.num_heads * config.head_size, config.text_size
+    wide = config.text_feed_forward_size
+    text_layer = 8 * text + 2 * text + _linear(text, wide) + 2 * wide + _linear(wide, text)
+    values = _linear(256, size) + _linear(size, size)  # of the time
+    values += (config.vocab_size + 1) * text + config.num_text_layers * text_layer
+    values += _linear(2 * config.mel.num_mels + text, size) + _linear(size, config.mel.num_mels)
+    values += 2 * (31 * size // 16 + 1) * size  # convolutions over positions
+    layer = _linear(size, 3 * inner) + _linear(inner, size)
+    layer += _linear(size, config.feed_forward_size) + _linear(config.feed_forward_size, size)
+    values += config.num_layers * layer
+    values += _SYNTHESIS_STEPS * (6 * config.num_layers + 2) * size
+    return values * element_size + _vocoder_values(config.vocoder, config.mel.num_mels, config.mel.n_fft) * 4
+
+
+def _vocoder_values(config: VocosConfig, num_mels: int, n_fft: int) -> int:
+    size, wide = config.hidden_size, config.intermediate_size
+    layer = 8 * size + 2 * size + _linear(size, wide) + _linear(wide, size) + size
+    return (7 * num_mels + 1) * size + 4 * size + config.num_layers * layer + _linear(size, n_fft + 2)
+
+
+def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
+    """Return the bytes of an IndicConformer's weights."""
+    encoder = config.encoder
+    size, wide, channels = encoder.hidden_size, encoder.feed_forward_size, encoder.subsampling_channels
+    stages = encoder.subsampling_factor.bit_length() - 1
+    values = 9 * channels + channels  # of the first convolution, with one input channel
+    if encoder.subsampling == "dw_striding":
+        values += (stages - 1) * (9 * channels + channels + _linear(channels, channels))
+    else:
+        values += (stages - 1) * (9 * channels * channels + channels)
+    values += _linear(channels * (encoder.num_mels >> stages), size)
+    feed_forward = 2 * size + _linear(size, wide) + _linear(wide, size)
+    attention = 2 * size + _linear(size, 3 * size) + _linear(size, size) + _linear(size, size, bias=False) + 2 * size
+    convolution = 2 * size + _linear(size, 2 * size) + (encoder.conv_kernel + 1) * size + _linear(size, size)
+    values += encoder.num_layers * (2 * feed_forward + attention + convolution + 2 * size)
+    values += _linear(size, config.vocab_size + 1)
+    prediction, joint = config.prediction_size, config.joint_size
+    values += (config.vocab_size + 1) * prediction
+    values += config.prediction_layers * (8 * prediction * prediction + 8 * prediction)  # an LSTM with two biases
+    values += _linear(size, joint) + _linear(prediction, joint)
+    values += len(config.languages) * _linear(joint, config.tokens_per_language + 1)
+    return values * element_size

@@ -1,0 +1,1 @@
+"""Networks of translation, transcription and synthesis."""

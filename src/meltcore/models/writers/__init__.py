@@ -1,0 +1,1 @@
+"""Writes weights in fewer bits: GGUF and FP8."""

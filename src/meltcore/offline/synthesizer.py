@@ -1,0 +1,157 @@
+"""Provides the offline API of speech synthesis: a checkpoint in this process, for scripts and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from meltcore.audio.decode import AudioLimits, Clip, decode
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.engine.synthesis.engine import SynthesisTask
+from meltcore.engine.tasks.batch_engine import BatchEngine
+from meltcore.protocol.synthesis import Synthesize, Synthesized
+from meltcore.settings.config import DType, EngineConfig, LoadFormat
+
+Samples = npt.NDArray[np.float32]
+# A file's path, its content, or mono float32 samples at the model's rate
+Reference = str | Path | bytes | Samples
+
+# Offline, no request of higher priority waits for the end of a batch: batches are as large as memory allows.
+_MAX_START_S = 3600.0
+# Of a file with silence around its speech.
+_MAX_FILE_S = 60.0
+
+
+class Synthesizer:
+    """Speaks texts offline: `Synthesizer("ai4bharat/IndicF5").synthesize("नमस्ते।", "PAN_F (Happy)")`."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: DType = "auto",
+        load_format: LoadFormat = "auto",
+        memory_bytes: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Load a checkpoint of IndicF5. Raises ConfigError for what cannot work.
+
+        model: a local folder or a hub id. The others: fields of EngineConfig. The default dtype is bfloat16 on a GPU
+        and float32 on a CPU; seed is that of dummy weights.
+        """
+        config = EngineConfig(
+            model=model, device=device, dtype=dtype, load_format=load_format, memory_bytes=memory_bytes, seed=seed
+        )
+        task = SynthesisTask(config)
+        ready = task.ready()
+        self._engine: BatchEngine[Synthesize, Synthesized] = BatchEngine(task, max_start_s=_MAX_START_S)
+        self._ids = count()
+        self.voices: list[str] = ready.voices
+        self.sample_rate: int = ready.sample_rate
+
+    def synthesize(
+        self,
+        texts: str | Sequence[str],
+        voice: str = "",
+        *,
+        reference: Reference | None = None,
+        reference_text: str = "",
+        speed: float = 1.0,
+        seed: int = 0,
+        num_steps: int = 0,
+    ) -> Samples | list[Samples]:
+        """Return the speech of each text, in their order; of one text, its samples: float32, mono, at `sample_rate`.
+
+        All texts share batches, and a text's speech does not depend on the others. voice: one of `voices`, the first by
+        default, unless a reference is given: audio of a voice, in which reference_text is spoken. speed: 2 is twice as
+        fast; seed: another one is another rendering; num_steps: 32, 16 or 8, 0 for 32. Raises RequestError for a text,
+        voice, reference or setting that cannot be served, and ConfigError for a file that cannot be opened.
+        """
+        wanted = [texts] if isinstance(texts, str) else list(texts)
+        requests = [self._request(text, voice, reference, reference_text, speed, seed, num_steps) for text in wanted]
+        parts: dict[str, list[Samples]] = {request.request_id: [] for request in requests}
+        for request_id, samples in self._run(requests):
+            parts[request_id].append(samples)
+        speech = [np.concatenate(parts[request.request_id]) for request in requests]
+        return speech[0] if isinstance(texts, str) else speech
+
+    def stream(
+        self,
+        text: str,
+        voice: str = "",
+        *,
+        reference: Reference | None = None,
+        reference_text: str = "",
+        speed: float = 1.0,
+        seed: int = 0,
+        num_steps: int = 0,
+    ) -> Generator[Samples, None, None]:
+        """Yield the speech of a text chunk by chunk, as soon as each is spoken. Joined, it is that of `synthesize`."""
+        request = self._request(text, voice, reference, reference_text, speed, seed, num_steps)
+        for _, samples in self._run([request]):
+            yield samples
+
+    def _request(
+        self, text: str, voice: str, reference: Reference | None, words: str, speed: float, seed: int, num_steps: int
+    ) -> Synthesize:
+        if not isinstance(text, str):
+            raise RequestError(f"a text must be a string; got {type(text).__name__}", param="texts")
+        if reference is None and not voice and self.voices:
+            voice = self.voices[0]
+        return Synthesize(
+            request_id=str(next(self._ids)),
+            text=text,
+            voice=voice,
+            reference=b"" if reference is None else self._reference_bytes(reference),
+            reference_text=words,
+            speed=speed,
+            seed=seed,
+            num_steps=num_steps,
+        )
+
+    def _run(self, requests: list[Synthesize]) -> Iterator[tuple[str, Samples]]:
+        """Yield ids and samples of chunks as they are complete. Requests end with the iteration, however it ends."""
+        open_ids: set[str] = set()
+        try:
+            for request in requests:
+                self._engine.add(request)
+                open_ids.add(request.request_id)
+            while self._engine.has_work:
+                for result in self._engine.step().outputs:
+                    assert isinstance(result, Synthesized)
+                    if result.finish_reason not in (None, "stop"):
+                        raise RequestError(result.error or "the engine ended the request", status=500)
+                    if result.finish_reason is not None:
+                        open_ids.discard(result.request_id)
+                    yield result.request_id, np.frombuffer(result.samples, np.float32)
+        finally:
+            self._engine.abort(open_ids)
+            while open_ids and self._engine.has_work:
+                self._engine.step()
+
+    def _reference_bytes(self, reference: Reference) -> bytes:
+        """Return the samples of a reference, as a request has them. Raises ConfigError, RequestError."""
+        if isinstance(reference, np.ndarray):
+            if reference.dtype != np.float32 or reference.ndim != 1:
+                raise RequestError(
+                    f"reference samples must be [samples] of float32; got {reference.dtype} of shape "
+                    f"{list(reference.shape)}",
+                    param="reference",
+                )
+            return reference.tobytes()
+        if isinstance(reference, (str, Path)):
+            try:
+                content = Path(reference).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"cannot read {reference}: {error.strerror}") from error
+        else:
+            content = reference
+        limits = AudioLimits(self.sample_rate, max_clip_s=_MAX_FILE_S, max_audio_s=_MAX_FILE_S)
+        clips = [part.samples for part in decode(content, limits) if isinstance(part, Clip)]
+        samples = np.frombuffer(b"".join(clips), np.int16)
+        return (samples.astype(np.float32) / np.iinfo(np.int16).max).tobytes()

@@ -1,6 +1,0 @@
-"""Generates arithmetic problems with known answers, to train the bundled model and to test servers."""
-
-from meltcore.problems.generate import evaluation_set, generate
-from meltcore.problems.sums import Problem, extract_answer, is_correct
-
-__all__ = ["Problem", "evaluation_set", "extract_answer", "generate", "is_correct"]

@@ -1,0 +1,215 @@
+"""The channel between the supervisor and an API server process: messages, and connections with them.
+
+A socket pair that keeps messages apart (SOCK_SEQPACKET), because it can also carry file descriptors, which a pipe
+cannot. Its end means that the process at the other end is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from meltcore.protocol.engines import ServedReady
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig, Task
+from meltcore.settings.routes_config import RoutesConfig
+
+MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
+
+# --- supervisor to API server --------------------------------------------------------------------------------------
+
+
+class Setup(msgspec.Struct, tag="setup", frozen=True):
+    """The first message. The descriptor of the server's statistics comes with it. Answered by `Started`."""
+
+    config: ServerConfig  # without models and routes, which follow
+    api_server: int  # its row of the statistics and its sockets to the engines, from 1 on
+    num_processes: int  # rows of the statistics: the API servers and the supervisor
+    directory: str  # of the sockets
+    name: str  # of the server, in `Via`
+
+
+class AddModel(msgspec.Struct, tag="add_model", frozen=True):
+    """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
+
+    task: None where it could not be found out, because the model cannot be loaded. engines: the number of each
+    replica's engine, in whose folder its sockets are; None: the replica has none now.
+    """
+
+    model: int
+    config: ModelConfig
+    task: Task | None
+    engines: list[int | None]
+
+
+class AddForeign(msgspec.Struct, tag="add_foreign", frozen=True):
+    """A model whose servers are at `config.urls`. Comes with its statistics, and is answered by `ModelOpened`."""
+
+    model: int
+    config: ForeignConfig
+
+
+class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
+    """A model has left the server. Its requests have ended."""
+
+    model: int
+
+
+class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
+    """The engines of a model are ready. Answered by `ModelOpened` once the tokenizer is loaded too."""
+
+    model: int
+    engine: ServedReady
+    created: int
+
+
+class StatusChanged(msgspec.Struct, tag="status", frozen=True):
+    """A model's status, and the reason that refused requests receive."""
+
+    model: int
+    status: ModelStatus
+    reason: str
+
+
+class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
+    """The models of languages and routes, at the start and when they have changed."""
+
+    routes: RoutesConfig
+
+
+class AddConnection(msgspec.Struct, tag="connection", frozen=True):
+    """Pass a client's connection, whose descriptor comes with the message, to the API server."""
+
+
+class EndRequests(msgspec.Struct, tag="end", frozen=True):
+    """End every open request of a model, or of one of its replicas, with an error."""
+
+    model: int
+    message: str
+    status: int
+    code: str
+    replica: int | None = None
+
+
+class ReplicaStarted(msgspec.Struct, tag="replica_started", frozen=True):
+    """An engine is being started for a replica: bind the sockets to it. The statistics say when it gets requests."""
+
+    model: int
+    replica: int
+    engine: int
+
+
+class ReplicaEnded(msgspec.Struct, tag="replica_ended", frozen=True):
+    """A replica's engine has died or was stopped: end its requests with `message`, and close its sockets."""
+
+    model: int
+    replica: int
+    message: str
+
+
+class Exit(msgspec.Struct, tag="exit", frozen=True):
+    """Close connections and exit."""
+
+
+# --- API server to supervisor --------------------------------------------------------------------------------------
+
+
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """The process serves connections; requests for a model are refused until it is open."""
+
+
+class ModelOpened(msgspec.Struct, tag="opened", frozen=True):
+    """A model can be served. `synthetic`: whether its tokenizer is a substitute (of speech: its tokens)."""
+
+    model: int
+    synthetic: bool
+
+
+class ModelFailed(msgspec.Struct, tag="model_failed", frozen=True):
+    """This process cannot load what it needs for a model."""
+
+    model: int
+    message: str
+
+
+class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
+    """An engine sends messages that cannot be read."""
+
+    model: int
+    replica: int
+    message: str
+
+
+ToAPIServer = (
+    Setup
+    | AddModel
+    | AddForeign
+    | RemoveModel
+    | RoutesChanged
+    | OpenModel
+    | StatusChanged
+    | AddConnection
+    | EndRequests
+    | ReplicaStarted
+    | ReplicaEnded
+    | Exit
+)
+FromAPIServer = Started | ModelOpened | ModelFailed | EngineUnreadable
+_Message = TypeVar("_Message")
+_encode = msgspec.msgpack.Encoder().encode
+_CONNECTION = _encode(AddConnection())
+
+
+class Channel(Generic[_Message]):
+    """One end of a channel. `message_type` is the union of the messages that arrive here."""
+
+    def __init__(self, sock: socket.socket, message_type: Any) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._decode = msgspec.msgpack.Decoder(message_type).decode
+
+    def send(self, message: ToAPIServer | FromAPIServer, descriptor: int | None = None) -> bool:
+        """Send a message now. False when the other end is gone, or has read so little that the buffer is full."""
+        return self._send(_encode(message), descriptor)
+
+    def send_connection(self, connection: socket.socket) -> bool:
+        """Pass `connection` on and close our copy. False as in `send`: then it is still ours."""
+        if not self._send(_CONNECTION, connection.fileno()):
+            return False
+        connection.close()
+        return True
+
+    def read(self, on_message: Callable[[_Message, list[int]], None], on_end: Callable[[], object]) -> None:
+        """Start to call `on_message` for each message with its descriptors, and `on_end` once, at the end."""
+
+        def on_readable() -> None:
+            while self._socket.fileno() >= 0:
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+                except BlockingIOError:
+                    return
+                except ConnectionError:
+                    data = b""
+                if not data:
+                    self.close()
+                    on_end()
+                    return
+                on_message(self._decode(data), descriptors)
+
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), on_readable)
+
+    def close(self) -> None:
+        """Close this end. Can be called twice."""
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+
+    def _send(self, data: bytes, descriptor: int | None) -> bool:
+        try:
+            socket.send_fds(self._socket, [data], [] if descriptor is None else [descriptor])
+        except OSError:  # a full buffer, no other end, or (ETOOMANYREFS) too many descriptors in flight
+            return False
+        return True

@@ -1,0 +1,296 @@
+"""An API server process: `python -m meltcore.serve.api_server_main`, with its channel as standard input.
+
+It serves the connections that the supervisor passes to it, with its own sockets to the engines and its own row of the
+shared statistics. The end of the channel means that the supervisor is gone, and ends this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import uvloop
+
+from meltcore.common.errors import MeltcoreError, RequestError
+from meltcore.protocol.channel import (
+    MESSAGE_BYTES,
+    AddConnection,
+    AddForeign,
+    AddModel,
+    Channel,
+    EndRequests,
+    EngineUnreadable,
+    Exit,
+    ModelFailed,
+    ModelOpened,
+    OpenModel,
+    RemoveModel,
+    ReplicaEnded,
+    ReplicaStarted,
+    RoutesChanged,
+    Setup,
+    Started,
+    StatusChanged,
+    ToAPIServer,
+)
+from meltcore.protocol.synthesis import SynthesisReady
+from meltcore.protocol.transcription import TranscriptionReady
+from meltcore.serve.engines.engine_link import socket_folder
+from meltcore.serve.http.hops import take_name
+from meltcore.serve.http.http_server import HttpServer, tune_gc
+from meltcore.serve.http.listener import raise_file_limit
+from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.keys import ApiKeys
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.requests.terms import MODEL_ASLEEP, asleep_error
+from meltcore.serve.requests.tracing import Tracing
+from meltcore.serve.routes import build_app
+from meltcore.serve.tasks.audio_backend import AudioBackend, check_audio_packages
+from meltcore.serve.tasks.generation.local_engine import LocalEngine
+from meltcore.serve.tasks.generation.text_model import TextModel, load_text
+from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
+from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
+from meltcore.serve.upstream.http_backend import HttpBackend
+from meltcore.settings.config import Task
+
+if TYPE_CHECKING:
+    from meltcore.serve.tasks.translation.translations import TranslationText
+
+
+_BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]] = {
+    "generation": LocalEngine,
+    "translation": LocalEngine,
+    "transcription": TranscriptionEngine,
+    "synthesis": SynthesisEngine,
+}
+
+
+_EngineBackend = LocalEngine | SynthesisEngine | TranscriptionEngine
+
+
+@dataclass(eq=False)
+class _Model:
+    """A model of this process: its backend, and the tokenizer that is being loaded for it (None: it needs none)."""
+
+    backend: _EngineBackend | HttpBackend
+    text: asyncio.Task[TextModel | TranslationText | None] | None = None
+    opening: asyncio.Task[None] | None = None
+    failed: bool = False
+
+
+class APIServer:
+    """One API server process, from its setup to its end."""
+
+    def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
+        config = self._config = setup.config
+        self._setup = setup
+        take_name(setup.name)
+        stats = ServerStats(
+            (),
+            keys=len(config.api_keys),
+            num_processes=setup.num_processes,
+            process_index=setup.api_server,
+            fds=[stats_fd],
+        )
+        os.close(stats_fd)
+        self._stats = stats
+        self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
+        self._log = Log(config.log_format, stats)
+        self._models: dict[int, _Model] = {}
+        self._table = ModelTable()
+        self._closing: set[asyncio.Task[None]] = set()
+        metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
+        keys = ApiKeys(config.api_keys, stats)
+        endpoint = config.otlp_traces_endpoint
+        self._tracing = None if endpoint is None else Tracing(endpoint, stats, self._log)
+        app = build_app(self._table, config, metrics, self._log, keys, self._tracing)
+        self._http = HttpServer(app, stats)
+
+    async def run(self) -> None:
+        """Serve until the supervisor sends `Exit`."""
+        self._channel.read(self._on_message, partial(os._exit, 0))
+        self._channel.send(Started())
+        await self._http.serve()
+        for model in list(self._models):
+            self._remove_model(model)
+        await asyncio.gather(*self._closing)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+        await asyncio.to_thread(self._log.close)
+
+    def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
+        if isinstance(message, AddConnection):
+            self._add_connection(descriptors)
+        elif isinstance(message, AddModel | AddForeign):
+            self._add(message, descriptors)
+        elif isinstance(message, RoutesChanged):
+            self._table.routes = message.routes
+        elif isinstance(message, Exit):
+            self._http.stop()
+        elif not isinstance(message, Setup) and message.model in self._models:
+            self._on_model_message(message)
+
+    def _on_model_message(
+        self, message: OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded | RemoveModel
+    ) -> None:
+        model = self._models[message.model]
+        backend = model.backend
+        if isinstance(message, StatusChanged):
+            backend.health.set(message.status, message.reason)
+            if isinstance(backend, HttpBackend):
+                backend.check_health()
+        elif isinstance(message, EndRequests):
+            error = RequestError(message.message, status=message.status, code=message.code)
+            if message.code == MODEL_ASLEEP:
+                error = asleep_error(backend.stats, message.message)
+            backend.end_all(error, "aborted", message.replica)
+        elif isinstance(message, RemoveModel):
+            self._remove_model(message.model)
+        elif isinstance(backend, HttpBackend):
+            return  # it has no engines
+        elif isinstance(message, OpenModel):
+            model.opening = asyncio.create_task(self._open(model, message))
+        elif isinstance(message, ReplicaStarted):
+            self._connect(message.model, message.replica, message.engine)
+        else:
+            backend.replica_ended(message.replica, message.message)
+
+    def _add_connection(self, descriptors: list[int]) -> None:
+        """Serve a connection. When this process is out of descriptors, the kernel has closed it already."""
+        if descriptors:
+            self._http.add_connection(socket.socket(fileno=descriptors[0]))
+        else:
+            self._stats.add("connections_closed")
+            self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
+
+    def _add(self, message: AddModel | AddForeign, descriptors: list[int]) -> None:
+        if not descriptors:
+            self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
+            return
+        replicas = message.config.num_replicas if isinstance(message, AddForeign) else len(message.engines)
+        stats = self._stats.add_model(message.model, replicas, descriptors[0])
+        os.close(descriptors[0])
+        if isinstance(message, AddForeign):
+            self._add_foreign(message, stats)
+        else:
+            self._add_model(message, stats)
+
+    def _add_foreign(self, message: AddForeign, stats: ModelStats) -> None:
+        try:
+            backend = HttpBackend(
+                message.config,
+                stats,
+                request_timeout_s=self._config.request_timeout_s,
+                class_shares=self._config.class_shares,
+            )
+        except MeltcoreError as error:  # the environment lacks a key, as the supervisor has found before
+            self._channel.send(ModelFailed(message.model, str(error)))
+            return
+        backend.start()
+        self._models[message.model] = _Model(backend)
+        self._table.add(backend)
+        self._channel.send(ModelOpened(message.model, False))
+
+    def _add_model(self, message: AddModel, stats: ModelStats) -> None:
+        task = message.task or "generation"
+        backend_class, stats.task = _BACKENDS[task], task
+        backend = backend_class(
+            message.config,
+            self._stats,
+            stats,
+            request_timeout_s=self._config.request_timeout_s,
+            class_shares=self._config.class_shares,
+        )
+        model = self._models[message.model] = _Model(backend)
+        for replica, engine in enumerate(message.engines):
+            if engine is None:
+                stats.set_connected(replica, False)
+            else:
+                self._connect(message.model, replica, engine)
+        if message.task is not None:
+            model.text = asyncio.create_task(self._load_text(message.model, model))
+        self._table.add(backend)
+
+    def _remove_model(self, model: int) -> None:
+        removed = self._models.pop(model)
+        self._table.remove(removed.backend)
+        self._stats.remove_model(model)
+        for work in (removed.text, removed.opening):
+            if work is not None:
+                work.cancel()
+        removed.backend.close()
+        if isinstance(removed.backend, AudioBackend):
+            task = asyncio.create_task(removed.backend.close_workers())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _connect(self, model: int, replica: int, engine: int) -> None:
+        folder = socket_folder(Path(self._setup.directory), engine)
+        on_unreadable = partial(self._report_unreadable, model)
+        backend = self._models[model].backend
+        assert not isinstance(backend, HttpBackend)
+        backend.connect(replica, folder, self._setup.api_server, on_unreadable)
+
+    async def _load_text(self, number: int, model: _Model) -> TextModel | TranslationText | None:
+        """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
+        try:
+            if isinstance(model.backend, LocalEngine):
+                return await asyncio.to_thread(load_text, model.backend.config)
+            check_audio_packages()
+        except MeltcoreError as error:
+            model.failed = True
+            self._channel.send(ModelFailed(number, str(error)))
+        return None
+
+    async def _open(self, model: _Model, message: OpenModel) -> None:
+        assert model.text is not None
+        text, backend, engine = await model.text, model.backend, message.engine
+        if model.failed:
+            return  # reported already
+        if isinstance(backend, TranscriptionEngine):
+            assert isinstance(engine, TranscriptionReady)
+            backend.open(engine, message.created)
+        elif isinstance(backend, SynthesisEngine):
+            assert isinstance(engine, SynthesisReady)
+            backend.open(engine, message.created)
+        else:
+            assert text is not None
+            assert isinstance(backend, LocalEngine)
+            assert not isinstance(engine, TranscriptionReady | SynthesisReady)
+            backend.open(text, engine, message.created)
+        tune_gc()
+        is_synthetic = text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
+        self._channel.send(ModelOpened(message.model, is_synthetic))
+
+    def _report_unreadable(self, model: int, replica: int, reason: str) -> None:
+        self._channel.send(EngineUnreadable(model, replica, reason))
+
+
+def main() -> int:
+    """Run the API server process that the supervisor describes on the channel."""
+    # The supervisor decides when to exit; a signal to the whole process group is for it.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    raise_file_limit()
+    channel_socket = socket.socket(fileno=sys.stdin.fileno())
+    data, descriptors, _, _ = socket.recv_fds(channel_socket, MESSAGE_BYTES, 1)
+    if not data:
+        return 0  # the supervisor is gone
+    setup = msgspec.msgpack.decode(data, type=Setup)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(channel_socket, setup, descriptors[0]))
+    return 0
+
+
+async def _serve(channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
+    await APIServer(channel_socket, setup, stats_fd).run()

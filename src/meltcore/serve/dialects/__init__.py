@@ -1,0 +1,1 @@
+"""Routes of other APIs: dwani.ai's."""

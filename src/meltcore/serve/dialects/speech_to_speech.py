@@ -1,0 +1,108 @@
+"""POST /v1/speech_to_speech, in the form of dwani.ai's API: a spoken question in, a spoken answer out."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.dialects.dwani_chat import answer_in, check_mode
+from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.http import while_connected
+from meltcore.serve.requests.protocol import SpeechToSpeechFields, convert_fields
+from meltcore.serve.requests.request_fields import header
+from meltcore.serve.requests.task_backends import SpokenPart, SynthesisRequest
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.synthesis.speech import send_speech
+from meltcore.serve.tasks.transcription.transcription_form import speech_request
+from meltcore.text.visible import is_visible
+
+_MAX_SESSION_BYTES = 128
+
+
+class SpeechToSpeechEndpoint(Endpoint):
+    """Transcribes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
+
+    paths = dwani_paths = ("/v1/speech_to_speech", "/v1/speech_to_speech/")
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        session = header(exchange.scope, b"x-session-id")
+        if session is not None and len(session) > _MAX_SESSION_BYTES:
+            raise RequestError(f"X-Session-ID has {len(session)} characters; the limit is {_MAX_SESSION_BYTES}")
+        body, content_type = await exchange.body(self.upload_limit_bytes)
+        fields, data = await _read_form(body, content_type, exchange.query)
+        check_mode(fields.mode)
+        await while_connected(exchange.scope, self._answer(exchange, fields, data))
+
+    async def _answer(self, exchange: Exchange, fields: SpeechToSpeechFields, data: bytes) -> None:
+        language = fields.language or ""
+        if not language:
+            raise RequestError("language is required: models do not detect it", param="language")
+        transcriber, request = self.choices.transcriber(speech_request({"language": language}, data))
+        target = fields.target_language or language
+        synthesizer = self.choices.synthesizer(
+            target, param="target_language"
+        )  # before any work: a server without one says so now
+        exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
+        is_events, is_json = fields.stream_format == "sse", fields.format == "json"
+
+        transcript = await transcriber.transcribe(request, exchange.identity)
+        if not is_visible(transcript.text):
+            raise RequestError("no speech was found in the audio", param="file", code="no_speech")
+        if is_events:
+            await exchange.event({"type": "transcript.text.done", "text": transcript.text})
+        answer = await answer_in(self.choices, exchange, transcript.text, (language, target))
+        if not is_visible(answer):
+            raise RequestError(f"{exchange.fields['model']} gave an empty answer", status=502, code="empty_answer")
+        if is_events:
+            await exchange.event({"type": "response.output_text.done", "text": answer})
+        speech = SynthesisRequest(
+            text=answer,
+            voice=fields.voice,
+            response_format=fields.response_format or "mp3",
+            speed=1.0 if fields.speed is None else fields.speed,
+            seed=fields.seed or 0,
+            num_steps=fields.num_steps,
+            is_whole=is_json,
+            is_events=is_events,
+            language=target,
+        )
+        if not is_json:
+            exchange.headers.append(
+                (b"content-disposition", f'inline; filename="speech.{speech.response_format}"'.encode())
+            )
+            await send_speech(exchange, synthesizer, speech)
+            return
+        parts: list[bytes] = []
+
+        async def on_part(part: SpokenPart) -> None:
+            parts.append(part.data)
+
+        await synthesizer.synthesize(speech, exchange.identity, on_part)
+        audio = base64.b64encode(b"".join(parts)).decode()
+        whole = {"transcription": transcript.text, "llm_response": answer, "audio_base64": audio}
+        await exchange.answer(msgspec.json.encode(whole), b"application/json")
+
+
+async def _read_form(
+    body: bytes, content_type: str | None, query: dict[str, str]
+) -> tuple[SpeechToSpeechFields, bytes]:
+    """Return the fields of a form and of the URL, and the audio. Raises RequestError (400) that names a field."""
+    if content_type is None or not is_multipart(content_type):
+        raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
+    texts: dict[str, str] = dict(query)
+    data = None
+    for name, value in await read_multipart(body, content_type):
+        if isinstance(value, str) and name == "file":
+            raise no_file_name(name)
+        if isinstance(value, str):
+            texts[name] = value
+        elif name == "file":
+            data = value
+        else:
+            raise RequestError(f"unknown file {name[:60]!r}; the audio goes into the field file", param=name[:60])
+    if data is None:
+        raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
+    return convert_fields(texts, SpeechToSpeechFields), data

@@ -1,0 +1,33 @@
+"""dwani.ai's routes of images and PDF files, which need a vision model: each answers 501 and says so."""
+
+from __future__ import annotations
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.http import discard_body
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
+
+_NAMES = (
+    "visual_query_direct",
+    "indic_visual_query",
+    "ocr",
+    *("extract-text", "extract-text-all", "extract-text-all-chunk", "indic-extract-text", "indic-extract-text-all"),
+    *("summarize-pdf", "indic-summarize-pdf", "indic-summarize-pdf-all"),
+    *("custom-prompt-pdf", "indic-custom-prompt-pdf", "indic-custom-prompt-pdf-all", "indic-custom-prompt-kannada-pdf"),
+)
+PATHS = ("/app-extract-text", *(f"/v1/{name}{end}" for name in _NAMES for end in ("", "/")))
+
+
+class VisionEndpoint(Endpoint):
+    """Refuses a request, once its body has arrived: a client that is still sending would not read the answer."""
+
+    paths = dwani_paths = PATHS
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Raise RequestError (501)."""
+        await discard_body(exchange.scope, exchange.receive)
+        raise RequestError(
+            f"{exchange.scope['path']} needs a vision model, which Meltcore does not serve: images and PDF files are "
+            "not supported",
+            status=501,
+            code="not_implemented",
+        )

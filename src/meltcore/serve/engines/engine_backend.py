@@ -1,0 +1,138 @@
+"""What the backends of all local engines share: sockets, the death of replicas, profiles, readiness."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from meltcore.common.errors import EngineDeadError, RequestError
+from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
+from meltcore.protocol.shell import Profile, ProfileDone
+from meltcore.serve.engines.engine_link import EngineLink
+from meltcore.serve.requests.backend import SERVING, Health
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.settings.config import ModelConfig, Profiler
+
+ENGINE_DEAD = "the engine has died"
+_Model = TypeVar("_Model")
+
+
+class EngineBackend(ABC):
+    """The engines of one model, one per replica, as one API server process sees them."""
+
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats) -> None:
+        self.config = config
+        self.names = config.names
+        self.stats = stats
+        self.health = Health(stats)
+        self._server_stats = server
+        self._created = 0  # Unix seconds; once the model is open
+        self._links: dict[int, EngineLink] = {}  # by replica
+        self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
+
+    @abstractmethod
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+
+    @abstractmethod
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+        """End every open request, or every one of `replica`, with an error."""
+
+    @abstractmethod
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each.
+
+        Their ids stay, so what the lost one still sends of them is to be dropped.
+        """
+
+    @abstractmethod
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    def connect(
+        self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
+    ) -> None:
+        """Bind the sockets to a replica's engine in `folder`. `on_unreadable(replica, reason)`: see EngineLink."""
+        on_message, on_error = partial(self.on_message, replica), partial(on_unreadable, replica)
+        self._links[replica] = EngineLink(folder, client_index, on_message, on_error, partial(self._on_lost, replica))
+        self.stats.set_connected(replica, True)
+
+    def _on_lost(self, replica: int, reason: str) -> None:
+        """Retry or end the requests of an engine on another machine: what it has sent may be lost."""
+        self._retry_or_end(replica, reason, "engine_lost", replica)
+
+    def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
+        """Retry the requests of a lost replica where another one is ready; end the rest, or those of all (None)."""
+        others = [each for each in self.stats.live_replicas() if each != replica]
+        if others:
+            self.retry(replica, others)
+        self.end_all(RequestError(message, status=503, code=code), "failed", ended)
+
+    def replica_ended(self, replica: int, message: str) -> None:
+        """Retry or end the requests of a replica whose engine has died or was stopped, and close its sockets."""
+        self.stats.set_connected(replica, False)
+        # With the last one also those end that wait for a turn, unless they wait for a model that sleeps.
+        ended = replica if self.stats.live_replicas() or self.stats.is_asleep else None
+        self._retry_or_end(replica, message, "engine_dead", ended)
+        for profiled_replica, waiter in self._profiles:
+            if profiled_replica == replica and not waiter.done():
+                waiter.set_exception(EngineDeadError(message))
+        self._profiles = [waiting_profile for waiting_profile in self._profiles if waiting_profile[0] != replica]
+        if (link := self._links.pop(replica, None)) is not None:
+            link.close()
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for link in self._links.values():
+            link.close()
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
+        """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
+        self.check_ready()
+        replica = min(self.stats.live_replicas(), default=None)
+        if replica is None:
+            raise EngineDeadError(ENGINE_DEAD)
+        done_future: asyncio.Future[ProfileDone] = asyncio.get_running_loop().create_future()
+        self._profiles.append((replica, done_future))
+        self._send(Profile(action, directory, profiler), replica)
+        return await done_future
+
+    def _on_profile_done(self, replica: int, message: ProfileDone) -> None:
+        for index, (profiled_replica, waiter) in enumerate(self._profiles):
+            if profiled_replica == replica:
+                del self._profiles[index]
+                if not waiter.done():
+                    waiter.set_result(message)
+                return
+
+    def _send(self, message: ToEngine, replica: int) -> None:
+        if (link := self._links.get(replica)) is not None:  # else its engine has ended, and all that it worked on
+            link.send(message)
+
+    def _live_replicas(self) -> list[int]:
+        """Return the replicas for a new request; none while the model sleeps. Raises RequestError (503) without any.
+
+        The last one may have died a moment ago: the supervisor's message is on its way.
+        """
+        live = self.stats.live_replicas()
+        if not live and not self.stats.is_asleep:
+            self.check_ready()
+            raise self.health.not_ready(ENGINE_DEAD)
+        return live
+
+    def _card(self, name: str, engine: ServedReady, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore", **facts}
+        common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
+        return card | common | {"replicas": self.config.data_parallel_size}
+
+    def _when_ready(self, model: _Model | None) -> _Model:
+        """Return the loaded model. Raises RequestError (503) while it cannot serve."""
+        if model is None or self.health.status not in SERVING:
+            self.stats.add(f"rejected_{self.health.status}")
+            raise self.health.not_ready(self.health.reason)
+        return model

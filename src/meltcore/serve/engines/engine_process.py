@@ -1,0 +1,235 @@
+"""An engine process of a replica, started, watched and ended by the supervisor. It is started once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meltcore.common.errors import ConfigError, EngineDeadError
+from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
+from meltcore.common.process import STDERR, describe_exit, is_stopped, start_async
+from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
+from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
+from meltcore.protocol.synthesis import SynthesisReady
+from meltcore.protocol.transcription import TranscriptionReady
+from meltcore.protocol.translation import TranslationReady
+from meltcore.serve.engines.engine_link import EngineLink
+from meltcore.settings.config import EngineConfig
+
+ENGINE_COMMAND = (sys.executable, "-m", "meltcore.engine")
+EXIT_LIMIT_S = 3.0  # from asking the engine to exit until it is killed
+_LAST_MESSAGE_S = 1.0  # for the last message of an engine to pass ZeroMQ's thread on a busy machine
+
+
+class EngineProcess(ABC):
+    """An engine process, on this machine or on another one. `on_message` gets its messages to the supervisor."""
+
+    def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
+        self._on_message = on_message
+        self._link: EngineLink | None = None
+        self._ready: asyncio.Future[ServedReady] | None = None
+        self._failure_reason: str | None = None  # as the engine reported it
+
+    async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
+        """Do what must be done before API servers can connect. Raises EngineDeadError."""
+
+    async def start(self) -> ServedReady:
+        """Start the engine and wait until it can serve.
+
+        Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        # A failure that comes after a cancelled start is never retrieved, which would print a traceback.
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        await self._launch()
+        assert self._link is not None
+        exited = asyncio.create_task(self._exited())
+        pending_futures: set[asyncio.Future[Any]] = {self._ready, exited}
+        await asyncio.wait(pending_futures, return_when=asyncio.FIRST_COMPLETED)
+        self._link.receive()  # its last message may be in the socket, or on its way there
+        await asyncio.wait({self._ready}, timeout=_LAST_MESSAGE_S)
+        if self._ready.done():
+            exited.cancel()
+            return self._ready.result()
+        raise EngineDeadError(f"the engine ended while loading ({exited.result()})")
+
+    @abstractmethod
+    async def _launch(self) -> None:
+        """Open the link, and start the process where it is not running."""
+
+    @abstractmethod
+    async def _exited(self) -> str:
+        """Wait until the process has ended; returns how."""
+
+    @property
+    def node(self) -> str | None:
+        """The name of the node of a cluster that it runs on, "" for none yet; None: it is for this machine."""
+        return None
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process now."""
+
+    @abstractmethod
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
+
+    async def wait(self) -> str:
+        """Wait until the process has ended; returns why."""
+        exit_text = await self._exited()
+        return f"{self._failure_reason} ({exit_text})" if self._failure_reason else exit_text
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine."""
+        assert self._link is not None
+        self._link.send(message)
+
+    async def stop(self) -> None:
+        """End the engine; kill it when it does not exit in time. Can be called twice."""
+        if self.pid is not None:
+            if self._link is not None:
+                self._link.send(Shutdown())
+                self._link.flush()
+            exited = asyncio.create_task(self._exited())
+            await asyncio.wait({exited}, timeout=EXIT_LIMIT_S if self.loaded is not None else 0)
+            if not exited.done():
+                self.kill()
+            await exited
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Close the sockets to an engine that has ended. Can be called twice."""
+        self.close_link()
+
+    async def wait_freed(self) -> None:  # noqa: B027 - the process of an engine of this machine has ended
+        """Wait until an engine that has ended, and was left, can have no memory any more."""
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        return False
+
+    def close_link(self) -> None:
+        """Close the sockets to the engine. Can be called twice."""
+        if self._link is not None:
+            self._link.close()
+
+    def fail(self, reason: str) -> None:
+        """End an engine that cannot be used; `reason` replaces its own."""
+        self.kill()
+        self._receive(EngineFailed(reason))
+
+    @property
+    def loaded(self) -> ServedReady | None:
+        """The engine's limits once it can serve, else None."""
+        ready = self._ready
+        return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
+
+    def _receive(self, message: FromEngine) -> None:
+        if isinstance(message, EngineFailed):
+            self._failure_reason = message.message
+        if self._ready is not None and not self._ready.done():
+            if isinstance(message, EngineReady):
+                self._ready.set_result(message)
+            elif isinstance(message, EngineFailed):
+                self._ready.set_exception(ConfigError(message.message))
+        self._on_message(message)
+
+
+class LocalEngineProcess(EngineProcess):
+    """Starts an engine of this machine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        on_message: Callable[[FromEngine], None],
+        *,
+        directory: Path,
+        client_count: int,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """Prepare an engine process.
+
+        `command` starts it; `directory`, of the sockets, and the number of its clients follow. `environment` is added
+        to ours. `log`: the file to which its output is appended; None: our standard error.
+        """
+        super().__init__(on_message)
+        self._config = config
+        self._command = (*command, str(directory), str(client_count))
+        self._directory = directory
+        self._environment = dict(environment or {})
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def _launch(self) -> None:
+        self._link = EngineLink(self._directory, 0, self._receive, self.fail)
+        self._process = await self._start_process()
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")  # kept open: the engine exits at its end
+
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        environment = os.environ | ONE_ARENA_ENVIRONMENT | self._environment
+        if self._log is None:
+            return await start_async(self._command, stdin=subprocess.PIPE, stdout=STDERR, environment=environment)
+        try:
+            with self._log.open("ab") as log:
+                environment["PYTHONUNBUFFERED"] = "1"  # what it prints is in the file before it is killed
+                return await start_async(
+                    self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, environment=environment
+                )
+        except OSError as error:
+            raise ConfigError(f"the log {self._log} cannot be written: {error.strerror}") from error
+
+    async def _exited(self) -> str:
+        assert self._process is not None
+        return describe_exit(await self._process.wait())
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def kill(self) -> None:
+        """End the process now."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped (SIGSTOP, SIGTSTP or a debugger)."""
+        return self._process is not None and is_stopped(self._process.pid)
+
+
+def common_limits(engines: Sequence[ServedReady]) -> ServedReady:
+    """Return the smallest limits of all replicas, with the memory table of the first one."""
+    load_s = max(engine.load_s for engine in engines)
+    if isinstance(first := engines[0], TranscriptionReady | SynthesisReady):
+        return msgspec.structs.replace(first, load_s=load_s)
+    if isinstance(first, TranslationReady):
+        slots = min(engine.slots for engine in engines if isinstance(engine, TranslationReady))
+        return msgspec.structs.replace(first, slots=slots, load_s=load_s)
+    generation = [engine for engine in engines if isinstance(engine, GenerationReady)]
+    return msgspec.structs.replace(
+        first,
+        max_model_len=min(engine.max_model_len for engine in generation),
+        max_num_seqs=min(engine.max_num_seqs for engine in generation),
+        pages_total=min(engine.pages_total for engine in generation),
+        load_s=load_s,
+    )

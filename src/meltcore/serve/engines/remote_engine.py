@@ -1,0 +1,209 @@
+"""An engine process on another node, started there by a cluster and reached over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from meltcore.common.errors import EngineEvictedError
+from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.engines import FromEngine
+from meltcore.protocol.shell import Shutdown
+from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S, EngineAddress, write_address
+from meltcore.serve.engines.engine_link import EngineLink
+from meltcore.serve.engines.engine_process import EXIT_LIMIT_S, EngineProcess
+
+_REASON_S = 0.5  # for the cluster to tell why an engine has ended whose connection is lost
+_POLL_S = 0.02
+_FREED_POLL_S, _CONNECT_S = 0.25, 1.0  # the port of an engine that was left is tried so often, and has so long
+_KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its node may be gone
+
+
+class RunEnded(NamedTuple):
+    """How an engine process has ended. is_evicted: its cluster has ended it, for lack of memory on its node."""
+
+    reason: str
+    is_evicted: bool = False
+
+
+class RemoteRun(NamedTuple):
+    """An engine process on a node: where it listens, its process id there, and how it has ended."""
+
+    address: EngineAddress
+    pid: int
+    ended: asyncio.Future[RunEnded]
+
+
+class Cluster(Protocol):
+    """What starts engines on other nodes."""
+
+    async def start_engine(
+        self,
+        start: StartEngine,
+        on_output: Callable[[bytes], None],
+        on_place: Callable[[str, Sequence[int]], None],
+        failed_nodes: Mapping[str, int],
+    ) -> RemoteRun:
+        """Start an engine process; `on_output` gets what it prints, `on_place` the node and GPUs where it is started.
+
+        failed_nodes: to avoid where others have room, with the deaths there. Raises EngineDeadError where it does not
+        run.
+        """
+
+    def kill_engine(self, engine: int) -> None:
+        """End an engine process now."""
+
+
+class RemoteEngineProcess(EngineProcess):
+    """Starts an engine on a node, and calls `on_message` for each of its messages to the supervisor.
+
+    It has ended when the cluster says so, or when its connection is lost: then its node ends it, or it ends by itself.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        start: StartEngine,
+        on_message: Callable[[FromEngine], None],
+        directory: Path,
+        log: Path | None = None,
+        *,
+        on_place: Callable[[str, Sequence[int]], None] = lambda _node, _gpus: None,
+        failed_nodes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Prepare an engine process; its address is written into `directory`, for all clients.
+
+        `log`: the file to which its output is appended; None: our standard error. on_place, failed_nodes: of
+        `Cluster.start_engine`.
+        """
+        super().__init__(on_message)
+        self._cluster = cluster
+        self._start = start
+        self._directory = directory
+        self._log = log
+        self._on_place, self._failed_nodes = on_place, failed_nodes
+        self._run: RemoteRun | None = None
+        self._is_left = False
+        self._orphaned_s: float | None = None  # when it has ended by itself at the latest (monotonic), once it is left
+        self._unseen_s = 0.0  # when one whose address is not known has ended by itself, where its start was evicted
+
+    async def prepare(self) -> None:
+        """Start the process. Raises EngineDeadError, and EnginePendingError where none is started."""
+        self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
+        try:
+            run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
+        except EngineEvictedError:
+            self._unseen_s = time.monotonic() + FIRST_CLIENT_S
+            raise
+        self._run = run
+        write_address(self._directory, self._run.address)
+
+    async def _launch(self) -> None:
+        self._link = EngineLink(self._directory, 0, self._receive, self.fail, self._on_lost)
+
+    async def _exited(self) -> str:
+        assert self._run is not None
+        return (await asyncio.shield(self._run.ended)).reason
+
+    async def leave(self) -> None:
+        """Close the connection. An engine that lives on after what has watched it is asked to end before.
+
+        Its actor may have died alone. What does not end is an orphan from now on.
+        """
+        if self._is_left:
+            return
+        self._is_left = True
+        try:
+            if self._link is not None and self._link.is_connected:
+                self._link.send(Shutdown())
+                self._link.flush()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EXIT_LIMIT_S):
+                        while self._link.is_connected:  # noqa: ASYNC110 - it has no event
+                            await asyncio.sleep(_POLL_S)
+        finally:
+            self.close_link()
+            self._orphaned_s = time.monotonic() + ORPHAN_S  # also where this was cancelled
+
+    async def wait_freed(self) -> None:
+        """Wait until an engine that was left has closed its port, or has ended as an orphan.
+
+        A lost connection says nothing of the process: it may hang, or the network may have had a gap. One whose start
+        was evicted ends without a first client.
+        """
+        if self._run is None:
+            await asyncio.sleep(self._unseen_s - time.monotonic())
+            return
+        address = self._run.address
+        while self._orphaned_s is not None and (left_s := self._orphaned_s - time.monotonic()) > 0:
+            if await _is_closed(address.host, address.port, min(left_s, _CONNECT_S)):
+                return
+            await asyncio.sleep(_FREED_POLL_S)
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        return self._run is not None and self._run.ended.done() and self._run.ended.result().is_evicted
+
+    def _receive(self, message: FromEngine) -> None:
+        if not self._is_left:
+            super()._receive(message)
+
+    @property
+    def node(self) -> str | None:
+        """The name of its node while it runs, else ""."""
+        return self._run.address.name if self._run is not None and not self._run.ended.done() else ""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id on its node while it runs."""
+        return self._run.pid if self._run is not None and not self._run.ended.done() else None
+
+    def kill(self) -> None:
+        """End the process now, as far as its node can be reached."""
+        if self._run is not None and not self._run.ended.done():
+            self._cluster.kill_engine(self._start.engine)
+            asyncio.get_running_loop().call_later(_KILL_S, self._give_up)
+
+    def is_stopped(self) -> bool:
+        """Return False: a stopped process loses its connection."""
+        return False
+
+    def _on_output(self, data: bytes) -> None:
+        if self._log is None:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+            return
+        with suppress(OSError), self._log.open("ab") as log:  # without its log, as on a full disk, the engine serves
+            log.write(data)
+
+    def _give_up(self) -> None:
+        if self._run is not None and not self._run.ended.done():
+            self._run.ended.set_result(RunEnded("its node does not answer"))
+
+    def _on_lost(self, reason: str) -> None:
+        asyncio.get_running_loop().call_later(_REASON_S, self._lose, reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._run is not None and not self._run.ended.done():
+            self._run.ended.set_result(RunEnded(reason))
+            self._cluster.kill_engine(self._start.engine)
+
+
+async def _is_closed(host: str, port: int, limit_s: float) -> bool:
+    """Return whether a node refuses connections to a port: the process that listened there has closed it."""
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):  # of a node that cannot be reached
+        return False
+    writer.close()
+    return False

@@ -1,0 +1,124 @@
+"""The first layer of the application: refuses other sites' pages and invalid keys, and reads a request's terms."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meltcore.common.errors import RequestError
+from meltcore.common.options import read_number
+from meltcore.serve.http.hops import check_hops
+from meltcore.serve.http.http import request_id, send_error
+from meltcore.serve.http.origins import OriginCheck
+from meltcore.serve.http.paths import OPEN_PATHS
+from meltcore.serve.requests.keys import ApiKeys
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.request_fields import header, shorten
+from meltcore.serve.requests.stats import CLASSES
+from meltcore.serve.requests.terms import RequestTerms, set_terms
+from meltcore.settings.config import PriorityClass
+
+if TYPE_CHECKING:
+    from meltcore.serve.requests.request_span import RequestSpan
+    from meltcore.serve.requests.tracing import Tracing
+
+TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
+
+
+def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
+    """Read the terms from a request's headers. Raises RequestError: 401 without a valid key, 400, 429."""
+    key = keys.find(scope)
+    timeout, priority_class = header(scope, TIMEOUT_HEADER), header(scope, CLASS_HEADER)
+    timeout_s = None if timeout is None else _timeout_s(timeout)
+    class_name = None if priority_class is None else _class(priority_class)
+    if key is not None and scope["method"] == "POST":
+        key.admit()
+    return RequestTerms(key, class_name, timeout_s)
+
+
+def _timeout_s(value: bytes) -> float:
+    try:
+        seconds = read_number(value.decode("latin-1"), float)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        text = shorten(value.decode("latin-1"))
+        raise RequestError(f"X-Request-Timeout must be a number of seconds above 0; got {text!r}")
+    return seconds
+
+
+def _class(value: bytes) -> PriorityClass:
+    text = value.decode("latin-1").strip().lower()
+    for name in CLASSES:
+        if name == text:
+            return name
+    raise RequestError(f"X-Priority-Class must be one of {', '.join(CLASSES)}; got {shorten(text)!r}")
+
+
+class Gate:
+    """Passes requests on to `app`.
+
+    It refuses a request that comes from another site's page, lacks a valid key or exceeds the key's rate, and one that
+    this server has sent on before.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, log: Log, origins: OriginCheck, tracing: Tracing | None = None
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._origins = origins
+        self._log = log
+        self._tracing = tracing
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Answer one request."""
+        try:
+            check_hops(scope)
+            self._origins.check(scope)
+        except RequestError as error:
+            set_terms(RequestTerms())
+            return self._refuse(scope, send, error)
+        if scope["path"] in OPEN_PATHS:
+            return self._app(scope, receive, send)
+        if self._tracing is not None and scope["method"] == "POST":
+            return self._traced(scope, receive, send, self._tracing)
+        return self._pass(scope, receive, send)
+
+    def _pass(self, scope: Scope, receive: Receive, send: Send, span: RequestSpan | None = None) -> Awaitable[None]:
+        try:
+            terms = read_terms(scope, self._keys)
+        except RequestError as error:
+            terms = RequestTerms()
+            answer: Awaitable[None] = self._refuse(scope, send, error)
+        else:
+            answer = self._app(scope, receive, send)
+        terms.span = span
+        set_terms(terms)
+        return answer
+
+    async def _traced(self, scope: Scope, receive: Receive, send: Send, tracing: Tracing) -> None:
+        span, failure = tracing.begin(scope), None
+        try:
+            await self._pass(scope, receive, send, span)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            span.end(failure)
+
+    async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
+        began_s, identity = time.monotonic(), request_id(scope)
+        await send_error(send, error, headers=[(b"x-request-id", identity.encode())])
+        self._log.write(
+            "request",
+            request_id=identity,
+            path=scope["path"],
+            status=error.status,
+            error=error.code,
+            total_s=round(time.monotonic() - began_s, 6),
+        )

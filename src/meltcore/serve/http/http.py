@@ -1,0 +1,189 @@
+"""HTTP at the level of raw ASGI messages: request bodies, JSON responses, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.request_fields import header, shorten
+
+Headers = list[tuple[bytes, bytes]]
+_Result = TypeVar("_Result")
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "client_closed_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_MAX_COPY_BYTES = 2**20  # on the event loop; bytes.join releases the GIL from here on
+_DISCARD_BYTES = 256 * 2**20
+_DISCARD_S = 5.0
+_MAX_MESSAGE_CHARS = 2048  # of an error: parts of it are what the client sent
+_random_bits = random.Random().getrandbits  # noqa: S311 - an id need not be secret, and uuid4 takes 3 us
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
+
+
+class ClientDisconnectedError(Exception):
+    """The client disconnected while its request was being read."""
+
+
+def request_id(scope: Scope) -> str:
+    """Return the client's x-request-id if it is a plain token of at most 128 characters, else a new id."""
+    header_value = header(scope, b"x-request-id")
+    return (
+        header_value.decode()
+        if header_value is not None and _REQUEST_ID.fullmatch(header_value)
+        else f"{_random_bits(128):032x}"
+    )
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """Return the whole request body.
+
+    Raises RequestError: 413 past `limit_bytes`, with or without a content-length; 415 for a compressed body.
+    """
+    coding = header(scope, b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"", b"identity"):
+        await discard_body(scope, receive)
+        text = shorten(coding.decode("latin-1"))
+        raise RequestError(f"Content-Encoding {text!r} is not decoded here; send the body as it is", status=415)
+    length = header(scope, b"content-length")
+    if length is not None and int(length) > limit_bytes:
+        await discard_body(scope, receive)
+        raise _body_too_large_error(f"{int(length):,} bytes", limit_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        body = message.get("body", b"")
+        size += len(body)
+        if size > limit_bytes:
+            await discard_body(scope, receive)
+            raise _body_too_large_error(f"more than {limit_bytes:,} bytes", limit_bytes)
+        chunks.append(body)
+        if not message.get("more_body", False):
+            return await join_pieces(chunks)
+
+
+async def join_pieces(pieces: Sequence[bytes]) -> bytes:
+    """Return the pieces as one. Above 1 MiB another thread copies: Python lets the event loop run meanwhile."""
+    if sum(map(len, pieces)) < _MAX_COPY_BYTES:
+        return b"".join(pieces)
+    return await asyncio.to_thread(b"".join, pieces)
+
+
+async def discard_body(scope: Scope, receive: Receive) -> None:
+    """Read on and drop the data, within bounds: a client that is still sending would lose the response to a reset.
+
+    A client that waits to be asked for its body (`Expect: 100-continue`) is not asked.
+    """
+    connection = scope.get("meltcore.connection")
+    if connection is not None and connection.holds_body(scope):
+        return
+    size = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            while size < _DISCARD_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _body_too_large_error(size_text: str, limit_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body has {size_text}; the limit is {limit_bytes:,} bytes (--max-body, or limits.max_body of a fleet)",
+        status=413,
+        code="body_too_large",
+    )
+
+
+async def while_connected(scope: Scope, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Raises ClientDisconnectedError then.
+    """
+    task = asyncio.create_task(work)
+    connection = scope["meltcore.connection"]
+    connection.set_disconnect_callback(task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        own_task = asyncio.current_task()
+        if task.cancelled() and not (own_task is not None and own_task.cancelling()):
+            raise ClientDisconnectedError from None
+        task.cancel()
+        raise
+    finally:
+        connection.set_disconnect_callback(None)
+
+
+async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return the results of coroutines that run together. The first error ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except* Exception as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    return [task.result() for task in tasks]
+
+
+def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
+    """Return an error in OpenAI's form. has_detail: with the field of dwani.ai's form beside it."""
+    error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
+    error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}
+    detail = {"detail": message} if has_detail else {}
+    return msgspec.json.encode({**detail, "error": error_fields})
+
+
+async def send_json(send: Send, body: bytes, *, status: int = 200, headers: Headers | None = None) -> None:
+    """Respond with JSON."""
+    await send_bytes(send, body, b"application/json", status=status, headers=headers)
+
+
+async def send_bytes(
+    send: Send, body: bytes, content_type: bytes, *, status: int = 200, headers: Headers | None = None
+) -> None:
+    """Respond with a body whose length is known."""
+    all_headers = [
+        (b"content-type", content_type),
+        (b"content-length", b"%d" % len(body)),
+        *(headers or ()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(
+    send: Send, error: RequestError, *, headers: Headers | None = None, has_detail: bool = False
+) -> None:
+    """Respond with `error`. 429 and 503 say when to retry; after a 413 the rest of the body is not read."""
+    extra: Headers = list(headers or ())
+    if error.status in (429, 503):
+        extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s or 1))))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    if error.status == 413:
+        extra.append((b"connection", b"close"))
+    await send_json(send, error_json(error, has_detail=has_detail), status=error.status, headers=extra)

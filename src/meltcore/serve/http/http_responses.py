@@ -1,0 +1,132 @@
+"""How a connection responds: one write for head and body, refusals, and what clients of other versions expect."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.http import request_id, send_error
+from meltcore.serve.requests.request_fields import header, shorten
+
+
+class JoinedWrites:
+    """A transport that writes the head of a response together with the body that follows.
+
+    uvicorn writes them one after the other: two system calls, and two segments for the client to wake up for.
+    """
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Write bytes, after the head that was kept. A head other than 100 Continue is kept."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write the head that is kept: no body follows an answer to HEAD."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Write what is kept, and close."""
+        self.flush()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def head_problem(scope: Scope) -> RequestError | None:
+    """Return why a request cannot be understood by its headers alone."""
+    hosts = 0
+    for name, value in scope["headers"]:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding" and value.lower() != b"chunked":
+            coding = shorten(value.decode("latin-1"))
+            return RequestError(f"Transfer-Encoding {coding!r} is not known here; send chunked", status=501)
+        elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] == "1.1":
+            expectation = shorten(value.decode("latin-1"))
+            return RequestError(f"Expect: {expectation!r} cannot be met; only 100-continue is known", status=417)
+    if hosts > 1:
+        return RequestError(f"a request has one header Host; this one has {hosts}")
+    return None
+
+
+class Refusal:
+    """An application that answers with one error, and closes the connection."""
+
+    def __init__(self, error: RequestError) -> None:
+        self._error = error
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send the error."""
+        identity = request_id(scope).encode()
+        await send_error(send, self._error, headers=[(b"x-request-id", identity), (b"connection", b"close")])
+
+
+class ResponseBeforeBody:
+    """Runs an application for a client that waits to be asked for its body (`Expect: 100-continue`).
+
+    uvicorn asks when the application reads. A final response before that ends the connection: the client may leave out
+    the body that it has announced, and nothing distinguishes a body from the next request.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and close the connection after a response to a body that was not asked for."""
+
+        async def send_and_close(message: Message) -> None:
+            if self._cycle.waiting_for_100_continue:
+                self._cycle.keep_alive = False
+            await send(message)
+
+        await self._app(scope, receive, send_and_close)
+
+
+class ResponseOfHttp10:
+    """Runs an application for a client of HTTP/1.0, which knows neither chunk sizes nor 100 Continue (RFC 9112, 6.1).
+
+    A response without a length ends with the connection. One with a length leaves it open for a client that says
+    `Connection: keep-alive`.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+        cycle.chunked_encoding = False
+        cycle.waiting_for_100_continue = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, and send its body without chunk sizes."""
+        cycle = self._cycle
+        options = (header(scope, b"connection") or b"").lower().split(b",")
+        cycle.keep_alive = b"keep-alive" in (option.strip() for option in options)
+
+        async def send_without_chunks(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                names = {name for name, _ in headers}
+                cycle.keep_alive &= b"content-length" in names and b"connection" not in names
+                if cycle.keep_alive:
+                    message = {**message, "headers": [*headers, (b"connection", b"keep-alive")]}
+            else:  # uvicorn compares what is sent with the length that it has read in the head
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_without_chunks)

@@ -1,0 +1,156 @@
+"""uvicorn as the HTTP server of one process. It is given connections: the listening socket is the supervisor's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from meltcore.common.host_memory import trim_memory
+from meltcore.serve.http.http_protocol import HttpProtocol
+from meltcore.serve.requests.stats import ServerStats
+
+KEEP_ALIVE_S = 75
+CLOSE_S = 2  # whole seconds: uvicorn's limit for connections to close
+LATE_CHECK_S = 5.0
+GC_THRESHOLDS = (50_000, 20, 100)  # young objects are requests: a collection every 700 would only pause streams
+IDLE_CHECK_S = 1.0
+LAG_CHECK_S = 0.05
+MIN_EVENTS = 256  # requests and ends of connections; what fewer leave behind is not worth a walk through the heap
+
+
+class HttpServer:
+    """Serves `app` on the connections it is given."""
+
+    def __init__(self, app: ASGIApp, stats: ServerStats) -> None:
+        self._config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            http=HttpProtocol,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        self._config.load()
+        self._server = EmbeddedServer(self._config)
+        self._stats = stats
+        self._connecting: set[asyncio.Task[Any]] = set()
+
+    async def serve(self) -> None:
+        """Serve until `stop`, then until the connections are closed or CLOSE_S have passed."""
+        IdleTrim(self._stats)
+        _LagWatch(self._stats)
+        self._disconnect_late()
+        await self._server.serve(sockets=[])
+
+    def stop(self) -> None:
+        """Accept no more requests and let `serve` return."""
+        self._server.should_exit = True
+        # A client that has not read its response or sent its request by then is disconnected here. uvicorn would cancel
+        # the task that serves it, which prints a traceback.
+        asyncio.get_running_loop().call_later(CLOSE_S - 0.5, self._disconnect_all)
+
+    def add_connection(self, connection: socket.socket) -> None:
+        """Serve an accepted connection."""
+        task = asyncio.create_task(self._connect(connection))
+        self._connecting.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._connected)
+
+    def _connections(self) -> list[Any]:
+        return list(self._server.server_state.connections)
+
+    def _disconnect_all(self) -> None:
+        _abort(self._connections())
+
+    def _disconnect_late(self) -> None:
+        """Check all connections every few seconds: a timer per connection would be one more object for each."""
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        for connection in self._connections():
+            if connection.is_late(now_s):
+                connection.close_late()
+        loop.call_later(LATE_CHECK_S, self._disconnect_late)
+
+    def _connected(self, task: asyncio.Task[Any]) -> None:
+        self._connecting.discard(task)
+        if not self._connecting:
+            self._connecting.clear()  # an emptied set keeps the memory of its largest size
+
+    async def _connect(self, connection: socket.socket) -> None:
+        def protocol() -> HttpProtocol:
+            return HttpProtocol(self._config, self._server.server_state, self._stats)
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        except OSError:  # the client is gone already
+            connection.close()
+            self._stats.add("connections_closed")
+
+
+def _abort(connections: Iterable[Any]) -> None:
+    for connection in connections:
+        connection.transport.abort()
+
+
+class IdleTrim:
+    """Returns memory to the system once a burst of requests is over; the allocator would keep it for the next."""
+
+    def __init__(self, stats: ServerStats) -> None:
+        self._stats = stats
+        self._seen = 0.0
+        self._trimmed = 0.0
+        asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        events = self._stats.events()
+        idle = events == self._seen and self._stats.is_idle()
+        self._seen = events
+        if idle and events >= self._trimmed + MIN_EVENTS:
+            self._trimmed = events
+            trim_memory()
+        asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
+
+
+class _LagWatch:
+    """Observes how late a timer runs: as long as every other event of the loop waits at that moment."""
+
+    def __init__(self, stats: ServerStats) -> None:
+        self._stats = stats
+        self._start()
+
+    def _start(self) -> None:
+        # uvloop's clock counts whole milliseconds, and stands still within a turn of the loop.
+        self._due_s = time.monotonic() + LAG_CHECK_S
+        asyncio.get_running_loop().call_later(LAG_CHECK_S, self._check)
+
+    def _check(self) -> None:
+        self._stats.event_loop_lag.observe(max(0.0, time.monotonic() - self._due_s))
+        self._start()
+
+
+class EmbeddedServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the supervisor drains requests before a process ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def tune_gc() -> None:
+    """Freeze the objects made while loading, which live as long as the process, and collect less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)

@@ -1,0 +1,185 @@
+"""Backend: what the API talks to. A table maps each model name to one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from starlette.types import Scope
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.shell import ProfileDone
+from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.settings.config import ModelStatus, Profiler
+from meltcore.settings.routes_config import RoutesConfig
+
+# In which requests are accepted.
+SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
+
+# A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
+STUCK_AFTER_S = 120.0
+
+
+class Backend(Protocol):
+    """One model that can answer requests."""
+
+    names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
+    stats: ModelStats
+    health: Health
+
+    @property
+    def chats(self) -> bool:
+        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
+        """Check `request`, fill `generation` with its choices and start to generate.
+
+        Raises RequestError (400, 429, 503), in which case nothing was started.
+        """
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Answer POST /tokenize."""
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """Answer POST /detokenize."""
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
+        """Start or stop a profile. Raises EngineDeadError."""
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return an entry of GET /v1/models."""
+
+
+class Health:
+    """Whether a model can be served: its engine lives, and finishes steps while requests are open."""
+
+    def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        self.status: ModelStatus = "loading"
+        self.reason = "loading: starting"
+        self._stats = stats
+        self._stuck_after_s = stuck_after_s
+
+    def set(self, status: ModelStatus, reason: str) -> None:
+        """Change the status. "dead" is final."""
+        if self.status != "dead":
+            self.status = status
+            self.reason = reason
+
+    def not_ready(self, reason: str) -> RequestError:
+        """Return the error (503) of a request that cannot be served now, with an estimate of when it can."""
+        is_starting = self.status in ("loading", "restarting")
+        retry_s = self._stats.until_started_s() if is_starting else None
+        return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
+
+    def problem(self) -> str | None:
+        """Return the reason why the model cannot be served now; None when it can."""
+        if self.status not in SERVING:
+            return self.reason
+        for replica in self._stats.live_replicas():
+            age_s = time.monotonic() - self._stats.last_message_s(replica)
+            if self._stats.open_requests(replica) and age_s > self._stuck_after_s:
+                replica_note = f" of replica {replica}" if self._stats.replicas > 1 else ""
+                return f"stuck: no step{replica_note} has finished for {age_s:.0f} s while requests are open"
+        return None
+
+    async def circle(self, scope: Scope) -> str | None:  # noqa: ARG002 - as models elsewhere have it
+        """Return the upstreams that wait for a server which `scope` has passed, or None if there is no such circle."""
+        return None
+
+
+def reasons_text(reasons: Mapping[str, str]) -> str:
+    """Return why models cannot serve: of a single one its reason, of several each with its name."""
+    if len(reasons) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+class ModelTable:
+    """Finds the backend of a model by any of its names."""
+
+    def __init__(self, backends: Sequence[Backend] = ()) -> None:
+        self.backends: list[Backend] = []
+        self._by_name: dict[str, Backend] = {}
+        self._routes: RoutesConfig | None = None
+        for backend in backends:
+            self.add(backend)
+
+    def add(self, backend: Backend) -> None:
+        """Add a model. Its names lead to it from now on, also those that another model has.
+
+        It comes before an older one of its name, and else where the order of `routes` puts it.
+        """
+        at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
+        self.backends.insert(len(self.backends) if at is None else at, backend)
+        self._sort()
+        self._by_name |= dict.fromkeys(backend.names, backend)
+
+    def remove(self, backend: Backend) -> None:
+        """Remove a model, and those of its names that lead to it."""
+        self.backends.remove(backend)
+        self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
+
+    @property
+    def routes(self) -> RoutesConfig | None:
+        """The routes of a fleet, instead of those of the configuration, and the order of its models."""
+        return self._routes
+
+    @routes.setter
+    def routes(self, routes: RoutesConfig | None) -> None:
+        self._routes = routes
+        self._sort()
+
+    def _sort(self) -> None:
+        """Keep the order of the file whatever order models were added in: the first is the default."""
+        if self._routes is not None:
+            places = {name: place for place, name in enumerate(self._routes.order)}
+            self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no model can serve, with the reason of each."""
+        for backend in self.backends:
+            if backend.health.status in SERVING:
+                return
+        try:
+            self._first().check_ready()
+        except RequestError as error:
+            reasons = {backend.names[0]: backend.health.problem() or str(error) for backend in self.backends}
+            message = reasons_text(reasons) if len(reasons) > 1 else error.message
+            raise RequestError(
+                message, status=error.status, code=error.code, retry_after_s=error.retry_after_s
+            ) from error
+
+    def get(self, name: str) -> Backend | None:
+        """Return the backend of the model `name`, ready or not; None where there is no such model."""
+        return self._by_name.get(name)
+
+    def find(self, name: str | None) -> Backend:
+        """Return the backend of the model `name` (None: the first), which is ready or sleeps.
+
+        Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
+        """
+        backend = self._first() if name is None else self._by_name.get(name)
+        if backend is None:
+            raise RequestError(
+                f"there is no model {shorten(name)!r} here; this server has {', '.join(self._by_name)}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        backend.check_ready()
+        return backend
+
+    def _first(self) -> Backend:
+        if not self.backends:
+            raise RequestError("loading: starting", status=503, code="not_ready")
+        return self.backends[0]

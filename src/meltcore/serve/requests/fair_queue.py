@@ -1,0 +1,157 @@
+"""Which waiting request of a model is next: priority classes share it by weight, over all processes of a server.
+
+Start-time fair queueing. Each class has a virtual time, at which its next request may begin. The class whose time is
+earliest is served, and its time advances by the request's cost over the class's share. A class that did not wait
+begins at the virtual time of the last request served, so it cannot save up. Hence, among classes that wait, each gets
+its share of the work, a class that does not use its share leaves it to the others, and every request is served after
+a bounded amount of others' work.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from meltcore.serve.requests.stats import CLASSES, ModelStats
+from meltcore.settings.config import PriorityClass
+
+# Within a class requests are served in order of arrival. Each step of OpenAI's field `priority` counts as much time.
+PRIORITY_STEP_S = 1.0
+MAX_STEPS = 60  # so a request is overtaken only by those that arrive within this many steps
+# A process that has given no sign of life for so long does not keep the others from its turn.
+STALE_S = 0.1
+
+
+class Waiting:
+    """One request, from its admission on. `start` sends it to the engines, once."""
+
+    __slots__ = (
+        *("admitted_s", "charge", "cost", "is_held", "order_s", "priority_class", "requests", "start", "task", "units"),
+        *("held_by", "wait_s"),
+    )
+
+    def __init__(
+        self,
+        priority_class: PriorityClass,
+        start: Callable[[], None],
+        *,
+        requests: int = 1,
+        units: float = 0.0,
+        cost: float = 1.0,
+        priority: int = 0,
+    ) -> None:
+        """Describe a request.
+
+        requests: slots of the engines that it takes. units: what of it waits, in prompt tokens, characters or seconds
+        of audio. cost: the work that it is expected to be, in the same unit for all requests of a model. priority:
+        lower is earlier within its class.
+        """
+        self.priority_class: PriorityClass = priority_class
+        self.start = start
+        self.requests = requests
+        self.units = units
+        self.cost = cost
+        self.admitted_s = time.monotonic()
+        self.order_s = self.admitted_s + PRIORITY_STEP_S * max(-MAX_STEPS, min(MAX_STEPS, priority))
+        self.is_held = False
+        self.wait_s = 0.0  # in the queue, once it is started
+        self.task = ""  # of the model whose queue it is in
+        self.held_by: ModelStats | None = None  # of the model for which it waits, until it is started
+        self.charge = 0.0  # what its class has paid for it
+
+
+class _Columns:
+    """Where the numbers of a class are in the rows of the statistics."""
+
+    def __init__(self, stats: ModelStats, name: PriorityClass) -> None:
+        self.requests, self.units, self.head_s, self.finish = (
+            stats.column(f"queue_{column}/{name}") for column in ("requests", "units", "head_s", "finish")
+        )
+
+
+class FairQueue:
+    """The waiting requests of one process. Every method but `len` must be called under the statistics' lock."""
+
+    def __init__(self, stats: ModelStats, shares: Sequence[float]) -> None:
+        """Create an empty queue. shares: of each class, in the order of CLASSES, above 0."""
+        self._rows, self._row = stats.shared.rows, stats.row
+        self._shares = [share / sum(shares) for share in shares]
+        self._columns = [_Columns(stats, name) for name in CLASSES]
+        self._virtual, self._alive_s = stats.column("queue_virtual"), stats.column("queue_alive_s")
+        self._heaps: list[list[tuple[float, int, Waiting]]] = [[] for _ in CLASSES]
+        self._number = count()
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Return the number of this process's requests that wait."""
+        return self._length
+
+    def push(self, waiting: Waiting) -> None:
+        """Add a request."""
+        index = CLASSES.index(waiting.priority_class)
+        columns = self._columns[index]
+        if not any(row[columns.requests] for row in self._rows):  # what the class did not use is not saved up
+            virtual = max(row[self._virtual] for row in self._rows)
+            self._row[columns.finish] += max(0.0, virtual - self._total(columns.finish))
+        heapq.heappush(self._heaps[index], (waiting.order_s, next(self._number), waiting))
+        waiting.is_held = True
+        self._length += 1
+        self._count(index, waiting, 1)
+
+    def remove(self, waiting: Waiting) -> None:
+        """Remove a request that waits: it has expired, or its client has left."""
+        self._take(CLASSES.index(waiting.priority_class), waiting)
+
+    def beat(self, now_s: float) -> None:
+        """Show the other processes that this one takes its turns."""
+        self._row[self._alive_s] = now_s
+
+    def pop(self, now_s: float) -> Waiting | None:
+        """Remove and return the next request; None where nothing waits, or another process has the turn."""
+        turn = None
+        for index, columns in enumerate(self._columns):
+            begin = None
+            for row in self._rows:
+                if not row[columns.requests] or (row is not self._row and now_s - row[self._alive_s] > STALE_S):
+                    continue
+                if begin is None:
+                    begin = self._total(columns.finish)
+                candidate = (begin, index, row[columns.head_s])
+                if turn is None or candidate < turn[0]:
+                    turn = candidate, row
+        if turn is None or turn[1] is not self._row:
+            return None
+        (begin, index, _), _ = turn
+        waiting = self._heaps[index][0][2]  # the head is never one that was removed
+        self._take(index, waiting)
+        waiting.charge = waiting.cost
+        self._row[self._columns[index].finish] += waiting.cost / self._shares[index]
+        self._row[self._virtual] = max(begin, *(row[self._virtual] for row in self._rows))
+        return waiting
+
+    def settle(self, waiting: Waiting, cost: float) -> None:
+        """Correct what the class of a served request has paid for it, now that its real cost is known."""
+        if waiting.charge:
+            index = CLASSES.index(waiting.priority_class)
+            self._row[self._columns[index].finish] += (cost - waiting.charge) / self._shares[index]
+            waiting.charge = 0.0
+
+    def _total(self, column: int) -> float:
+        return sum(row[column] for row in self._rows)
+
+    def _take(self, index: int, waiting: Waiting) -> None:
+        waiting.is_held = False
+        self._length -= 1
+        self._count(index, waiting, -1)
+
+    def _count(self, index: int, waiting: Waiting, sign: int) -> None:
+        columns, heap = self._columns[index], self._heaps[index]
+        self._row[columns.requests] += sign * waiting.requests
+        self._row[columns.units] += sign * waiting.units
+        while heap and not heap[0][2].is_held:
+            heapq.heappop(heap)
+        if not heap:
+            heap.clear()  # an emptied list keeps the memory of its largest size
+        self._row[columns.head_s] = heap[0][0] if heap else 0.0

@@ -1,0 +1,339 @@
+"""One HTTP request in progress: its choices (one per prompt), their output, and the output not sent yet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
+from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.serve.requests.fair_queue import Waiting
+from meltcore.serve.requests.terms import current_terms
+from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
+from meltcore.text.reasoning import ReasoningParser
+from meltcore.text.tokenizer import Tokenizer
+
+MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
+LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and its token as they are sent
+
+# Unique among all API server processes: their requests share the engines.
+_engine_request_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
+
+Outcome = Literal["finished", "aborted", "failed"]
+
+
+class Echo(NamedTuple):
+    """A prompt that the answer begins with. `token_ids` are pack_token_ids; `alone`: no generated token follows."""
+
+    text: str
+    token_ids: bytes
+    echo_only: bool
+
+
+class Choice:
+    """One prompt and its answer. It is one request to the engine, and counts as one in the metrics."""
+
+    __slots__ = (
+        "_text_is_ahead",
+        "asked_echo",
+        "cached_tokens",
+        "continues_prompt",
+        "cost",
+        "detokenizer",
+        "echo",
+        "end_sent",
+        "finish_reason",
+        "first_token_s",
+        "generation",
+        "index",
+        "is_started",
+        "last_token_s",
+        "logprob_offset",
+        "logprobs",
+        "offset_decoder",
+        "output_tokens",
+        "params",
+        "prompt_token_ids",
+        "prompt_tokens",
+        "reasoning",
+        "reasoning_parser",
+        "replica",
+        "request_id",
+        "role_sent",
+        "text",
+        "tokenizer",
+        "tokens_sent",
+    )
+
+    def __init__(
+        self,
+        generation: Generation,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        reasoning_parser: ReasoningParser | None,
+        echo: Echo | None = None,
+        *,
+        continues_prompt: bool = False,
+    ) -> None:
+        self.generation = generation
+        self.index = index
+        # Not the client's x-request-id: two clients may send the same one, and the engine's ids must differ.
+        self.request_id = next(_engine_request_ids)
+        self.prompt_token_ids = pack_token_ids(prompt)
+        self.prompt_tokens = len(prompt)
+        self.params = params
+        self.replica = 0  # that computes it, once it is started
+        self.is_started = False  # until then it waits in the queue
+        self.cost = 0  # tokens as which it counts at its replica
+        self.tokenizer = tokenizer
+        self.reasoning_parser = reasoning_parser
+        self.asked_echo = echo
+        self.continues_prompt = continues_prompt
+        self.first_token_s: float | None = None
+        self.last_token_s = generation.arrived_s
+        self.role_sent = False
+        self.tokens_sent = 0
+        self.end_sent = False
+        self._begin(prompt)
+
+    def _begin(self, prompt: Sequence[int]) -> None:
+        """Set what depends on the answer so far."""
+        params, tokenizer = self.params, self.tokenizer
+        continues_prompt = self.continues_prompt
+        self.detokenizer = Detokenizer(
+            tokenizer, params, self.reasoning_parser, prompt, continues_prompt=continues_prompt
+        )
+        self.text: list[str] = []  # not sent yet
+        self.reasoning: list[str] = []  # likewise, before the answer
+        # Token id and its log-probabilities, not sent yet; a prompt's first token has none.
+        self.logprobs: list[tuple[int, TokenLogprobs | None]] = []
+        self.logprob_offset = 0  # characters of the answer before the next logprobs entry
+        # It reads an echoed prompt itself.
+        context = prompt if continues_prompt and self.asked_echo is None else ()
+        self.offset_decoder = (
+            None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens, context)
+        )
+        # No token with text has come before the next logprobs entry, neither of the prompt nor of the answer.
+        is_bare = continues_prompt and all(map(self.detokenizer.is_hidden, prompt))
+        self._text_is_ahead = params.logprobs is not None and (self.asked_echo is not None or is_bare)
+        self.echo = self.asked_echo  # until the first output has come
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.finish_reason: Literal["stop", "length"] | None = None
+
+    def restart(self) -> None:
+        """Forget the answer so far, of which nothing was sent. Its first token came when it came."""
+        unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.unsent_logprobs * LOGPROB_CHARS
+        self.generation.unsent_chars -= unsent_chars
+        self._begin(unpack_token_ids(self.prompt_token_ids))
+
+    def accept(self, output: SequenceOutput) -> int:
+        """Take the engine's new tokens. Returns how many count (those after a stop string do not).
+
+        Sets `finish_reason` where the answer ends, whether the engine or a stop string ended it.
+        """
+        if self.echo is not None:
+            output = self._emit_echo(self.echo, output)
+        detokenizer = self.detokenizer
+        ids = output.token_ids
+        visible_ids = ids
+        if output.stop_token_id is not None and ids and not self.params.include_stop_str_in_output:
+            visible_ids = ids[:-1]  # the token that ends an answer is counted, but is no part of its text
+        num_counted = len(ids)
+        text, stopped = detokenizer.add(visible_ids)
+        if stopped is not None:
+            num_counted = detokenizer.token_count - self.output_tokens
+        elif output.finish_reason is not None:
+            text += detokenizer.flush()
+            stopped = detokenizer.matched_stop
+        if stopped is not None:
+            self.finish_reason = "stop"
+        elif output.finish_reason == "stop" or output.finish_reason == "length":
+            self.finish_reason = output.finish_reason
+        self.output_tokens += num_counted
+        self.cached_tokens = output.cached_tokens or self.cached_tokens
+        if output.logprobs:
+            self.logprobs.extend(zip(ids[:num_counted], output.logprobs, strict=False))
+            self.generation.unsent_chars += (
+                min(num_counted, len(output.logprobs)) * self._logprobs_per_token * LOGPROB_CHARS
+            )
+        if text:
+            self.text.append(text)
+            self.generation.unsent_chars += len(text)
+        if detokenizer.reasoning:
+            self.reasoning += detokenizer.reasoning
+            self.generation.unsent_chars += sum(map(len, detokenizer.reasoning))
+            detokenizer.reasoning.clear()
+        return num_counted
+
+    def _emit_echo(self, echo: Echo, output: SequenceOutput) -> SequenceOutput:
+        """Put the prompt before the answer. Returns what is left of the engine's first output."""
+        self.echo = None
+        if output.prompt_logprobs is not None:
+            self.logprobs.extend(zip(unpack_token_ids(echo.token_ids), [None, *output.prompt_logprobs], strict=True))
+        self.text.append(echo.text)
+        # The client asked for this much: it is not a sign of one that reads too slowly.
+        size = len(echo.text) + self.unsent_logprobs * LOGPROB_CHARS
+        self.generation.unsent_chars += size
+        self.generation.max_unsent_chars += size
+        if not echo.echo_only:
+            return output
+        return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
+
+    def begins_text(self, token_id: int) -> bool:
+        """Return whether the text, prompt included, begins with the next logprobs entry. Asked once for each entry."""
+        if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
+            return False
+        self._text_is_ahead = False
+        return True
+
+    def logprob_text_offset(self, token_id: int) -> int:
+        """Return the text_offset of the next logprobs entry, and advance it by the text of `token_id`."""
+        offset = self.logprob_offset
+        if self.offset_decoder is None or self.detokenizer.is_hidden(token_id):
+            return offset
+        text = self.offset_decoder.add(token_id)
+        self.logprob_offset += len(text)
+        if self.tokenizer.token_bytes(token_id).decode(errors="replace").startswith(REPLACEMENT_CHAR):
+            return offset
+        # The parts of characters that this token shows to be broken come before its own text.
+        return offset + len(text) - len(text.lstrip(REPLACEMENT_CHAR))
+
+    def take_update(self) -> bool:
+        """Return whether an event would hold new output; called once before each event."""
+        if self.end_sent:
+            return False
+        self.end_sent = self.finish_reason is not None
+        has_unseen_tokens = self.generation.every_token and self.output_tokens > self.tokens_sent
+        self.tokens_sent = self.output_tokens
+        return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
+
+    def take_text(self) -> str:
+        """Return the text not sent yet, now counted as sent. Every event to the client has it, if only as ""."""
+        self.generation.note_sent()
+        return self._take(self.text)
+
+    def take_reasoning(self) -> str:
+        """Return the reasoning not sent yet, now counted as sent."""
+        return self._take(self.reasoning)
+
+    def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """Return the token ids and log-probabilities not sent yet, now counted as sent."""
+        unsent_logprobs_list, self.logprobs = self.logprobs, []
+        self.generation.unsent_chars -= len(unsent_logprobs_list) * self._logprobs_per_token * LOGPROB_CHARS
+        return unsent_logprobs_list
+
+    @property
+    def unsent_logprobs(self) -> int:
+        """The number of log-probabilities not sent yet."""
+        return len(self.logprobs) * self._logprobs_per_token
+
+    @property
+    def _logprobs_per_token(self) -> int:
+        return 1 + (self.params.logprobs or 0)  # that of the chosen token, and the highest ones
+
+    def _take(self, unsent: list[str]) -> str:
+        text = unsent[0] if len(unsent) == 1 else "".join(unsent)
+        unsent.clear()
+        self.generation.unsent_chars -= len(text)
+        return text
+
+
+class Generation:
+    """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        arrived_s: float,
+        streaming: bool,
+        every_token: bool = False,
+    ) -> None:
+        """Create the state of one request.
+
+        `every_token`: send an event also for tokens without text yet, for usage counted token by token.
+        """
+        self.request_id = request_id
+        self.arrived_s = arrived_s  # time.monotonic()
+        self.streaming = streaming
+        self.every_token = every_token
+        self.terms = current_terms()
+        self.priority = 0  # of its messages to the engine
+        self.has_sent = False  # output to its client
+        self.is_retried = False
+        self.waiting: Waiting | None = None  # from its admission on
+        self.choices: list[Choice] = []
+        self.open_choices = 0
+        self.unsent_chars = 0
+        self.max_unsent_chars = MAX_UNSENT_CHARS
+        self.error: RequestError | None = None
+        self.sending = False  # inside `await send(...)`: the client is not reading
+        self.disconnect: Callable[[], None] | None = None  # drops the connection, and with it what is not read
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_changed = False
+
+    def add_choice(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        reasoning_parser: ReasoningParser | None = None,
+        echo: Echo | None = None,
+        *,
+        continues_prompt: bool = False,
+    ) -> None:
+        """Add a prompt. `reasoning_parser` separates the model's reasoning from its answer.
+
+        continues_prompt: the text of the answer goes on from the prompt's, as in a completion.
+        """
+        choice = Choice(
+            *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),
+            continues_prompt=continues_prompt,
+        )
+        self.choices.append(choice)
+        self.open_choices += 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all choices."""
+        return sum(choice.prompt_tokens for choice in self.choices)
+
+    @property
+    def output_tokens(self) -> int:
+        """Generated tokens of all choices."""
+        return sum(choice.output_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of all choices that the prefix cache held."""
+        return sum(choice.cached_tokens for choice in self.choices)
+
+    def note_sent(self) -> None:
+        """Note that output goes to the client: the request cannot be retried, so no prompt is needed again."""
+        if not self.has_sent:
+            self.has_sent = True
+            for choice in self.choices:
+                choice.prompt_token_ids = b""
+
+    def wake(self) -> None:
+        """Wake the request handler: there is output to send, or the end. Several calls wake it once."""
+        self._is_changed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait_for_change(self) -> None:
+        """Wait for a `wake` since the last call."""
+        if not self._is_changed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._is_changed = False

@@ -1,0 +1,194 @@
+"""API keys: where they come from, who may do what with them, and how fast.
+
+A key is held as its SHA-256 from the start on, compared in constant time, and never written anywhere. Its rate limits
+are token buckets in the shared statistics, so they hold over all API server processes together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.types import Scope
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.serve.requests.request_fields import header
+from meltcore.serve.requests.stats import CLASSES, ServerStats
+from meltcore.settings.config import KeyConfig, PriorityClass, ServerConfig
+
+ENVIRONMENT_KEY = "MELTCORE_API_KEY"
+WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def resolve_keys(config: ServerConfig) -> ServerConfig:
+    """Return the configuration with the hash of every key, and without any key.
+
+    Raises ConfigError for a key that is missing, and for two keys with one name or one value.
+    """
+    keys = tuple(_resolved(config))
+    for what, values in (("name", [key.name for key in keys]), ("value", [str(key.sha256) for key in keys])):
+        for index, value in enumerate(values):
+            if value in values[:index]:
+                first, second = keys[values.index(value)].name, keys[index].name
+                raise ConfigError(f"two API keys have the same {what}: {first} and {second}")
+    return replace(config, api_key=None, api_key_file=None, api_keys=keys)
+
+
+def _resolved(config: ServerConfig) -> Iterator[KeyConfig]:
+    if config.api_key is not None:
+        yield KeyConfig(name="default", sha256=_hash(config.api_key))
+    elif os.environ.get(ENVIRONMENT_KEY):
+        yield KeyConfig(name="default", sha256=_hash(os.environ[ENVIRONMENT_KEY]))
+    if config.api_key_file is not None:
+        for number, line in enumerate(_read(config.api_key_file, "--api-key-file").splitlines(), 1):
+            parts = line.split()
+            if not parts or line.startswith("#"):
+                continue
+            if len(parts) != 2:
+                raise ConfigError(f"{config.api_key_file}, line {number}: write a name and a key, with a space between")
+            yield KeyConfig(name=parts[0], sha256=_hash(parts[1]))
+    for key in config.api_keys:
+        if key.sha256 is not None:
+            digest = key.sha256.lower()
+            if not _SHA256.fullmatch(digest):
+                raise ConfigError(f"the API key {key.name}: sha256 must have 64 hexadecimal digits")
+        elif key.env is not None:
+            if not os.environ.get(key.env):
+                raise ConfigError(f"the API key {key.name}: the environment variable {key.env} is not set or empty")
+            digest = _hash(os.environ[key.env])
+        else:
+            digest = _hash(_read(str(key.file), f"the API key {key.name}"))
+        yield replace(key, sha256=digest, env=None, file=None)
+
+
+def _read(path: str, subject: str) -> str:
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{subject}: {path} cannot be read: {error}") from error
+    if not text:
+        raise ConfigError(f"{subject}: {path} is empty")
+    return text
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.strip().encode()).hexdigest()
+
+
+class ApiKey:
+    """One key: its name, its limits, and what of them is used."""
+
+    def __init__(self, config: KeyConfig, stats: ServerStats, index: int) -> None:
+        self.name = config.name
+        self._highest_class: PriorityClass = config.highest_class
+        self._stats = stats
+        self._requests = _Bucket(stats, f"key_{index}/requests_s", config.requests_per_minute)
+        self._tokens = _Bucket(stats, f"key_{index}/tokens_s", config.tokens_per_minute)
+        self._refused = f"key_{index}/refused"
+
+    def at_most(self, asked: PriorityClass) -> PriorityClass:
+        """Return the class of a request that asks for one."""
+        return max(asked, self._highest_class, key=CLASSES.index)
+
+    def admit(self) -> None:
+        """Count a request. Raises RequestError (429) past a limit, in which case nothing is counted."""
+        wait_s, what = self._tokens.wait_s(0), "tokens_per_minute"
+        if not wait_s:
+            wait_s, what = self._requests.take(), "requests_per_minute"
+        if wait_s:
+            self._stats.add(self._refused)
+            limit = (self._tokens if what == "tokens_per_minute" else self._requests).limit
+            raise RequestError(
+                f"the API key {self.name} has used up its {what} ({limit}); try again in {wait_s:.1f} s",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after_s=wait_s,
+            )
+
+    def charge(self, tokens: int) -> None:
+        """Count the tokens of an admitted request; past the limit later requests are refused."""
+        self._tokens.add(tokens)
+
+
+class _Bucket:
+    """A token bucket as one number in shared memory: the time at which it will be full again."""
+
+    def __init__(self, stats: ServerStats, column: str, limit: int | None) -> None:
+        self.limit = limit
+        self._shared = stats.shared
+        self._row, self._column = stats.shared.rows[0], stats.column(column)
+
+    def wait_s(self, amount: float) -> float:
+        """Return the time until the bucket has `amount` (0: is not in debt)."""
+        if self.limit is None:
+            return 0.0
+        return max(0.0, self._row[self._column] - time.monotonic() + (amount / self.limit - 1) * WINDOW_S)
+
+    def take(self) -> float:
+        """Take 1 if there is one; returns 0, or the time until there is."""
+        if self.limit is None:
+            return 0.0
+        with self._shared.locked():
+            if wait_s := self.wait_s(1):
+                return wait_s
+            self._add(1)
+        return 0.0
+
+    def add(self, amount: float) -> None:
+        """Take `amount`, also where there is less."""
+        if self.limit is not None:
+            with self._shared.locked():
+                self._add(amount)
+
+    def _add(self, amount: float) -> None:
+        assert self.limit is not None
+        full_s = max(self._row[self._column], time.monotonic())
+        self._row[self._column] = full_s + amount * WINDOW_S / self.limit
+
+
+class ApiKeys:
+    """The keys of a server, as one of its processes checks them."""
+
+    def __init__(self, configs: Sequence[KeyConfig], stats: ServerStats) -> None:
+        """Create the table. configs: as `resolve_keys` returns them, as many as `stats` was created for."""
+        self._keys = [
+            (bytes.fromhex(config.sha256 or ""), ApiKey(config, stats, index)) for index, config in enumerate(configs)
+        ]
+
+    def find(self, scope: Scope) -> ApiKey | None:
+        """Return the key that a request carries, as its bearer token or as x-api-key; None where none are needed.
+
+        Clients of dwani.ai's API send the latter. Raises RequestError (401).
+        """
+        if not self._keys:
+            return None
+        presented = [key for key in (header(scope, b"x-api-key"), _bearer(scope)) if key is not None]
+        if not presented:
+            raise RequestError(
+                "no API key; send it as the header 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+            )
+        digests = [hashlib.sha256(key.strip()).digest() for key in presented]
+        found = None
+        for expected, key in self._keys:  # to the end: the time must not tell which one is right
+            for digest in digests:
+                if hmac.compare_digest(digest, expected):
+                    found = key
+        if found is None:
+            raise RequestError("the API key is wrong", status=401, code="invalid_api_key")
+        return found
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """Return the bearer token; another scheme counts as a wrong key."""
+    value = header(scope, b"authorization")
+    if value is None:
+        return None
+    scheme, _, token = value.partition(b" ")
+    return token if scheme.lower() == b"bearer" else b""

@@ -1,0 +1,238 @@
+"""The whole server's statistics as Prometheus text, from any API server. docs/metrics.md maps the names to vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from meltcore.protocol.generation import EngineStats
+from meltcore.serve.requests.stats import (
+    CLASSES,
+    EVENT_LOOP_LAG,
+    HISTOGRAMS,
+    QUEUE_WAIT,
+    REFUSALS,
+    REJECTIONS,
+    SLEEP_STATES,
+    ModelStats,
+    ServerStats,
+)
+
+PREFIX = "meltcore:"
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+
+def _kv_cache_usage(engine: EngineStats) -> float:
+    return engine.pages_used / engine.pages_total if engine.pages_total else 0.0
+
+
+_ENGINE_METRICS: tuple[tuple[_Family, str, str, Callable[[EngineStats], float]], ...] = (
+    (
+        GaugeMetricFamily,
+        "num_requests_running",
+        "Requests in the batch of the engines' last steps",
+        attrgetter("running"),
+    ),
+    (GaugeMetricFamily, "num_requests_waiting", "Requests that wait to be scheduled", attrgetter("waiting")),
+    (GaugeMetricFamily, "kv_cache_usage_perc", "Fraction of KV cache pages in use", _kv_cache_usage),
+    (
+        GaugeMetricFamily,
+        "recurrent_state_slots",
+        "Slots for recurrent states",
+        attrgetter("recurrent_state_slots"),
+    ),
+    (
+        GaugeMetricFamily,
+        "recurrent_state_slots_used",
+        "Slots of running requests and of snapshots being taken",
+        attrgetter("recurrent_state_slots_used"),
+    ),
+    (
+        GaugeMetricFamily,
+        "recurrent_state_snapshots",
+        "Slots with a snapshot for the prefix cache",
+        attrgetter("recurrent_state_snapshots"),
+    ),
+    (
+        CounterMetricFamily,
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache",
+        attrgetter("prefix_queried_tokens_total"),
+    ),
+    (
+        CounterMetricFamily,
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache",
+        attrgetter("prefix_hit_tokens_total"),
+    ),
+    (
+        CounterMetricFamily,
+        "num_preemptions",
+        "Requests preempted for lack of pages",
+        attrgetter("preemptions_total"),
+    ),
+    (CounterMetricFamily, "engine_steps", "Steps that the engines have run", attrgetter("steps_total")),
+    (CounterMetricFamily, "engine_step_seconds", "Time of the engines' steps", attrgetter("step_s_total")),
+)
+# Counters that are columns of the statistics: metric, column, help.
+_MODEL_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests"),
+    ("generation_tokens", "generation_tokens", "Generated tokens"),
+    ("requests_accepted", "accepted", "Requests submitted to an engine"),
+    ("requests_finished", "finished", "Requests with a complete response"),
+    ("requests_aborted", "aborted", "Requests ended by the client or by a limit"),
+    ("requests_retried", "retried", "Requests sent to another replica, as theirs was lost"),
+    ("requests_failed", "failed", "Requests ended by an error of an engine or an API server"),
+)
+
+
+class Metrics(Collector):
+    """Writes the statistics of a server, those of each model with the label `model_name`."""
+
+    def __init__(self, stats: ServerStats, models: Callable[[], Mapping[str, ModelStats]]) -> None:
+        """Create the collector. `models()`: returns those of now by name."""
+        self._stats = stats
+        self._list_models = models
+        self._models: Mapping[str, ModelStats] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """Return the Prometheus exposition text."""
+        self._stats.record_cpu_time()
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families, as prometheus_client asks for them."""
+        self._models = self._list_models()
+        engines = {name: _engines(model) for name, model in self._models.items()}
+        for family_type, name, help, value in _ENGINE_METRICS:
+            yield self._family(family_type, name, help, {label: value(engine) for label, engine in engines.items()})
+        for name, column, help in _MODEL_COUNTERS:
+            values = {label: model.total(column) for label, model in self._models.items()}
+            yield self._family(CounterMetricFamily, name, help, values)
+        in_flight = {label: model.total("in_flight") for label, model in self._models.items()}
+        yield self._family(GaugeMetricFamily, "requests_in_flight", "Requests accepted and not ended", in_flight)
+        peaks = {label: model.max_value("in_flight_peak") for label, model in self._models.items()}
+        yield self._family(
+            GaugeMetricFamily, "requests_in_flight_peak", "Most requests in flight since the start", peaks
+        )
+        num_live = {label: len(model.live_replicas()) for label, model in self._models.items()}
+        yield self._family(GaugeMetricFamily, "replicas", "Replicas that are alive", num_live)
+        yield from self._labeled()
+        for name, help, _ in HISTOGRAMS:
+            histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])
+            for label, model in self._models.items():
+                buckets, total = model.histograms[name].totals()
+                histogram.add_metric([label], buckets, total)
+            yield histogram
+        stats = self._stats
+        yield GaugeMetricFamily(PREFIX + "api_servers", "API server processes", stats.api_servers)
+        yield CounterMetricFamily(
+            PREFIX + "api_server_cpu_seconds", "CPU time of the API server processes", stats.total("cpu_s")
+        )
+        name, help, _ = EVENT_LOOP_LAG
+        buckets, total = stats.event_loop_lag.totals()
+        yield HistogramMetricFamily(PREFIX + name, help, buckets=buckets, sum_value=total)
+        yield CounterMetricFamily(
+            PREFIX + "log_lines_dropped",
+            "Log lines dropped because they were not read",
+            stats.total("log_lines_dropped"),
+        )
+        dropped = CounterMetricFamily(
+            PREFIX + "trace_spans_dropped", "Spans that no collector has got, by reason", labels=["reason"]
+        )
+        dropped.add_metric(["queue_full"], stats.total("trace_spans_overflowed"))
+        dropped.add_metric(["not_taken"], stats.total("trace_spans_failed"))
+        yield dropped
+        yield CounterMetricFamily(
+            PREFIX + "trace_spans_sent", "Spans that the collector has taken", stats.total("trace_spans_sent")
+        )
+
+    @staticmethod
+    def _family(family_type: _Family, name: str, help: str, values: Mapping[str, float]) -> Metric:
+        family = family_type(PREFIX + name, help, labels=["model_name"])
+        for label, value in values.items():
+            family.add_metric([label], value)
+        return family
+
+    def _labeled(self) -> Iterator[Metric]:
+        """Yield metric families with a label beside the model's name."""
+        request_success = CounterMetricFamily(
+            PREFIX + "request_success", "Requests with a complete response", labels=["model_name", "finished_reason"]
+        )
+        requests_rejected = CounterMetricFamily(
+            PREFIX + "requests_rejected", "Requests refused before the engine", labels=["model_name", "reason"]
+        )
+        replica_requests = GaugeMetricFamily(
+            PREFIX + "replica_requests", "Open requests of a replica", labels=["model_name", "replica"]
+        )
+        replica_tokens = GaugeMetricFamily(
+            PREFIX + "replica_tokens",
+            "Tokens as which a replica's open requests count: prompts, expected answers, and a number for each",
+            labels=["model_name", "replica"],
+        )
+        for label, model in self._models.items():
+            num_live = model.live_replicas()
+            _add(request_success, label, {key: model.total(f"success_{key}") for key in ("stop", "length")})
+            _add(requests_rejected, label, {key: model.total(f"rejected_{key}") for key in REJECTIONS})
+            _add(replica_requests, label, {str(replica): model.open_requests(replica) for replica in num_live})
+            _add(replica_tokens, label, {str(replica): model.open_tokens(replica) for replica in num_live})
+        yield from (request_success, requests_rejected, replica_requests, replica_tokens)
+        yield from self._sleep()
+        yield from self._queues()
+
+    def _sleep(self) -> Iterator[Metric]:
+        """Yield which models sleep, in vLLM's form: 1 for the state that a model is in."""
+        state = GaugeMetricFamily(
+            PREFIX + "engine_sleep_state", "Whether the engines sleep, and how", labels=["model_name", "sleep_state"]
+        )
+        for label, model in self._models.items():
+            level = model.total("sleep_level")
+            _add(state, label, {name: float(level == index) for index, name in enumerate(SLEEP_STATES)})
+        yield state
+        for name, help in (("wakes", "Times that the model was woken"), ("wake_seconds", "Time that waking took")):
+            column = "wake_s" if name == "wake_seconds" else name
+            values = {label: model.total(column) for label, model in self._models.items()}
+            yield self._family(CounterMetricFamily, name, help, values)
+
+    def _queues(self) -> Iterator[Metric]:
+        """Yield what waits in front of the engines, by class."""
+        labels = ["model_name", "task", "priority_class"]
+        requests = GaugeMetricFamily(PREFIX + "queue_requests", "Requests that wait for their turn", labels=labels)
+        units = GaugeMetricFamily(
+            PREFIX + "queue_units", "Their prompt tokens, characters or seconds of audio", labels=labels
+        )
+        refused = CounterMetricFamily(
+            PREFIX + "queue_refused",
+            "Requests that were refused, or expired in the queue",
+            labels=[*labels, "reason"],
+        )
+        name, help, _ = QUEUE_WAIT
+        waits = HistogramMetricFamily(PREFIX + name, help, labels=labels)
+        for label, model in self._models.items():
+            for each in CLASSES:
+                values = [label, model.task, each]
+                requests.add_metric(values, model.total(f"queue_requests/{each}"))
+                units.add_metric(values, model.total(f"queue_units/{each}"))
+                for reason in REFUSALS:
+                    refused.add_metric([*values, reason], model.total(f"refused_{reason}/{each}"))
+                buckets, total = model.queue_waits[each].totals()
+                waits.add_metric(values, buckets, total)
+        yield from (requests, units, refused, waits)
+
+
+def _engines(model: ModelStats) -> EngineStats:
+    """Return the sums over a model's engines. What waits in front of them waits too."""
+    engines = model.engines()
+    return msgspec.structs.replace(engines, waiting=engines.waiting + round(model.total("queue_requests")))
+
+
+def _add(family: CounterMetricFamily | GaugeMetricFamily, label: str, values: Mapping[str, float]) -> None:
+    for key, value in values.items():
+        family.add_metric([label, key], value)

@@ -1,0 +1,362 @@
+"""The OpenAI request forms, decoded into typed structs. No field is silently ignored.
+
+`null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"n": 1`,
+`"tools": null`); any other value, and any unknown field, is a 400 that names it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+
+AudioFormat = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
+Role = Literal["system", "developer", "user", "assistant"]
+TokenId = int
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's stream_options, and vLLM's continuous_usage_stats."""
+
+    include_usage: bool | None = None  # one last event with the whole usage
+    continuous_usage_stats: bool | None = None  # usage so far in every event
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A content part with text, the only type that a text model accepts."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """One message. The fields after `content` occur in answers that are sent back as history.
+
+    The chat template receives `reasoning_content` and has its own rule for it. `name` is not used. The others must be
+    null or empty.
+    """
+
+    role: Role
+    content: str | list[TextPart]
+    reasoning_content: str | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+
+class _Sampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and completion requests share."""
+
+    model: str | None = None  # None uses the default of the route
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None  # lower runs earlier
+    user: str | None = None  # the caller's name for its end user: written to the request log, nothing else
+    # Accepted and not used: they concern OpenAI's storage, abuse monitoring and cache, and change no answer.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # Known, not supported.
+    n: Any = None
+    logit_bias: Any = None
+    response_format: Any = None
+
+
+class ChatRequest(_Sampling, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Known, not supported.
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    service_tier: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(_Sampling, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[TokenId]]
+    logprobs: int | None = None
+    echo: bool | None = None  # begin the text with the prompt, and the log-probabilities with its tokens'
+    # Known, not supported.
+    best_of: Any = None
+    suffix: Any = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize, with either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True  # for `prompt`; a chat template writes its own
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# The values of unsupported fields that are accepted.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "refusal": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSUPPORTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    struct: tuple(name for name in struct.__struct_fields__ if name in _NEUTRAL)
+    for struct in (ChatMessage, ChatRequest, CompletionRequest)
+}
+
+MAX_SENTENCES = 1024
+
+
+class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/translate. Languages: FLORES codes, English names or ISO 639 codes."""
+
+    sentences: list[str]
+    src_lang: str
+    tgt_lang: str
+    model: str | None = None
+
+
+class IndicChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/indic_chat: a prompt in one language, to be answered in another."""
+
+    prompt: str
+    src_lang: str
+    tgt_lang: str
+    model: str | None = None
+
+
+class DirectChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat_direct."""
+
+    prompt: str
+    model: str | None = None
+    system_prompt: str = ""
+
+
+class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat."""
+
+    text: str
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+
+
+class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/speech_to_speech beside the audio. target_language: of the answer; None: the same."""
+
+    language: str | None = None
+    target_language: str | None = None
+    model: str | None = None
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+    format: Literal["audio", "json"] = "audio"
+    stream_format: Literal["audio", "sse"] = "audio"
+    voice: str | None = None
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+
+
+class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/audio/speech_batch. voice: one for all texts, or one for each."""
+
+    input: list[str]
+    voice: str | list[str] | None = None
+    model: str | None = None
+    language: str | None = None
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+
+
+class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
+
+    model: str | None = None
+    input: str | None = None
+    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    instructions: str | None = None
+    reference_text: str | None = None
+    language: str | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+    user: str | None = None
+    text: str | None = None
+    ref_audio_name: str | None = None
+    ref_text: str | None = None
+
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    struct: msgspec.json.Decoder(struct)
+    for struct in (
+        ChatRequest,
+        CompletionRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        TranslateRequest,
+        IndicChatRequest,
+        DirectChatRequest,
+        TalkRequest,
+        SpeechBatchRequest,
+        SynthesisFields,
+    )
+}
+
+
+def decode_request(body: bytes, form: type[Request]) -> Request:
+    """Parse a request body. Raises RequestError (400) naming the field at fault."""
+    if not body:
+        raise RequestError("the body is empty; send a JSON object")
+    try:
+        request = _decode(body.removeprefix(codecs.BOM_UTF8), form)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    check_supported(request)
+    for index, message in enumerate(getattr(request, "messages", None) or ()):
+        check_supported(message, f"messages[{index}].")
+    return request
+
+
+def _decode(body: bytes, form: type[Request]) -> Request:
+    """Decode a body. A whole number may be written as 16.0 where an integer is expected, as JSON Schema has it."""
+    try:
+        request: Request = _DECODERS[form].decode(body)
+    except msgspec.ValidationError as error:
+        if _FLOAT_FOR_INT.match(str(error)) is None:
+            raise
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        return msgspec.convert({name: _with_whole_numbers(value) for name, value in fields.items()}, form)
+    return request
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    """Return a number or a list of numbers, with integers for whole ones. Objects within stay as they are."""
+    if isinstance(value, list):
+        return [_with_whole_numbers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def convert_fields(fields: dict[str, Any], form: type[Request]) -> Request:
+    """Return the fields of a form or of a URL, whose values are text. Raises RequestError (400)."""
+    try:
+        return msgspec.convert(fields, form, strict=False)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from error
+
+
+def check_supported(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Raise RequestError for the first field that asks for something not supported."""
+    for name in _UNSUPPORTED.get(type(struct), ()):
+        value = _with_whole_numbers(getattr(struct, name))
+        if value is not None and not _is_neutral(value, _NEUTRAL[name]):
+            accepted = " or ".join(["null", *(msgspec.json.encode(neutral).decode() for neutral in _NEUTRAL[name])])
+            raise RequestError(f"{prefix}{name} is not supported; leave it out or set {accepted}", param=prefix + name)
+
+
+def _is_neutral(value: Any, neutral_values: tuple[Any, ...]) -> bool:
+    # By type as well: in Python True equals 1, in JSON it does not.
+    return any(type(value) is type(neutral_value) and value == neutral_value for neutral_value in neutral_values)
+
+
+_ENUMERATIONS = {
+    "response_format": get_args(AudioFormat),
+    "stream_format": ("audio", "sse"),
+    "mode": ("llm", "agent"),
+    "format": ("audio", "json"),
+}
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_CONTENT_TYPE = re.compile(r"content\[[^]]*\]\.type$")  # of a part of a message
+_NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
+
+
+def _validation_error(text: str) -> RequestError:
+    """msgspec's message with the field first: "Expected `str`, got `int` - at `$.model`" names `model`."""
+    path_match = _PATH.search(text)
+    path = path_match["path"] if path_match else ""
+    reason = text[: path_match.start()] if path_match else text
+    reason = reason.replace("Object contains unknown field", "unknown field")
+    reason = reason.replace("Object missing required field", "missing field")
+    field_match = _NAMED_FIELD.search(reason)
+    param = ".".join(part for part in (path, field_match["name"] if field_match else "") if part)
+    if reason.startswith("unknown field"):
+        reason = "this field is not known here, so it is not supported"
+    elif reason.startswith("missing field"):
+        reason = "this field is required"
+    elif reason.startswith("Invalid enum value") and path in _ENUMERATIONS:
+        reason += f"; known are {', '.join(_ENUMERATIONS[path])}"
+    elif reason.startswith("Invalid enum value"):  # of a message of a chat
+        reason += f"; known are {', '.join(get_args(Role))}"
+    elif _CONTENT_TYPE.search(path):
+        reason += "; only text is known: language models read no images and no audio"
+    return RequestError(f"{param or 'the body'}: {reason}", param=param or None)

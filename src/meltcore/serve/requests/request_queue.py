@@ -1,0 +1,200 @@
+"""The queue of one model in front of its engines, as one API server process sees it.
+
+While the engines have room and nothing waits, a request goes to them immediately. Beyond that it waits here, where its
+class, its deadline and its client can still change its turn. The engines get somewhat more than they run, so that a
+freed slot finds its next request there. Several processes share the engines' room through the statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.admission import Admission, DrainRate, Load
+from meltcore.serve.requests.fair_queue import FairQueue, Waiting
+from meltcore.serve.requests.stats import CLASSES, ModelStats
+from meltcore.serve.requests.terms import asleep_error, current_terms
+from meltcore.settings.config import PriorityClass
+
+# Other processes' ends of requests make room that no message tells of.
+TURN_CHECK_S = 0.005
+MAX_STARTS = 64  # per iteration of the event loop: they take milliseconds
+LOOKAHEAD = 4  # a fourth of an engine's slots more than it runs is sent to it
+# An answer's length as a queue expects it, and how much one answer changes that.
+EXPECTED_OUTPUT_TOKENS, OUTPUT_TOKENS_WEIGHT = 128.0, 0.02
+EQUAL_SHARES = tuple(1 for _ in CLASSES)
+# The engines see the class too: one that can start overtakes what was sent ahead. The queue has decided how much
+# of each class they get, so this starves none.
+ENGINE_PRIORITY: dict[PriorityClass, int] = {name: index - 1 for index, name in enumerate(CLASSES)}
+
+
+def room_of(slots: int) -> int:
+    """Return how many requests an engine of `slots` slots is sent."""
+    return slots + max(1, slots // LOOKAHEAD)
+
+
+class RequestQueue:
+    """Admits requests, lets them wait for their turn, and starts them."""
+
+    def __init__(
+        self,
+        task: str,
+        stats: ModelStats,
+        admission: Admission,
+        *,
+        slots: int,
+        shares: Sequence[float],
+        waiting_units: Callable[[], float] | None = None,
+    ) -> None:
+        """Create an empty queue. task: of the model. slots: of one replica.
+
+        waiting_units: what waits in all processes; None: that of the requests in their queues.
+        """
+        self.task = task
+        self._stats = stats
+        self._admission = admission
+        self._slots = slots
+        self._room_per_replica = room_of(slots)
+        self._fair = FairQueue(stats, shares)
+        self._shares = {name: share / sum(shares) for name, share in zip(CLASSES, shares, strict=True)}
+        self._rate = DrainRate(max(1, len(stats.shared.rows) - 1))
+        self._waiting_units = waiting_units or (lambda: sum(stats.total(f"queue_units/{name}") for name in CLASSES))
+        self._is_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Return the number of this process's requests that wait here."""
+        return len(self._fair)
+
+    def admit(self, waiting: Waiting, accept: Callable[[], None]) -> None:
+        """Start a request, now or at its turn. `accept` counts it as in flight; it is called before.
+
+        Raises RequestError (429; 503 for a model that sleeps), in which case neither is called.
+        """
+        stats, waiting.task = self._stats, self.task
+        with stats.shared.locked():  # the limits are those of all API servers together
+            in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
+            if not replicas and stats.is_asleep:
+                self._check_sleep(waiting)
+            held = stats.total("queue_requests")
+            # Nearly every request of a server that keeps up: it waits for nothing, so no bound is near.
+            if (
+                held
+                or in_flight + waiting.requests > self._slots * replicas
+                or not self._admission.has_room(self._waiting_units(), waiting.units)
+            ):
+                self._check(waiting, in_flight, replicas)
+            accept()
+            if held or in_flight >= self._room_per_replica * replicas:
+                self._fair.push(waiting)
+                waiting.held_by = stats
+                stats.add("queue_requests", waiting.requests)
+                self._fair.beat(time.monotonic())
+            else:
+                waiting.start()
+        current_terms().waits.append(waiting)
+        if waiting.is_held:
+            self._watch()
+        else:
+            stats.queue_waits[waiting.priority_class].observe(0.0)
+
+    def leave(self, waiting: Waiting) -> None:
+        """Remove a request that has ended while it waited. No effect on one that was started."""
+        if not waiting.is_held:
+            return
+        with self._stats.shared.locked():
+            self._fair.remove(waiting)
+            self._stats.add("queue_requests", -waiting.requests)
+        self._note_wait(waiting)
+
+    def ended(self, waiting: Waiting | None = None, cost: float = 0.0) -> None:
+        """Use the room of a started request that has ended. cost: what it has turned out to be."""
+        now_s = time.monotonic()
+        if waiting is not None and waiting.charge:
+            with self._stats.shared.locked():
+                self._fair.settle(waiting, cost)
+        if self._rate.is_due(now_s):
+            self._rate.record(now_s, self._stats.ended())
+        if self._fair and not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._start_next)
+
+    def _check(self, waiting: Waiting, in_flight: int, replicas: int) -> None:
+        stats, name = self._stats, waiting.priority_class
+        load = Load(
+            in_flight,
+            self._waiting_units(),
+            sum(stats.total(f"queue_requests/{other}") for other in CLASSES if other != name),
+            sum(stats.total(f"queue_units/{other}") for other in CLASSES if other != name),
+        )
+        try:
+            self._admission.check(
+                load,
+                requests=waiting.requests,
+                replicas=replicas,
+                units=waiting.units,
+                share=self._shares[name],
+            )
+        except RequestError as error:
+            stats.add("rejected_queue_full")
+            stats.add(f"refused_full/{name}")
+            now_s, ended = time.monotonic(), stats.ended()
+            error.retry_after_s = self._rate.retry_after_s(
+                now_s, ended, excess=error.retry_after_s or 0.0, requests=waiting.requests
+            )
+            if self._rate.is_due(now_s):
+                self._rate.record(now_s, ended)
+            if stats.is_asleep:
+                stats.set("wanted_s", now_s)
+                raise asleep_error(stats, f"the model sleeps, and {error.message}") from error
+            raise
+
+    def _check_sleep(self, waiting: Waiting) -> None:
+        """Refuse a request whose deadline passes before the model can be awake. The supervisor wakes it for others."""
+        stats, now_s = self._stats, time.monotonic()
+        limit_s, wake_s = current_terms().limit_s(math.inf), stats.wake_at_s() - now_s
+        if wake_s > limit_s:
+            stats.set("wanted_s", now_s)
+            stats.add("rejected_sleeping")
+            stats.add(f"refused_deadline/{waiting.priority_class}")
+            message = f"the model sleeps and cannot serve for {wake_s:.1f} s; X-Request-Timeout is {limit_s:g} s"
+            raise asleep_error(stats, message)
+
+    def _start_next(self) -> None:
+        """Start the requests whose turn it is and for which there is room."""
+        self._is_scheduled = False
+        stats = self._stats
+        started: list[Waiting] = []
+        with stats.shared.locked():
+            now_s = time.monotonic()
+            self._fair.beat(now_s)
+            running = round(stats.total("in_flight") - stats.total("queue_requests"))
+            room = self._room_per_replica * len(stats.live_replicas()) - running
+            while room > 0 and len(started) < MAX_STARTS and (waiting := self._fair.pop(now_s)) is not None:
+                stats.add("queue_requests", -waiting.requests)
+                room -= waiting.requests
+                waiting.held_by = None
+                started.append(waiting)
+                waiting.start()
+        for waiting in started:
+            self._note_wait(waiting)
+        if len(started) == MAX_STARTS:
+            self.ended()
+
+    def _note_wait(self, waiting: Waiting) -> None:
+        waiting.wait_s = time.monotonic() - waiting.admitted_s
+        self._stats.queue_waits[waiting.priority_class].observe(waiting.wait_s)
+
+    def _watch(self) -> None:
+        """Look for a turn regularly while a request waits here."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TURN_CHECK_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.ended()
+        if self._fair:
+            self._watch()

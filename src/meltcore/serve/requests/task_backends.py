@@ -1,0 +1,128 @@
+"""What backends of transcription, synthesis and translation do, and the requests and answers of each."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from meltcore.serve.requests.protocol import AudioFormat, TranslateRequest
+from meltcore.text.transcripts import SpokenWord, Transcription
+
+ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
+
+
+class SpeechRequest(NamedTuple):
+    """The fields of a transcription request. language: as the client named it."""
+
+    data: bytes
+    model: str | None
+    language: str | None
+    response_format: ResponseFormat
+    granularities: frozenset[str]
+    decoder: str
+    is_streamed: bool
+    user: str | None
+
+
+@runtime_checkable
+class SpeechBackend(Protocol):
+    """A backend whose model transcribes speech."""
+
+    names: tuple[str, ...]
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """The languages that it transcribes, by code; none before it is loaded."""
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def transcribe(
+        self, request: SpeechRequest, request_id: str, on_words: Callable[[list[SpokenWord]], None] = ...
+    ) -> Transcription:
+        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
+
+
+class SynthesisRequest(NamedTuple):
+    """The fields of a request for speech. None: the model's default.
+
+    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
+    answer is one file with its length. is_events: it is OpenAI's events.
+    """
+
+    text: str
+    voice: str | None = None
+    reference: bytes | None = None
+    reference_text: str = ""
+    response_format: AudioFormat = "mp3"
+    speed: float = 1.0
+    seed: int = 0
+    num_steps: int | None = None
+    is_whole: bool = False
+    is_events: bool = False
+    language: str | None = None
+    model: str | None = None
+    user: str | None = None
+
+
+class SpokenPart(NamedTuple):
+    """The next bytes of the file."""
+
+    data: bytes
+    is_last: bool
+
+
+@runtime_checkable
+class SynthesisBackend(Protocol):
+    """A backend whose model synthesizes speech."""
+
+    names: tuple[str, ...]
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """The languages that it speaks, by code; none before it is loaded."""
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def synthesize(
+        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> float:
+        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
+
+
+class TranslatedTexts(NamedTuple):
+    """The translation of each text of a request, and the tokens of its sentences: those read, and those written.
+
+    The tokens include what a model adds to a sentence: its language tags and the end token.
+    """
+
+    texts: list[str]
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@runtime_checkable
+class TranslationBackend(Protocol):
+    """A backend whose model may translate."""
+
+    names: tuple[str, ...]
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model is loaded and translates."""
+
+    def has_pair(self, request: TranslateRequest) -> bool:
+        """Return whether it translates between the request's languages."""
+
+    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
+        """Return the translation of each text. Cancelling it ends the work.
+
+        Raises RequestError (400, 429, 500, 503).
+        """

@@ -1,0 +1,109 @@
+"""On which terms a request is served: whose it is, how urgent, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from meltcore.common.errors import RequestError
+from meltcore.settings.config import PriorityClass
+
+if TYPE_CHECKING:
+    from meltcore.serve.requests.fair_queue import Waiting
+    from meltcore.serve.requests.keys import ApiKey
+    from meltcore.serve.requests.request_span import RequestSpan
+    from meltcore.serve.requests.stats import ModelStats
+
+
+MODEL_ASLEEP = "model_asleep"
+
+
+class RequestTerms:
+    """What a request's headers ask for (None: the server's or the model's default), and how long it has waited.
+
+    A request may need several models in turn, as speech to speech does; `waits` has one entry for each.
+    """
+
+    __slots__ = ("key", "priority_class", "retries", "span", "timeout_s", "waits")
+
+    def __init__(
+        self, key: ApiKey | None = None, priority_class: PriorityClass | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.key = key
+        self.priority_class = priority_class
+        self.timeout_s = timeout_s
+        self.waits: list[Waiting] = []
+        self.retries = 0  # on other replicas, after the death of the first
+        self.span: RequestSpan | None = None  # where traces are on
+
+    def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
+        """Return the request's class, not above its key's.
+
+        default: of the model. priority: vLLM's field, below 0 for interactive and above 0 for batch.
+        """
+        asked = self.priority_class
+        if asked is None:
+            asked = default if not priority else "interactive" if priority < 0 else "batch"
+        return asked if self.key is None else self.key.at_most(asked)
+
+    def limit_s(self, server_limit_s: float) -> float:
+        """Return the time limit, from the request's arrival on."""
+        return server_limit_s if self.timeout_s is None else min(self.timeout_s, server_limit_s)
+
+    def overdue(self, server_limit_s: float) -> RequestError:
+        """Return the error of a request whose time is over: 504, or 503 where it has waited for a model that sleeps."""
+        limit_s = self.limit_s(server_limit_s)
+        holding = [waiting.held_by for waiting in self.waits if waiting.held_by is not None]
+        if holding and holding[0].is_asleep:
+            return asleep_error(holding[0], f"the model sleeps and could not be woken within {limit_s:g} s")
+        source = "--request-timeout" if limit_s == server_limit_s else "X-Request-Timeout"
+        message = f"the answer took longer than {limit_s:g} s ({source})"
+        return RequestError(message, status=504, code="request_timeout")
+
+    @asynccontextmanager
+    async def timeout(self, server_limit_s: float) -> AsyncIterator[None]:
+        """Limit the time of what is awaited within. Raises RequestError (503, 504), as `overdue` returns it."""
+        try:
+            async with asyncio.timeout(self.limit_s(server_limit_s)):
+                yield
+        except TimeoutError as error:
+            raise self.overdue(server_limit_s) from error
+
+    def charge(self, tokens: int) -> None:
+        """Count tokens of the request against its key's limit."""
+        if self.key is not None:
+            self.key.charge(tokens)
+
+    def log_fields(self) -> dict[str, Any]:
+        """Return what the request's log line says of it."""
+        fields: dict[str, Any] = {} if self.key is None else {"key": self.key.name}
+        if self.waits:
+            fields["task"] = ",".join(waiting.task for waiting in self.waits)
+            fields["class"] = self.waits[0].priority_class
+            fields["queue_wait_s"] = round(sum(waiting.wait_s for waiting in self.waits), 6)
+        if self.retries:
+            fields["retries"] = self.retries
+        return fields
+
+
+def asleep_error(stats: ModelStats, message: str) -> RequestError:
+    """Return the error (503) of a request for a model that sleeps and cannot serve it in time."""
+    retry_s = max(1.0, stats.wake_at_s() - time.monotonic())
+    return RequestError(message, status=503, code=MODEL_ASLEEP, retry_after_s=retry_s)
+
+
+_TERMS: ContextVar[RequestTerms | None] = ContextVar("terms", default=None)
+
+
+def current_terms() -> RequestTerms:
+    """Return the terms of the request that this task serves; the defaults outside of one."""
+    return _TERMS.get() or RequestTerms()
+
+
+def set_terms(terms: RequestTerms) -> None:
+    """Set the terms of the request that this task, and those that it will create, serve."""
+    _TERMS.set(terms)

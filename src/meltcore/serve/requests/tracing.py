@@ -1,0 +1,179 @@
+"""OpenTelemetry traces: one span per request, sent over OTLP by a thread of each API server process.
+
+Nothing of OpenTelemetry is imported, and nothing done per request, unless an endpoint is set. Attributes have the names
+of OpenTelemetry's GenAI and HTTP conventions, that of the queue vLLM's. No span holds text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import is_number, shown_url
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.request_fields import header, shorten
+from meltcore.serve.requests.request_span import RequestSpan
+from meltcore.serve.requests.stats import ServerStats
+from meltcore.settings.config import ServerConfig
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+TRACES_VARIABLE, BASE_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+QUEUE_VARIABLE, DEFAULT_QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
+CLOSE_S = 2.0  # for the last spans when a server ends
+CONTEXT_HEADERS = (b"traceparent", b"tracestate")
+_OPERATIONS = (  # of a path, by its end
+    (("chat/completions", "chat", "_chat", "chat_direct"), "chat"),
+    (("completions",), "text_completion"),
+    (("embeddings",), "embeddings"),
+    (("audio/speech", "speech_batch"), "speech"),
+    (("speech_to_speech",), "speech_to_speech"),
+    (("transcriptions", "translations", "transcribe", "transcribe_batch"), "transcription"),
+    (("translate",), "translation"),
+)
+
+
+def resolve_tracing(config: ServerConfig) -> ServerConfig:
+    """Return the configuration with the endpoint of traces that flag, file or environment give; None: no traces.
+
+    Raises ConfigError where the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
+    """
+    endpoint, source = config.otlp_traces_endpoint, "--otlp-traces-endpoint"
+    if endpoint is None and (endpoint := os.environ.get(TRACES_VARIABLE)):
+        source = TRACES_VARIABLE
+    elif endpoint is None and (base := os.environ.get(BASE_VARIABLE)):
+        endpoint, source = base.rstrip("/") + "/v1/traces", BASE_VARIABLE
+    if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return replace(config, otlp_traces_endpoint=None)
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{source} must be like http://127.0.0.1:4318/v1/traces; got {shown_url(endpoint)!r}")
+    for variable in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if (protocol := os.environ.get(variable, "http/protobuf")) != "http/protobuf":
+            raise ConfigError(f"{variable} must be http/protobuf; got {protocol!r}")
+    _queue_size()
+    if find_spec("opentelemetry") is None:
+        raise ConfigError(f"{source} needs OpenTelemetry: pip install '.[otel]'")
+    return replace(config, otlp_traces_endpoint=endpoint)
+
+
+def _queue_size() -> int:
+    value = os.environ.get(QUEUE_VARIABLE, "") or str(DEFAULT_QUEUE)
+    if not is_number(value) or int(value) < 1:
+        raise ConfigError(f"{QUEUE_VARIABLE} must be a whole number of at least 1; got {value!r}")
+    return int(value)
+
+
+class Tracing:
+    """Begins spans, and sends those that have ended to a collector.
+
+    A bounded queue lies between. What does not fit in it, or what the collector does not take, is dropped and counted.
+    """
+
+    def __init__(self, endpoint: str, stats: ServerStats, log: Log) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # Their lines would stand between those of the log. What they say is counted.
+        logger = logging.getLogger("opentelemetry")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+        resource = Resource({SERVICE_NAME: "meltcore"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        exporter = _CountingExporter(OTLPSpanExporter(endpoint=endpoint), stats, log)
+        self._provider.add_span_processor(_processor(exporter, stats, _queue_size()))
+        self._tracer = self._provider.get_tracer("meltcore")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, scope: Scope) -> RequestSpan:
+        """Begin the span of a request: a child of the client's where the request names one."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        carrier = {
+            name.decode(): value.decode("latin-1")
+            for name in CONTEXT_HEADERS
+            if (value := header(scope, name)) is not None
+        }
+        parent = self._propagator.extract(carrier, context=Context())
+        operation = _operation(scope["path"])
+        attributes = {"http.request.method": scope["method"], "url.path": shorten(scope["path"])}
+        if operation is not None:
+            attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "meltcore"}
+        name = operation or scope["method"]
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, set_span_in_context(span, parent))
+        return RequestSpan(span, name, headers)
+
+    def close(self) -> None:
+        """Send what is queued, for at most CLOSE_S."""
+        thread = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+
+def _operation(path: str) -> str | None:
+    path = path.rstrip("/")
+    return next((name for ends, name in _OPERATIONS if path.endswith(ends)), None)
+
+
+class _CountingExporter:
+    """Counts what an exporter sends and what it loses. Only the export thread calls `export`."""
+
+    def __init__(self, exporter: SpanExporter, stats: ServerStats, log: Log) -> None:
+        self._exporter = exporter
+        self._stats = stats
+        self._log = log
+        self.taken = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        """Send spans."""
+        self.taken += len(spans)
+        result = self._exporter.export(spans)
+        if result.name == "SUCCESS":
+            self._stats.add("trace_spans_sent", len(spans))
+        else:
+            self._stats.add("trace_spans_failed", len(spans))
+            self._log.write_rate_limited("traces_failed", spans=len(spans), why="the collector did not take them")
+        return result
+
+    def shutdown(self) -> None:
+        """End a retry that waits."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Do as the exporter."""
+        return bool(self._exporter.force_flush(timeout_millis))
+
+
+def _processor(exporter: Any, stats: ServerStats, limit: int) -> Any:
+    """Return a BatchSpanProcessor of a _CountingExporter that counts what does not fit. Its class needs the package."""
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    class Bounded(BatchSpanProcessor):  # type: ignore[misc, unused-ignore]
+        ended = 0
+
+        def on_end(self, span: ReadableSpan) -> None:
+            if not (span.context and span.context.trace_flags.sampled):
+                return
+            if self.ended - exporter.taken >= limit:  # its queue would drop the oldest, and count nothing
+                stats.add("trace_spans_overflowed")
+                return
+            self.ended += 1
+            super().on_end(span)
+
+    return Bounded(exporter, max_queue_size=limit, max_export_batch_size=min(512, limit))

@@ -1,0 +1,312 @@
+"""All routes of the API, and the ASGI application that joins them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meltcore import __version__
+from meltcore.common.errors import EngineDeadError, RequestError
+from meltcore.serve.dialects.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
+from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
+from meltcore.serve.dialects.speech_to_speech import SpeechToSpeechEndpoint
+from meltcore.serve.dialects.vision import VisionEndpoint
+from meltcore.serve.docs import ApiDocs
+from meltcore.serve.http.gate import Gate
+from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
+from meltcore.serve.http.http import (
+    ClientDisconnectedError,
+    error_json,
+    read_body,
+    request_id,
+    send_bytes,
+    send_error,
+    while_connected,
+)
+from meltcore.serve.http.origins import OriginCheck
+from meltcore.serve.http.page import Page
+from meltcore.serve.http.paths import DOCS_PATHS
+from meltcore.serve.requests.backend import SERVING, Backend, ModelTable, reasons_text
+from meltcore.serve.requests.keys import ApiKeys
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode_request,
+)
+from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.requests.tracing import Tracing
+from meltcore.serve.status import Status
+from meltcore.serve.tasks.exchange import Endpoint
+from meltcore.serve.tasks.generation.completions import CompletionsEndpoint
+from meltcore.serve.tasks.synthesis.speech import SpeechEndpoint
+from meltcore.serve.tasks.transcription.transcriptions import TranscriptionsEndpoint
+from meltcore.serve.tasks.translation.translate import TranslateEndpoint
+from meltcore.serve.upstream.forward import (
+    FOREIGN_PATHS,
+    FORWARDED_PATHS,
+    LANGUAGE_PATHS,
+    ForwardingEndpoint,
+    default_model,
+)
+from meltcore.settings.config import ServerConfig
+
+JSON = b"application/json"
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+Handler = Callable[[Scope, Receive], Awaitable[Any]]
+_TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
+    TranscriptionsEndpoint,
+    TranscribeBatchEndpoint,
+    SpeechEndpoint,
+    SpeechBatchEndpoint,
+    TranslateEndpoint,
+    DwaniChatEndpoint,
+    SpeechToSpeechEndpoint,
+    VisionEndpoint,
+)
+
+
+def build_app(
+    models: ModelTable,
+    config: ServerConfig,
+    metrics: Metrics,
+    log: Log,
+    keys: ApiKeys,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
+    """Build the ASGI application, behind the gate that checks origins and keys."""
+
+    def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
+        return ForwardingEndpoint(own, models, log, limit_bytes, config.routes)
+
+    completions = {
+        "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
+        "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
+    }
+    tasks = {
+        path: forwarding(each, each.upload_limit_bytes) if path in FORWARDED_PATHS else each
+        for each in (kind(models, config, log) for kind in _TASK_ENDPOINTS)
+        for path in each.paths
+    }
+    others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
+    app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
+    # Starlette's layers would be a fifth of the cost per token.
+    gate = Gate(_Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
+    if not config.allowed_origins:
+        return gate
+    # Outside of the gate: a browser asks for permission without the key.
+    return CORSMiddleware(gate, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+
+
+class _Shortcut:
+    """Routes completion requests directly to their endpoint, and all others through `app`.
+
+    Responses of Starlette's own, such as a redirect, get a request id too.
+    """
+
+    def __init__(self, app: ASGIApp, completions: dict[str, ForwardingEndpoint]) -> None:
+        self._app = app
+        self._completions = completions
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        endpoint = self._completions.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is not None:
+            return endpoint(scope, receive, send)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                if all(name != b"x-request-id" for name, _ in headers):
+                    message = {**message, "headers": [*headers, (b"x-request-id", request_id(scope).encode())]}
+            await send(message)
+
+        return self._app(scope, receive, send_with_id)
+
+
+def _build_starlette(
+    handlers: _Handlers,
+    config: ServerConfig,
+    endpoints: Mapping[str, ForwardingEndpoint | Endpoint],
+) -> Starlette:
+    docs = ApiDocs()
+    routes = [
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
+        Route("/", Page(), methods=["GET"]),
+        *(Route(path, docs, methods=["GET"]) for path in DOCS_PATHS),
+        Route("/v1/status", _Endpoint(handlers.status), methods=["GET"]),
+        Route("/v1/models", _Endpoint(handlers.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", _Endpoint(handlers.model), methods=["GET"]),
+        Route("/tokenize", _Endpoint(handlers.tokenize), methods=["POST"]),
+        Route("/detokenize", _Endpoint(handlers.detokenize), methods=["POST"]),
+        Route("/health", _Endpoint(handlers.health), methods=["GET"]),
+        Route("/v1/health", _Endpoint(handlers.dwani_health), methods=["GET"]),
+        Route("/live", _Endpoint(handlers.live), methods=["GET"]),
+        Route("/metrics", _Endpoint(handlers.metrics, content_type=PROMETHEUS), methods=["GET"]),
+    ]
+    if config.profiling:
+        routes.append(Route("/start_profile", _Endpoint(handlers.start_profile), methods=["POST"]))
+        routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile), methods=["POST"]))
+    return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
+
+
+class _Endpoint:
+    """Calls a handler, and encodes its result or its error. The gate has checked the key."""
+
+    def __init__(self, handler: Handler, *, content_type: bytes = JSON) -> None:
+        self._handler = handler
+        self._content_type = content_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"x-request-id", request_id(scope).encode())]
+        try:
+            result = await self._handler(scope, receive)
+        except RequestError as error:
+            await send_error(send, error, headers=headers)
+        except ClientDisconnectedError:
+            return
+        else:
+            body = result if isinstance(result, bytes) else msgspec.json.encode(result)
+            await send_bytes(send, body, self._content_type, headers=headers)
+
+
+class _Handlers:
+    """The responses of all routes but the two for completions."""
+
+    def __init__(self, models: ModelTable, config: ServerConfig, metrics: Metrics) -> None:
+        self._models = models
+        self._config = config
+        self._metrics = metrics
+        self._status = Status(models, config.routes)
+
+    async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
+        """Answer "ready", or "degraded" and which models where one or a replica cannot serve; 503 where none can.
+
+        A model that sleeps can: its requests wait. Where all wait for the server that asks, the answer is 508.
+        """
+        backends = self._models.backends
+        problems = {backend.names[0]: backend.health.problem() for backend in backends}
+        reasons = {name: problem for name, problem in problems.items() if problem is not None}
+        if len(reasons) == len(problems):
+            await self._check_circle(scope)
+            message = reasons_text(reasons or {"": "loading: starting"})
+            raise RequestError(message, status=503, code="not_ready")
+        sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
+        awake = [backend for backend in backends if backend not in sleeping]
+        replicas = sum(backend.stats.replicas for backend in awake)
+        num_live = sum(len(backend.stats.live_replicas()) for backend in awake)
+        answer: dict[str, Any] = {"status": "ready" if num_live == replicas and not reasons else "degraded"}
+        if replicas > 1:
+            answer["replicas"] = f"{num_live} of {replicas}"
+        for backend in awake:
+            live = len(backend.stats.live_replicas())
+            if live < backend.stats.replicas:
+                reasons.setdefault(backend.names[0], f"{live} of {backend.stats.replicas} replicas serve")
+        if reasons:
+            answer["models"] = reasons
+        if sleeping:
+            answer["sleeping"] = [backend.names[0] for backend in sleeping]
+        return answer
+
+    async def _check_circle(self, scope: Scope) -> None:
+        """Raise RequestError (508) where each model waits for upstreams that wait for a server on the request's way."""
+        if not may_probe(scope):
+            return
+        circles = {backend.names[0]: await backend.health.circle(scope) for backend in self._models.backends}
+        found = [f"its model {name} waits for {circle}" for name, circle in circles.items() if circle is not None]
+        if found and len(found) == len(circles):
+            raise RequestError("; ".join(found), status=LOOP_STATUS, code=CIRCLE_CODE)
+
+    async def dwani_health(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+        """Answer in dwani.ai's form."""
+        await self.health(scope, _receive)
+        return {"status": "healthy", "model": self._models.backends[0].names[0]}
+
+    async def live(self, _scope: Scope, _receive: Receive) -> dict[str, str]:
+        return {"status": "live", "version": __version__}
+
+    async def metrics(self, _scope: Scope, _receive: Receive) -> bytes:
+        return self._metrics.text()
+
+    async def status(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+        return await self._status.read()
+
+    async def models(self, _scope: Scope, _receive: Receive) -> dict[str, Any]:
+        self._models.check_ready()
+        ready = (backend for backend in self._models.backends if backend.health.status in SERVING)
+        cards = [_model_card(backend, name) for backend in ready for name in backend.names]
+        return {"object": "list", "data": cards, "server": own_name()}
+
+    async def model(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
+        name = scope["path_params"]["name"]
+        if not name:  # of /v1/models/, which is the list
+            return await self.models(scope, _receive)
+        return _model_card(self._models.find(name), name)
+
+    async def tokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        request = decode_request(await self._body(scope, receive), TokenizeRequest)
+        return await self._language_model(request.model).tokenize(request)
+
+    async def detokenize(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        request = decode_request(await self._body(scope, receive), DetokenizeRequest)
+        return await self._language_model(request.model).detokenize(request)
+
+    def _language_model(self, name: str | None) -> Backend:
+        return self._models.find(name or default_model(self._models, self._config.routes, LANGUAGE_PATHS[0]))
+
+    async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+        return await while_connected(scope, self._profile("start"))
+
+    async def stop_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
+        # Nsight Systems ends the server when the range ends, often before the engine has answered.
+        return await while_connected(scope, self._profile("stop"))
+
+    async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
+        """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
+        profiler = self._config.profiler
+        directory = "" if profiler == "cuda" else str(self._config.profile_dir)
+        try:
+            result = await self._models.find(None).profile(action, directory, profiler)
+        except EngineDeadError as error:
+            raise RequestError(str(error), status=500, code="engine_dead") from error
+        if result.error is not None:
+            raise RequestError(f"the profiler could not {action}: {result.error}", status=409)
+        return {"path": result.path}
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        return await read_body(scope, receive, self._config.max_body_bytes)
+
+
+def _model_card(backend: Backend, name: str) -> dict[str, Any]:
+    """Return a model's card with the first of its names as `root`; of one that sleeps, with its status."""
+    status = backend.health.status
+    card = backend.model_card(name) | {"root": backend.names[0]}
+    return card if status == "ready" else card | {"status": status}
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    """Answer an unexpected exception in OpenAI's error form. Starlette raises it on to the log."""
+    return _error_response(request, RequestError(f"the server failed: {type(error).__name__}", status=500))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer Starlette's own errors (no such path, wrong method) in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {shorten(request.url.path)}: {error.detail}"
+    return _error_response(request, RequestError(message, status=error.status_code), error.headers)
+
+
+def _error_response(request: Request, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    all_headers = {"x-request-id": request_id(request.scope), **(headers or {})}
+    return Response(error_json(error), status_code=error.status, media_type="application/json", headers=all_headers)

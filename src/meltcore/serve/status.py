@@ -1,0 +1,102 @@
+"""GET /v1/status: what a person wants to see of a running server, in JSON; GET /metrics has everything for machines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pynvml
+
+from meltcore.serve.requests.backend import Backend, ModelTable
+from meltcore.serve.tasks.model_choice import ModelChoice
+from meltcore.settings.routes_config import RoutesConfig
+from meltcore.text.languages import CODES
+
+# Of a query to NVML. A driver that hangs costs one thread, and its GPUs are left out.
+_QUERY_LIMIT_S = 1.0
+_KEPT_S = 0.9
+
+
+class Status:
+    """Reads the counts of all models, and the GPUs that this machine's driver shows."""
+
+    def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
+        self._models = models
+        self._choice = ModelChoice(models, config)
+        self._gpus = GpuReader()
+
+    async def read(self) -> dict[str, Any]:
+        """Return the status. languages: codes for a translation that no model of translation limits.
+
+        substitutes: languages that a model may not know, and what it gets instead.
+        """
+        return {
+            "models": [_model(backend) for backend in self._models.backends],
+            "gpus": await self._gpus.read(),
+            "translates": self._choice.translates,
+            "languages": CODES,
+            "substitutes": self._choice.config.substitute,
+        }
+
+
+def _model(backend: Backend) -> dict[str, Any]:
+    # Counts of engines are as late as their newest step. A request that no queue is known to hold is at work.
+    stats = backend.stats
+    in_flight = stats.total("in_flight")
+    waiting = min(in_flight, stats.total("queue_requests") + stats.engines().waiting)
+    return {
+        "name": backend.names[0],
+        "status": backend.health.status,
+        "running": in_flight - waiting,
+        "waiting": waiting,
+        "in_flight": in_flight,
+        "finished": stats.total("finished"),
+        "failed": stats.total("failed"),
+        "output_tokens": stats.total("generation_tokens"),
+    }
+
+
+class GpuReader:
+    """Reads memory and utilization of all GPUs through NVML, at most about once per second."""
+
+    def __init__(self) -> None:
+        self._query: asyncio.Task[list[dict[str, Any]]] | None = None
+        self._read_s = 0.0
+
+    async def read(self) -> list[dict[str, Any]]:
+        """Return the GPUs: none without a driver, or while it does not answer."""
+        if self._query is None or (self._query.done() and time.monotonic() - self._read_s > _KEPT_S):
+            self._query = asyncio.create_task(asyncio.to_thread(query_gpus))
+            self._read_s = time.monotonic()
+        done, _ = await asyncio.wait({self._query}, timeout=_QUERY_LIMIT_S)
+        return self._query.result() if done else []
+
+
+def query_gpus() -> list[dict[str, Any]]:
+    """Return name, bytes of memory and utilization (0 to 1; None where a GPU has no such reading) of each GPU."""
+    try:
+        pynvml.nvmlInit()  # the first call loads the driver's library; later ones count
+    except pynvml.NVMLError:
+        return []
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = pynvml.nvmlDeviceGetName(handle)
+        except pynvml.NVMLError:  # lost, or denied to this process
+            continue
+        try:
+            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        except pynvml.NVMLError:  # with MIG
+            utilization = None
+        gpus.append(
+            {
+                "name": name.decode() if isinstance(name, bytes) else name,
+                "memory_bytes": int(memory.total),
+                "memory_used_bytes": int(memory.used),
+                "utilization": utilization,
+            }
+        )
+    return gpus

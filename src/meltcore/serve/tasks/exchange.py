@@ -1,0 +1,142 @@
+"""What most routes share: reading a request, streaming an answer, the end of either, and the log."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.http import (
+    ClientDisconnectedError,
+    Headers,
+    error_json,
+    read_body,
+    request_id,
+    send_bytes,
+    send_error,
+)
+from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.request_fields import header
+from meltcore.serve.tasks.model_choice import ModelChoice
+from meltcore.settings.config import ServerConfig
+
+# OpenAI's limit of an upload. A larger --max-body raises it.
+MIN_UPLOAD_BYTES = 25 * 2**20
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+class Exchange:
+    """One request and its answer. `fields` are for the log: no text, no audio."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, has_detail: bool = False) -> None:
+        """Begin an exchange. has_detail: errors have dwani.ai's form beside OpenAI's."""
+        self.scope = scope
+        self._has_detail = has_detail
+        self.identity = request_id(scope)
+        self.fields: dict[str, Any] = {"model": None, "user": None}
+        self.content_type: bytes | None = None  # of an answer that has begun
+        self.receive = receive
+        self._send = send
+        self.headers: Headers = [(b"x-request-id", self.identity.encode())]
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The fields of the URL."""
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+
+    async def body(self, limit_bytes: int) -> tuple[bytes, str | None]:
+        """Return the body and its content type. Raises RequestError (413), ClientDisconnectedError."""
+        body = await read_body(self.scope, self.receive, limit_bytes)
+        content_type = header(self.scope, b"content-type")
+        return body, None if content_type is None else content_type.decode("latin-1")
+
+    async def answer(self, body: bytes, content_type: bytes) -> None:
+        """Send a whole answer."""
+        self.content_type = content_type
+        await send_bytes(self._send, body, content_type, headers=self.headers)
+
+    async def stream(self, data: bytes, content_type: bytes) -> None:
+        """Send the next part of an answer whose length is not known. A slow client makes the caller wait."""
+        if self.content_type is None:
+            self.content_type = content_type
+            headers = [(b"content-type", content_type), *self.headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def event(self, event: dict[str, Any]) -> None:
+        """Send a server-sent event."""
+        await self.stream(b"data: " + msgspec.json.encode(event) + b"\n\n", EVENTS)
+
+    async def end(self) -> None:
+        """End a streamed answer."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: RequestError) -> None:
+        """Report an error: as the answer, as an event, or by breaking off an answer that has begun."""
+        if self.content_type is None:
+            await send_error(self._send, error, headers=self.headers, has_detail=self._has_detail)
+        elif self.content_type is EVENTS:
+            await self.stream(b"data: " + error_json(error) + b"\n\n", EVENTS)
+            await self.end()
+        else:  # without its last chunk the answer is incomplete, which HTTP clients report
+            self.scope["meltcore.connection"].transport.abort()
+
+
+class Endpoint(ABC):
+    """A route as a raw ASGI application: a client that disconnects ends its work.
+
+    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's.
+    """
+
+    paths: Collection[str]
+    dwani_paths: Collection[str]
+
+    def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
+        self._models = models
+        self.choices = ModelChoice(models, config.routes)
+        self._config = config
+        self._log = log
+
+    @property
+    def upload_limit_bytes(self) -> int:
+        """The limit of a body with audio."""
+        return max(MIN_UPLOAD_BYTES, self._config.max_body_bytes)
+
+    @abstractmethod
+    async def respond(self, exchange: Exchange) -> None:
+        """Read the request and answer it. Raises RequestError, ClientDisconnectedError."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        has_detail = scope["path"] in self.dwani_paths
+        arrived_s, exchange = time.monotonic(), Exchange(scope, receive, send, has_detail=has_detail)
+        error_code, status = None, 200
+        try:
+            self._models.check_ready()
+            await self.respond(exchange)
+        except RequestError as error:
+            status, error_code = error.status, error.code or error.param
+            await exchange.fail(error)
+        except ClientDisconnectedError:
+            status = 499
+        except Exception as error:  # a fault of ours: the client gets the form it knows, uvicorn reports the error
+            status = 500
+            await exchange.fail(RequestError(f"the server failed: {type(error).__name__}", status=500))
+            raise
+        finally:
+            self._log.write(
+                "request",
+                request_id=exchange.identity,
+                path=scope["path"],
+                **exchange.fields,
+                status=status,
+                error=error_code,
+                total_s=round(time.monotonic() - arrived_s, 6),
+            )

@@ -1,0 +1,1 @@
+"""Generation: routes, prompts, responses, and the backend of local engines."""

@@ -1,0 +1,52 @@
+"""Chats that the server itself has with one of its language models, for routes whose form is not OpenAI's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from meltcore.serve.requests.backend import Backend
+from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
+from meltcore.serve.upstream.foreign_chat import ask_foreign
+from meltcore.serve.upstream.forward import ForwardingBackend
+
+# An answer that has this many is ended, since these routes have no field for it.
+MAX_ANSWER_TOKENS = 2048
+
+
+class ChatAnswer(NamedTuple):
+    """A whole answer without its reasoning, and the tokens read and written."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
+    """Return a model's answer to a prompt. system: instructions before it, "" for none. Cancelling it ends the work.
+
+    Raises RequestError (400, 429, 500, 503, 504).
+    """
+    messages = [ChatMessage("system", system)] if system else []
+    messages.append(ChatMessage("user", prompt))
+    if isinstance(backend, ForwardingBackend):
+        fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
+        fields |= {"stop": list(stop)} if stop else {}
+        text, *tokens = await ask_foreign(backend, fields, request_id)
+        return ChatAnswer(text.strip(), *tokens)
+    # The text is taken at the end: until then the request can be retried on another replica.
+    generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
+    request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
+    await backend.submit(request, generation)
+    try:
+        (choice,) = generation.choices
+        while generation.open_choices and choice.output_tokens < MAX_ANSWER_TOKENS:
+            await generation.wait_for_change()
+            if generation.error is not None:
+                raise generation.error
+        return ChatAnswer(choice.take_text().strip(), generation.prompt_tokens, generation.output_tokens)
+    finally:
+        backend.release(generation)
+        generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection

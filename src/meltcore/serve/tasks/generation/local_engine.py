@@ -1,0 +1,317 @@
+"""The backend of a model whose engines run on this machine, as one API server process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.engines import FromEngine
+from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
+from meltcore.protocol.shell import ProfileDone
+from meltcore.protocol.translation import TranslationOutputs, TranslationReady
+from meltcore.serve.engines.engine_backend import EngineBackend
+from meltcore.serve.requests.admission import Admission
+from meltcore.serve.requests.fair_queue import Waiting
+from meltcore.serve.requests.generation import Echo, Generation
+from meltcore.serve.requests.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    TranslateRequest,
+)
+from meltcore.serve.requests.request_queue import (
+    ENGINE_PRIORITY,
+    EQUAL_SHARES,
+    OUTPUT_TOKENS_WEIGHT,
+    RequestQueue,
+)
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.requests.task_backends import TranslatedTexts
+from meltcore.serve.tasks.generation.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
+from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
+from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
+from meltcore.serve.tasks.generation.text_model import TextModel
+from meltcore.settings.config import ModelConfig
+
+if TYPE_CHECKING:
+    from meltcore.serve.tasks.translation.translations import Translations, TranslationText
+
+
+class ServedModel(NamedTuple):
+    """The served model, once it is loaded."""
+
+    text: TextModel
+    engine: GenerationReady  # the limits that all replicas have in common
+
+
+class LocalEngine(EngineBackend):
+    """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        server: ServerStats,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: tuple[int, ...] = EQUAL_SHARES,
+    ) -> None:
+        super().__init__(config, server, stats)
+        self._class_shares = class_shares
+        self._requests = OpenRequests(stats, self._send, self._on_end)
+        self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
+        self._model: ServedModel | None = None
+        self._translations: Translations | None = None  # instead of a model, for one that translates
+        self._queue: RequestQueue | None = None
+
+    # --- life cycle
+
+    def open(self, text: TextModel | TranslationText, engine: GenerationReady | TranslationReady, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        self._created = created
+        if isinstance(engine, TranslationReady):
+            from meltcore.serve.tasks.translation.translations import (  # need meltcore[translate]
+                Translations,
+                TranslationText,
+            )
+
+            assert isinstance(text, TranslationText)
+            self._translations = Translations(
+                self.config, text, engine, self.stats, self._send, self._live_replicas, class_shares=self._class_shares
+            )
+            return
+        assert isinstance(text, TextModel)
+        self._model = ServedModel(text, engine)
+        self._queue = RequestQueue(
+            "generation",
+            self.stats,
+            Admission(
+                max_queue=self.config.max_queue,
+                max_units=self.config.max_queue_tokens,
+                max_num_seqs=engine.max_num_seqs,
+            ),
+            slots=engine.max_num_seqs,
+            shares=self._class_shares,
+            waiting_units=lambda: self.stats.total("waiting_prompt_tokens"),
+        )
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+        """End every open request, or every one of `replica`, with an error."""
+        self._requests.end_all(error, outcome, replica)
+        if self._translations is not None:
+            self._translations.end_all(error, outcome, replica)
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
+        self._requests.retry(replica, others)
+        if self._translations is not None:
+            self._translations.retry(replica, others)
+
+    def on_message(self, replica: int, message: FromEngine) -> None:
+        """Handle a message of a replica's engine to this process."""
+        if isinstance(message, StepOutputs):
+            self._server_stats.record_cpu_time()
+            self._requests.on_step(message, replica)
+        elif isinstance(message, TranslationOutputs) and self._translations is not None:
+            self._server_stats.record_cpu_time()
+            self._translations.on_step(message, replica)
+        elif isinstance(message, ProfileDone):
+            self._on_profile_done(replica, message)
+
+    # --- requests
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        self._when_ready(self._model or self._translations)
+
+    @property
+    def chats(self) -> bool:
+        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+        return self._translations is None and (self._model is None or self._model.text.template.is_usable)
+
+    @property
+    def translates(self) -> bool:
+        """Whether the model is loaded and translates; else it generates text."""
+        return self._translations is not None
+
+    def has_pair(self, request: TranslateRequest) -> bool:
+        """Return whether the model is loaded and translates between the request's languages."""
+        return self._translations is not None and self._translations.has_pair(request)
+
+    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
+        """Return the translation of each text. Cancelling it ends the work.
+
+        Raises RequestError (400, 429, 500, 503).
+        """
+        return await self._when_ready(self._translations).translate(request, request_id, arrived_s)
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
+        """Tokenize, check and admit a request.
+
+        Raises RequestError (400, 429, 503), in which case nothing was started.
+        """
+        model = self._loaded()
+        text, limit = model.text, model.engine.max_model_len
+        reasoning_parser = None
+        if isinstance(request, ChatRequest):
+            reasoning_parser = text.reasoning_parser
+            prompts = [await self._chat_prompt(text, request, limit)]
+        else:
+            prompts = await completion_prompts(text.tokenizer, model.engine.vocab_size, request, limit)
+        params = [
+            sampling_params(
+                request,
+                prompt_tokens=len(prompt),
+                max_model_len=limit,
+                vocab_size=model.engine.vocab_size,
+                defaults=text.sampling_defaults,
+            )
+            for prompt in prompts
+        ]
+        echoes = await self._echoes(model, request, prompts)
+        for prompt, settings, echo in zip(prompts, params, echoes, strict=True):
+            generation.add_choice(
+                *(prompt, settings, text.tokenizer, reasoning_parser, echo),
+                continues_prompt=isinstance(request, CompletionRequest),
+            )
+        self._admit(generation, request.priority or 0)
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """End the open choices of `generation`, with `error`, or because its client has disconnected."""
+        self._time_limit.forget(generation)
+        self._requests.end(generation, error or client_disconnected(), "aborted")
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text or of a chat."""
+        model = self._loaded()
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        text = model.text
+        if request.messages is not None:
+            tokens = await self._chat_prompt(text, request)
+        else:
+            add_special_tokens = request.add_special_tokens
+            (tokens,) = await encode_all(
+                text.tokenizer, [request.prompt or ""], "prompt", add_special_tokens=add_special_tokens
+            )
+        return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of token ids."""
+        model = self._loaded()
+        return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's model card with the facts that a measurement must record."""
+        if self._translations is not None:
+            engine = self._translations.engine
+            sources, targets = self._translations.text.languages
+            facts: dict[str, Any] = {
+                "task": engine.task,
+                "direction": self._translations.text.direction,
+                "source_languages": sources,
+                "target_languages": targets,
+                "num_beams": engine.num_beams,
+                "tokenizer": engine.tokens,
+                "output_lengths": engine.output_lengths,
+            }
+            return self._card(name, engine, facts)
+        model = self._loaded()
+        facts = {
+            "task": "generation",
+            "max_model_len": model.engine.max_model_len,
+            "vocab_size": model.engine.vocab_size,
+            "chat": model.text.template.is_usable,
+            "special_tokens_in_messages": self.config.engine.special_tokens_in_messages,
+            "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
+            "weight_dtypes": model.engine.weight_dtypes,
+            "kv_cache_dtype": model.engine.kv_cache_dtype,
+            "speculative_decoding": model.engine.speculative_decoding,
+            "debug": list(self.config.engine.debug_options),
+            "hf_overrides": self.config.engine.hf_overrides,
+        }
+        return self._card(name, model.engine, facts)
+
+    def _loaded(self) -> ServedModel:
+        self.check_ready()
+        if self._model is None:
+            raise RequestError(
+                f"{self.names[0]} translates, with POST /v1/translate; it generates no text", param="model"
+            )
+        return self._model
+
+    async def _chat_prompt(
+        self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int | None = None
+    ) -> list[int]:
+        return await chat_prompt(
+            text.tokenizer,
+            text.template,
+            request.messages or [],
+            request.chat_template_kwargs,
+            context,
+            special_tokens_in_messages=self.config.engine.special_tokens_in_messages,
+        )
+
+    async def _echoes(
+        self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
+    ) -> list[Echo | None]:
+        """Return the prompts that the answers begin with, where the request asks for `echo`."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return [None] * len(prompts)
+        if request.stream and request.logprobs is not None:
+            raise RequestError(
+                "echo with logprobs is not supported in a stream; leave out one of the three", param="echo"
+            )
+        texts = await prompt_texts(model.text.tokenizer, request, prompts)
+        is_echo_only_request = is_echo_only(request)
+        return [
+            Echo(text, pack_token_ids(prompt), is_echo_only_request)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+
+    def _admit(self, generation: Generation, priority: int) -> None:
+        """Send the request to the engines, or let it wait for its turn; its time is limited until `release`.
+
+        Raises RequestError (429, 503).
+        """
+        self._loaded()  # the status may have changed while tokenizing
+        self._live_replicas()
+        assert self._queue is not None
+        priority_class = generation.terms.class_of(self.config.priority_class, priority)
+        usual_tokens = self._requests.usual_output_tokens
+        allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in generation.choices)
+        waiting = generation.waiting = Waiting(
+            priority_class,
+            lambda: self._requests.start(generation, ENGINE_PRIORITY[priority_class]),
+            requests=len(generation.choices),
+            units=generation.prompt_tokens,
+            cost=generation.prompt_tokens + allowed_tokens,
+            priority=priority,
+        )
+        self._queue.admit(waiting, lambda: self._requests.accept(generation))
+        self._time_limit.watch(generation)
+        generation.terms.charge(generation.prompt_tokens)
+
+    def _on_end(self, generation: Generation) -> None:
+        """Use the room of a choice that has ended; at the last one count the request's real cost."""
+        assert self._queue is not None
+        assert generation.waiting is not None
+        if generation.open_choices:
+            self._queue.ended()
+            return
+        if generation.waiting.is_held:
+            self._queue.leave(generation.waiting)
+            return
+        output_tokens = generation.output_tokens
+        mean = output_tokens / len(generation.choices)
+        self._requests.usual_output_tokens += (mean - self._requests.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
+        generation.terms.charge(output_tokens)
+        self._queue.ended(generation.waiting, generation.prompt_tokens + output_tokens)
+
+    def _end_overdue(self, generation: Generation) -> None:
+        if generation.waiting is not None and generation.waiting.is_held:
+            self.stats.add(f"refused_deadline/{generation.waiting.priority_class}")
+        error = generation.terms.overdue(self._time_limit.limit_s)
+        self._requests.end(generation, error, "aborted")

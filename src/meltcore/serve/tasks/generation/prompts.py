@@ -1,0 +1,168 @@
+"""Converts a request's messages or prompt to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.protocol import ChatMessage, CompletionRequest
+from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_template import ChatTemplate, MissingTemplate
+from meltcore.text.detokenizer import text_to_continue
+from meltcore.text.tokenizer import Tokenizer
+
+# Longer text is tokenized on a thread, without the GIL. This much takes about 10 ms, the longest that one request may
+# delay the streams of others.
+INLINE_CHARS = 16_384
+MAX_PROMPTS = 1024  # in one completion request
+# Of a text with more than _HEAD_CHARS characters per token of the context, that many are tokenized first. Most
+# languages have four characters per token, and megabytes that are refused in the end would take seconds. When the head
+# alone has _TOO_LONG times the context, the whole is too long, wherever the head was cut.
+_HEAD_CHARS, _TOO_LONG = 16, 2
+
+
+async def chat_prompt(
+    tokenizer: Tokenizer,
+    template: ChatTemplate | MissingTemplate,
+    messages: list[ChatMessage],
+    kwargs: dict[str, Any] | None,
+    context: int | None = None,
+    *,
+    special_tokens_in_messages: bool = False,
+) -> list[int]:
+    """Return the token ids of a chat, up to where the answer begins.
+
+    `context`: see `encode_all`; `special_tokens_in_messages`: see `render_chat`. Raises RequestError (400).
+    """
+    if not messages:
+        raise RequestError("messages is empty; give at least one message", param="messages")
+    template_messages = [_with_system_role(message) for message in messages]
+
+    def work() -> list[int]:
+        prompt = render_chat(
+            tokenizer, template, template_messages, kwargs, special_tokens_in_messages=special_tokens_in_messages
+        )
+        if context is not None:
+            _check_head(tokenizer, prompt.text, "messages", context)
+        return prompt.encode(tokenizer)
+
+    characters = sum(len(text) for message in template_messages for text in message.values())
+    ids = work() if characters <= INLINE_CHARS else await asyncio.to_thread(work)
+    return _require_tokens(ids, "messages")
+
+
+async def completion_prompts(
+    tokenizer: Tokenizer, vocab_size: int, request: CompletionRequest, context: int | None = None
+) -> list[list[int]]:
+    """Return the token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
+
+    `context`: see `encode_all`. Raises RequestError (400).
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt")
+    if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        raise RequestError(f"prompt holds {len(prompt)} prompts; the limit is {MAX_PROMPTS}", param="prompt")
+    part_types = {type(prompt_part) for prompt_part in prompt}
+    if len(part_types) > 1:
+        raise RequestError("prompt mixes texts, token ids or lists; give one kind", param="prompt")
+    part_type = part_types.pop()
+    if part_type is str:
+        texts = [prompt_part for prompt_part in prompt if isinstance(prompt_part, str)]
+        encoded = await encode_all(tokenizer, texts, "prompt", add_special_tokens=True, context=context)
+        return [_require_tokens(ids, "prompt") for ids in encoded]
+    token_lists = [prompt] if part_type is int else prompt
+    return [_checked_ids(ids, vocab_size, "prompt") for ids in token_lists if isinstance(ids, list)]
+
+
+async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+    """Return the text of each prompt, for `echo`: as it was sent, or decoded where token ids were.
+
+    Token ids may end within a character, which is then the first of the answer.
+    """
+    prompt_list = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    texts = [text for text in prompt_list if isinstance(text, str)]
+    if texts:
+        return texts
+    skip = request.skip_special_tokens is not False
+
+    def work() -> list[str]:
+        return [text_to_continue(tokenizer, ids, skip_special_tokens=skip) for ids in prompts]
+
+    return work() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(work)
+
+
+async def encode_all(
+    tokenizer: Tokenizer, texts: list[str], param: str, *, add_special_tokens: bool, context: int | None = None
+) -> list[list[int]]:
+    """Tokenize `texts`; much text on a thread, so that the event loop continues to serve.
+
+    context: the length of the model's context in tokens. Raises RequestError (400) naming `param` for a text that has
+    many more, before all of it is tokenized; the ids of one that is slightly too long are returned.
+    """
+
+    def work() -> list[list[int]]:
+        encoded = []
+        for text in texts:
+            if context is not None:
+                _check_head(tokenizer, text, param, context)
+            encoded.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return encoded
+
+    if sum(map(len, texts)) <= INLINE_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _check_head(tokenizer: Tokenizer, text: str, param: str, context: int) -> None:
+    text_start = text[: _HEAD_CHARS * context]
+    if len(text_start) == len(text):
+        return
+    tokens = len(tokenizer.encode(text_start, add_special_tokens=False))
+    if tokens > _TOO_LONG * context:
+        raise RequestError(
+            f"this model's maximum context length is {context} tokens, so a prompt may have at most {context - 1}; "
+            f"the first {len(text_start)} of this prompt's {len(text)} characters are {tokens} tokens already",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
+    """Return the text of `ids`, special tokens included. Raises RequestError (400) for ids outside the vocabulary."""
+    _check_ids(ids, vocab_size, "tokens")
+    if len(ids) <= INLINE_CHARS:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
+
+
+def _check_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
+    """Raise RequestError (400) for an id outside the vocabulary."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"token id {token_id} is outside the vocabulary of {vocab_size} ids", param=param)
+
+
+def _checked_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
+    _check_ids(ids, vocab_size, param)
+    return _require_tokens(list(ids), param)
+
+
+def _require_tokens(ids: list[int], param: str) -> list[int]:
+    if not ids:
+        raise RequestError("the prompt has no tokens; a model needs at least one to continue from", param=param)
+    return ids
+
+
+def _with_system_role(message: ChatMessage) -> dict[str, str]:
+    """Return a message as a template sees it. Templates know "developer" only under its older name, "system"."""
+    content = message.content
+    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    template_message = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.reasoning_content is not None:
+        template_message["reasoning_content"] = message.reasoning_content
+    return template_message

@@ -1,0 +1,230 @@
+"""Responses in OpenAI's two forms, as bytes.
+
+The events of a stream differ only in a few values, so each is formatted into byte strings made once per request.
+Building and encoding a dictionary per token would cost more than everything else this process does for it.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from meltcore.protocol.generation import TokenLogprobs
+from meltcore.serve.requests.generation import Choice, Generation
+from meltcore.serve.requests.protocol import StreamOptions
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
+
+_json = msgspec.json.Encoder().encode
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+_LogprobsEntry = tuple[int, TokenLogprobs | None]  # None: a prompt's first token
+
+
+class ResponseWriter(ABC):
+    """Writes the response to one request in one of the two forms."""
+
+    id_prefix: str
+    stream_object: str
+    full_object: str
+
+    def __init__(self, generation: Generation, model: str, options: StreamOptions) -> None:
+        """Create a writer. `options` say whether events have the usage so far, or null until the last one has it."""
+        self._id = self.id_prefix + generation.request_id
+        self._created = int(time.time())
+        self._model = model
+        self._usage_in_events = bool(options.continuous_usage_stats)
+        self._end = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
+        head = {"id": self._id, "object": self.stream_object, "created": self._created, "model": model}
+        self._head = b"data: " + _json(head)[:-1] + b',"choices":['
+
+    def event(self, choice: Choice) -> bytes:
+        """Return one server-sent event with the unsent output of `choice`."""
+        head, body = self._head, self._event_choice(choice)
+        if not self._usage_in_events:
+            return b"%s%s%s" % (head, body, self._end)
+        usage = _usage(choice.prompt_tokens, choice.output_tokens, choice.cached_tokens)
+        return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
+
+    def usage_event(self, generation: Generation) -> bytes:
+        """Return the event after the last text: the whole usage, no choices."""
+        return b'%s],"usage":%s}\n\n' % (self._head, usage_json(generation.choices))
+
+    def body(self, generation: Generation) -> bytes:
+        """Return the whole response."""
+        return _json(
+            {
+                "id": self._id,
+                "object": self.full_object,
+                "created": self._created,
+                "model": self._model,
+                "choices": [self._full_choice(choice) for choice in generation.choices],
+                "usage": msgspec.Raw(usage_json(generation.choices)),
+            }
+        )
+
+    @abstractmethod
+    def _event_choice(self, choice: Choice) -> bytes: ...
+
+    @abstractmethod
+    def _full_choice(self, choice: Choice) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]: ...
+
+    def _take_logprobs(self, choice: Choice) -> dict[str, Any] | None:
+        if choice.params.logprobs is None:
+            return None
+        return self._logprobs(choice, choice.take_logprobs())
+
+    def _logprobs_json(self, choice: Choice) -> bytes:
+        return b"null" if choice.params.logprobs is None else _json(self._take_logprobs(choice))
+
+
+class ChatResponseWriter(ResponseWriter):
+    """Responses of /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    stream_object = "chat.completion.chunk"
+    full_object = "chat.completion"
+
+    def _event_choice(self, choice: Choice) -> bytes:
+        # The role comes with the first text: an event of its own would look like a first token.
+        role = b"" if choice.role_sent else b'"role":"assistant",'
+        choice.role_sent = True
+        reasoning = b'"reasoning_content":%s,' % _json(choice.take_reasoning()) if choice.reasoning else b""
+        return b'{"index":%d,"delta":{%s%s"content":%s},"logprobs":%s,"finish_reason":%s}' % (
+            choice.index,
+            role,
+            reasoning,
+            _json(choice.take_text()),
+            self._logprobs_json(choice),
+            _FINISH[choice.finish_reason],
+        )
+
+    def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.take_text(), "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.take_reasoning()
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._take_logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]:
+        content = []
+        for token_id, token_logprobs in entries:
+            assert token_logprobs is not None, "a chat answer echoes no prompt"
+            top_logprobs_list = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
+                : choice.params.logprobs
+            ]
+            content.append(
+                {
+                    **self._entry(choice, token_id, token_logprobs.logprob),
+                    "top_logprobs": [self._entry(choice, top_id, logprob) for top_id, logprob in top_logprobs_list],
+                }
+            )
+        return {"content": content, "refusal": None}
+
+    def _entry(self, choice: Choice, token_id: int, logprob: float) -> dict[str, Any]:
+        data = choice.tokenizer.token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class CompletionResponseWriter(ResponseWriter):
+    """Responses of /v1/completions."""
+
+    id_prefix = "cmpl-"
+    stream_object = "text_completion"
+    full_object = "text_completion"
+
+    def _event_choice(self, choice: Choice) -> bytes:
+        return b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}' % (
+            choice.index,
+            _json(choice.take_text()),
+            self._logprobs_json(choice),
+            _FINISH[choice.finish_reason],
+        )
+
+    def _full_choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": choice.take_text(),
+            "logprobs": self._take_logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _logprobs(self, choice: Choice, entries: list[_LogprobsEntry]) -> dict[str, Any]:
+        firsts = [choice.begins_text(token_id) for token_id, _ in entries]
+        tokens = [
+            _token_key(choice, token_id, is_first=first) for (token_id, _), first in zip(entries, firsts, strict=True)
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                None if token_logprobs is None else _finite(token_logprobs.logprob) for _, token_logprobs in entries
+            ],
+            "top_logprobs": [
+                None
+                if token_logprobs is None
+                else _top_logprobs(choice, tokens[at], token_id, token_logprobs, is_first=firsts[at])
+                for at, (token_id, token_logprobs) in enumerate(entries)
+            ],
+            "text_offset": [choice.logprob_text_offset(token_id) for token_id, _ in entries],
+        }
+
+
+def usage_json(choices: list[Choice]) -> bytes:
+    """Return OpenAI's usage object over `choices`, in tokens of the engine."""
+    return _usage(
+        sum(choice.prompt_tokens for choice in choices),
+        sum(choice.output_tokens for choice in choices),
+        sum(choice.cached_tokens for choice in choices),
+    )
+
+
+def _usage(prompt: int, output: int, cached: int) -> bytes:
+    return (
+        b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+        % (prompt, output, prompt + output, cached)
+    )
+
+
+def _top_logprobs(
+    choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs, *, is_first: bool
+) -> dict[str, float]:
+    """Return the highest log-probabilities by token, followed by the one of `token` if it is not among them."""
+    tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
+    found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
+    keyed: dict[str, float] = {}
+    for each, logprob in found.items():
+        key = token if each == token_id else _token_key(choice, each, is_first=is_first)
+        # Another token of the same text (a byte token beside the character, say) must not hide the chosen one.
+        if (key == token and each != token_id) or key in keyed:
+            key = _bytes_key(choice.tokenizer.token_bytes(each))
+        keyed.setdefault(key, _finite(logprob))
+    return keyed
+
+
+def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
+    """Return the text of a token. One that is a part of a character has its bytes as text, as OpenAI writes them."""
+    data = choice.tokenizer.token_bytes(token_id)
+    if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
+        return choice.tokenizer.decode([token_id], skip_special_tokens=False)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return _bytes_key(data)
+
+
+def _bytes_key(data: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

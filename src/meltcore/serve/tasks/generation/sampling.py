@@ -1,0 +1,156 @@
+"""Converts a request's sampling fields and the server's defaults to SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.protocol.sampling_params import MAX_LOGPROBS, SamplingParams
+from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest
+
+MAX_STOP_CHARS = 4096  # of one stop string: text of its length may be held back
+MAX_STOP_TOKEN_IDS = 256
+_TOP_K_OFF = -1  # as several servers, clients and checkpoints write it
+_GREEDY_HINT = "--generation-config greedy does without"
+
+_PLAIN_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_MODEL_DEFAULTS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+
+
+def checkpoint_defaults(generation_config: dict[str, Any], source: str = "generation_config.json") -> dict[str, Any]:
+    """Return the sampling defaults of a checkpoint. `do_sample: false` means greedy, whatever its other fields are.
+
+    Numbers may be written as text. Raises ConfigError with the file (`source`), field and value for a default that is
+    out of range: it would fail every request that does not set the field.
+    """
+    defaults: dict[str, Any] = {}
+    for name, value_type in _MODEL_DEFAULTS.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            defaults[name] = msgspec.convert(value, value_type, strict=False)
+        except msgspec.ValidationError as error:
+            expected = "a whole number" if value_type is int else "a number"
+            raise ConfigError(f"{source}: {name} must be {expected}; got {value!r}; {_GREEDY_HINT}") from error
+    if defaults.get("top_k") == _TOP_K_OFF:
+        defaults["top_k"] = 0
+    do_sample = generation_config.get("do_sample", bool(defaults))
+    if not isinstance(do_sample, bool | None):
+        raise ConfigError(f"{source}: do_sample must be true or false; got {do_sample!r}; {_GREEDY_HINT}")
+    if not do_sample:
+        defaults["temperature"] = 0.0
+    try:
+        SamplingParams(**defaults).check(vocab_size=1)  # these fields do not depend on it
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error}; {_GREEDY_HINT}") from error
+    return defaults
+
+
+def sampling_params(
+    request: ChatRequest | CompletionRequest, *, prompt_tokens: int, max_model_len: int, vocab_size: int,
+    defaults: dict[str, Any],
+) -> SamplingParams:  # fmt: skip
+    """Return the settings for one prompt of `prompt_tokens` tokens.
+
+    Raises RequestError naming the first field out of range.
+    """
+    fields = dict(defaults)
+    for name in _PLAIN_FIELDS:
+        value = getattr(request, name)
+        if value is not None:
+            fields[name] = value
+    if request.top_k == _TOP_K_OFF:
+        fields["top_k"] = 0
+    fields["max_tokens"] = _max_tokens(request, prompt_tokens, max_model_len)
+    fields["logprobs"] = _logprobs(request)
+    if isinstance(request, CompletionRequest) and request.echo:
+        fields["prompt_logprobs"] = request.logprobs
+    fields["stop"] = _stop(request.stop)
+    fields["stop_token_ids"] = tuple(request.stop_token_ids or ())
+    if len(fields["stop_token_ids"]) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"stop_token_ids holds {len(fields['stop_token_ids'])} ids; the limit is {MAX_STOP_TOKEN_IDS}",
+            param="stop_token_ids",
+        )
+    params = msgspec.convert(fields, SamplingParams)
+    params.check(vocab_size)
+    return params
+
+
+def _max_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
+    """Return the requested limit, or the rest of the context. Raises RequestError where it exceeds the context."""
+    max_output_tokens = max_model_len - prompt_tokens
+    if max_output_tokens < 1:
+        raise RequestError(
+            f"this model's maximum context length is {max_model_len} tokens, so a prompt may have at most "
+            f"{max_model_len - 1}; this one has {prompt_tokens}",
+            param="messages" if isinstance(request, ChatRequest) else "prompt",
+            code="context_length_exceeded",
+        )
+    name, requested = "max_tokens", request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        if requested is not None and requested != request.max_completion_tokens:
+            raise RequestError(
+                f"max_tokens ({requested}) and max_completion_tokens ({request.max_completion_tokens}) "
+                "disagree; give one",
+                param="max_completion_tokens",
+            )
+        name, requested = "max_completion_tokens", request.max_completion_tokens
+    if requested is None:
+        return max_output_tokens
+    if requested == 0 and is_echo_only(request):
+        return 1  # the engine generates a token or more; the answer leaves it out
+    if requested < 1:
+        raise RequestError(f"{name} must be at least 1; got {requested}", param=name)
+    if requested > max_output_tokens:
+        raise RequestError(
+            f"this model's maximum context length is {max_model_len} tokens; {name} is {requested} and the prompt has "
+            f"{prompt_tokens} tokens, {requested + prompt_tokens} together: {name} may be at most {max_output_tokens}",
+            param=name,
+            code="context_length_exceeded",
+        )
+    return requested
+
+
+def is_echo_only(request: ChatRequest | CompletionRequest) -> bool:
+    """Return whether the answer is the prompt alone: `echo` with `max_tokens` 0."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    if request.top_logprobs is None:
+        return 0 if request.logprobs else None
+    if not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs must be at least 0 and at most {MAX_LOGPROBS}; got {request.top_logprobs}",
+            param="top_logprobs",
+        )
+    return request.top_logprobs
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in stops:
+        if len(text) > MAX_STOP_CHARS:
+            raise RequestError(f"a stop string has {len(text)} characters; the limit is {MAX_STOP_CHARS}", param="stop")
+    return stops

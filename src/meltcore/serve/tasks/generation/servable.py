@@ -1,0 +1,101 @@
+"""Finds all reasons why a model cannot be served, before a server starts anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from meltcore.common.errors import ConfigError, UnservableModelError
+from meltcore.common.host_memory import trim_memory
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
+from meltcore.serve.tasks.generation.text_model import find_checkpoint, find_task
+from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.tokenizer import Tokenizer
+
+
+def check_servable(config: ModelConfig) -> None:
+    """Raise ConfigError with all reasons that the files of a model, its tokenizer and its chat template show.
+
+    Of a hub's model everything but safetensors files is downloaded for it, which a server would do next.
+    """
+    engine = config.engine
+    tokenizer = _reason_of_tokenizer(engine.tokenizer)
+    if tokenizer is not None:
+        config = _with_good_tokenizer(config)
+    source, of_files = _reasons_of_files(config)
+    trim_memory()  # a tokenizer of 150,000 tokens left 100 MB to the process that goes on as the supervisor
+    named = [tokenizer, _reason_of_template(engine.chat_template)]
+    reasons = [*of_files, *(reason for reason in named if reason is not None)]
+    if len(reasons) == 1 and (source is None or not of_files):  # it says what it is about
+        raise ConfigError(reasons[0])
+    if reasons:
+        raise UnservableModelError(source or engine.model, reasons)
+
+
+def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
+    """Return a model's file or folder, and the reasons that it shows. None means that the reasons name it."""
+    try:
+        if find_task(config) != "generation":
+            return None, []
+        checkpoint = find_checkpoint(config)
+    except UnservableModelError as error:
+        broken = _reasons_of_gguf_tokenizer(Path(error.source)) if config.engine.tokenizer is None else []
+        return error.source, [*error.reasons, *broken]
+    except ConfigError as error:
+        if config.engine.tokenizer is not None:
+            return None, [str(error)]
+        source, others = _reasons_of_files(_with_good_tokenizer(config))
+        return source, list(dict.fromkeys([str(error), *others]))
+    if checkpoint.gguf is not None:
+        broken = _reasons_of_gguf_tokenizer(checkpoint.gguf.path) if checkpoint.text_folder is None else []
+        return str(checkpoint.gguf.path), broken
+    return str(checkpoint.folder), _reasons_of_folder(checkpoint, config.engine)
+
+
+def _with_good_tokenizer(config: ModelConfig) -> ModelConfig:
+    """Return the settings with a tokenizer without faults, so that faults of the model's other files are found."""
+    return replace(config, engine=replace(config.engine, tokenizer=BUNDLED_MODEL))
+
+
+def _reasons_of_folder(checkpoint: Checkpoint, engine: EngineConfig) -> list[str]:
+    is_dummy, folder = engine.load_format == "dummy", checkpoint.text_folder
+    reasons = folder_reasons(checkpoint, is_dummy=is_dummy, has_overrides=bool(engine.hf_overrides))
+    assert folder is not None, "a folder has its own tokenizer, or that of --tokenizer"
+    if engine.tokenizer is None and (not is_dummy or (folder / "tokenizer.json").exists()):
+        try:
+            Tokenizer.from_folder(folder)
+        except ConfigError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def _reasons_of_gguf_tokenizer(path: Path) -> list[str]:
+    """Return the reason why the tokenizer of a GGUF file is broken, although its kind is supported."""
+    from meltcore.text.gguf_tokenizer import broken_reasons  # imports gguf and numpy, which others do not need
+
+    return broken_reasons(path)
+
+
+def _reason_of_tokenizer(name: str | None) -> str | None:
+    """Return why the tokenizer of --tokenizer cannot be used."""
+    if name is None:
+        return None
+    try:
+        folder = find_folder(name, "text")
+        Tokenizer.from_folder(folder)
+        _ = Checkpoint(name, folder, {}, {}).eos_token_ids  # reads the other files
+    except ConfigError as error:
+        reason = str(error)
+        return f"--tokenizer {reason}" if reason.startswith(name) else f"--tokenizer {name}: {reason}"
+    return None
+
+
+def _reason_of_template(path: str | None) -> str | None:
+    """Return why the template of --chat-template cannot be used."""
+    try:
+        if path is not None:
+            ChatTemplate.from_file(Path(path))
+    except ConfigError as error:
+        return str(error)
+    return None

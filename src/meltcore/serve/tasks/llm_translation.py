@@ -1,0 +1,54 @@
+"""Translation by a language model: one prompt per text, so that there are always as many translations as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.http import finish_all
+from meltcore.serve.requests.backend import Backend
+from meltcore.serve.requests.protocol import TranslateRequest
+from meltcore.serve.requests.task_backends import TranslatedTexts
+from meltcore.serve.tasks.generation.chat import ChatAnswer, ask
+from meltcore.text.languages import english_name
+from meltcore.text.visible import is_visible
+
+_NOTHING = ChatAnswer("", 0, 0)
+
+
+class LLMTranslator:
+    """Asks a language model for each translation. All prompts of a request run together."""
+
+    translates = True
+
+    def __init__(self, backend: Backend, prompt: str, stop: Sequence[str]) -> None:
+        """Translate with a model. prompt: the system message, with {source} and {target}; stop: where answers end."""
+        self.names = backend.names
+        self._backend = backend
+        self._prompt = prompt
+        self._stop = stop
+
+    def has_pair(self, request: TranslateRequest) -> bool:  # noqa: ARG002 - as the protocol has it
+        """Return True: a language model is asked for any pair."""
+        return True
+
+    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:  # noqa: ARG002 - the time limit counts from each prompt's start
+        """Return the translation of each text; one without a visible character stays. Cancelling it ends the work.
+
+        Raises RequestError (400, 429, 500, 503, 504).
+        """
+        source, target = english_name(request.src_lang, "src_lang"), english_name(request.tgt_lang, "tgt_lang")
+        if source == target:
+            raise RequestError(f"src_lang and tgt_lang are both {source}", param="tgt_lang")
+        system = self._prompt.format(source=source, target=target)
+
+        async def one(text: str) -> ChatAnswer:
+            return await ask(self._backend, system, text, request_id, stop=self._stop) if is_visible(text) else _NOTHING
+
+        texts = request.sentences
+        answers = await finish_all(one(text) for text in texts)
+        return TranslatedTexts(
+            [answer.text if is_visible(text) else text for answer, text in zip(answers, texts, strict=True)],
+            sum(answer.prompt_tokens for answer in answers),
+            sum(answer.completion_tokens for answer in answers),
+        )

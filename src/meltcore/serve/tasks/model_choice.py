@@ -1,0 +1,176 @@
+"""Chooses the model of a request by its task and its language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NoReturn, TypeGuard, TypeVar
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.backend import Backend, ModelTable
+from meltcore.serve.requests.protocol import TranslateRequest
+from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
+from meltcore.serve.tasks.llm_translation import LLMTranslator
+from meltcore.serve.upstream.forward import ForwardingBackend, routes_of
+from meltcore.settings.routes_config import RoutesConfig
+from meltcore.text.languages import code_among
+
+_Backend = TypeVar("_Backend", SpeechBackend, SynthesisBackend)
+_Language = TypeVar("_Language", str, str | None)
+ANY_LANGUAGE = "*"
+
+
+class ModelChoice:
+    """Finds the model that a request names, else the configured one of its language, else the first that has it."""
+
+    def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
+        self._models = models
+        self._config = config
+
+    @property
+    def config(self) -> RoutesConfig:
+        """The models of languages and routes, as fleet.yaml has them now."""
+        return self._models.routes or self._config
+
+    def transcriber(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
+        """Return a model that transcribes speech, and the request in the language that it gets.
+
+        Raises RequestError (400, 404, 503).
+        """
+        choices = []
+        for language in self._meanings(request.language):
+            candidates = self._candidates(request.model or _configured(self.config.transcription, language))
+            found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
+            backend = _of_language(found, language) or _refuse(candidates, "transcribe speech")
+            if _knows(backend, language):
+                return backend, request._replace(language=language)
+            choices.append(backend)
+        return choices[0], request  # whose error names its languages
+
+    def synthesizer(
+        self, language: str | None, model: str | None = None, *, param: str = "language"
+    ) -> SynthesisBackend:
+        """Return a model that synthesizes speech. param: the field that named the language.
+
+        Raises RequestError (400, 404, 503).
+        """
+        choices = []
+        for meaning in self._meanings(language):
+            candidates = self._candidates(model or _configured(self.config.synthesis, meaning))
+            found = [backend for backend in candidates if isinstance(backend, SynthesisBackend)]
+            backend = _of_language(found, meaning) or _refuse(candidates, "synthesize speech")
+            if meaning is None or _knows(backend, meaning):
+                return backend
+            choices.append(backend)
+        known = ", ".join(choices[0].languages)
+        raise RequestError(f"{param} {(language or '')[:60]!r} is not one of the model's: {known}", param=param)
+
+    def translator(self, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
+        """Return a model that translates, and the request in the languages that it gets.
+
+        Raises RequestError (400, 404, 503).
+        """
+        first = self._translator(request)
+        if code_among(request.src_lang, [request.tgt_lang]) is not None:
+            return first, request  # no substitute makes two languages out of one
+        for source, target in product(self._meanings(request.src_lang), self._meanings(request.tgt_lang)):
+            meant = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
+            backend = self._translator(meant)
+            if backend.has_pair(meant):
+                return backend, meant
+        return first, request  # whose error says what it translates
+
+    @property
+    def translates(self) -> bool:
+        """Whether POST /v1/translate has a model."""
+        backends = self._models.backends
+        is_llm = self.config.translate_backend == "llm" and any(backend.chats for backend in backends)
+        return is_llm or any(map(_translates, backends))
+
+    def chat_model(self, model: str | None = None) -> Backend:
+        """Return a language model, one that takes chats if there is any. Raises RequestError (400, 404, 503).
+
+        A model without a chat template refuses the chat itself, and says how to give it one.
+        """
+        candidates = self._candidates(model or self.config.chat_model)
+        for backend in sorted(candidates, key=lambda backend: not backend.chats):
+            if _is_language_model(backend):
+                backend.check_ready()
+                return backend
+        return _refuse(candidates, "chat; serve a language model")
+
+    def _translator(self, request: TranslateRequest) -> TranslationBackend:
+        name, config = request.model, self.config
+        for rule in config.translation:
+            if name is None and _matches(rule.source, request.src_lang) and _matches(rule.target, request.tgt_lang):
+                name = rule.model
+        if name is None and config.translate_backend == "llm":
+            return self._llm_translator(config.translate_model)
+        candidates = self._candidates(name)
+        found = [backend for backend in candidates if _translates(backend)]
+        if found:  # without the pair, the first one's error says what it translates
+            return next((backend for backend in found if backend.has_pair(request)), found[0])
+        if name is not None and (request.model is None or config.translate_backend == "llm"):
+            return self._llm_translator(name)
+        return _refuse(candidates, "translate; serve an IndicTrans2 checkpoint")
+
+    def _llm_translator(self, model: str | None) -> LLMTranslator:
+        return LLMTranslator(self.chat_model(model), self.config.translate_prompt, self.config.translate_stop)
+
+    def _candidates(self, model: str | None) -> list[Backend]:
+        return self._models.backends if model is None else [self._models.find(model)]
+
+    def _meanings(self, language: _Language) -> Sequence[_Language]:
+        """Return a language, and those that models which do not know it get instead."""
+        return [language, *self._substitutes(language)]
+
+    def _substitutes(self, language: str | None) -> Sequence[str]:
+        substitute = self.config.substitute
+        name = None if language is None else code_among(language, list(substitute))
+        return () if name is None else substitute[name]
+
+
+def _configured(models: Mapping[str, str], language: str | None) -> str | None:
+    """Return the model of a language under any of its names, else that of all others."""
+    name = None if language is None else code_among(language, list(models))
+    return models.get(ANY_LANGUAGE if name is None else name)
+
+
+def _matches(known: str, language: str) -> bool:
+    return known == ANY_LANGUAGE or code_among(language, [known]) is not None
+
+
+def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
+    """Return the first backend that has a language, else the first, ready. None without any."""
+    for backend in found:
+        if _knows(backend, language):
+            backend.check_ready()
+            return backend
+    if found:
+        found[0].check_ready()
+    return found[0] if found else None
+
+
+def _knows(backend: SpeechBackend | SynthesisBackend, language: str | None) -> bool:
+    return language is not None and code_among(language, backend.languages) is not None
+
+
+def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
+    return isinstance(backend, TranslationBackend) and backend.translates
+
+
+def _is_language_model(backend: Backend) -> bool:
+    if isinstance(backend, ForwardingBackend):
+        return backend.chats
+    return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
+
+
+def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
+    if len(candidates) == 1:
+        [backend] = candidates
+        routes = ", ".join(routes_of(backend))
+        raise RequestError(f"{backend.names[0]} cannot {task} here; it serves {routes}", param="model")
+    names = " and ".join(backend.names[0] for backend in candidates)
+    raise RequestError(f"{names} cannot {task}", param="model")

@@ -1,0 +1,1 @@
+"""Synthesis: its route, and the backend of its engines."""

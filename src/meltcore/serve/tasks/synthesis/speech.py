@@ -1,0 +1,128 @@
+"""POST /v1/audio/speech in OpenAI's form and in dwani.ai's, from the text to the audio."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.http import while_connected
+from meltcore.serve.requests.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.requests.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.text.visible import is_visible
+
+PATHS = ("/v1/audio/speech", "/audio/speech")
+CONTENT_TYPES: dict[str, bytes] = {
+    "mp3": b"audio/mpeg",
+    "opus": b"audio/ogg",
+    "aac": b"audio/aac",
+    "flac": b"audio/flac",
+    "wav": b"audio/wav",
+    "pcm": b"audio/pcm",
+}
+_REFERENCE_FILES = ("reference", "ref_audio")
+
+
+class SpeechEndpoint(Endpoint):
+    """Reads a request, and sends the speech of its text part by part."""
+
+    paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        body, content_type = await exchange.body(self.upload_limit_bytes)
+        request = await read_request(body, content_type, exchange.query)
+        exchange.fields |= {"model": request.model, "user": request.user}
+        backend = self.choices.synthesizer(request.language, request.model)
+        await while_connected(exchange.scope, send_speech(exchange, backend, request))
+
+
+async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: SynthesisRequest) -> None:
+    """Send the speech of a text as it is spoken: a file, or OpenAI's events. Raises RequestError."""
+    content_type = CONTENT_TYPES[request.response_format]
+    if request.is_whole:
+        disposition = f'attachment; filename="speech.{request.response_format}"'
+        exchange.headers += [(b"content-disposition", disposition.encode()), (b"cache-control", b"no-cache")]
+
+    async def on_part(part: SpokenPart) -> None:
+        if request.is_events:
+            await exchange.event({"type": "speech.audio.delta", "audio": base64.b64encode(part.data).decode()})
+        elif part.is_last and exchange.content_type is None:
+            await exchange.answer(part.data, content_type)
+        else:
+            await exchange.stream(part.data, content_type)
+            if part.is_last:
+                await exchange.end()
+
+    duration_s = await backend.synthesize(request, exchange.identity, on_part)
+    exchange.fields["audio_s"] = round(duration_s, 3)
+    if request.is_events:
+        await exchange.event({"type": "speech.audio.done"})
+        await exchange.end()
+
+
+async def read_request(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SynthesisRequest:
+    """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
+    reference = None
+    if is_multipart(content_type):
+        fields: dict[str, Any] = {}
+        for name, value in await read_multipart(body, content_type or ""):
+            if name in fields:
+                raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
+            if isinstance(value, str) and name in _REFERENCE_FILES:
+                raise no_file_name(name)
+            if isinstance(value, str):
+                fields[name] = value
+            elif name in _REFERENCE_FILES:
+                reference = value
+            else:
+                shown = shorten(name)
+                raise RequestError(f"{shown} must be text; a file goes into the field reference", param=shown)
+        request = convert_fields(fields, SynthesisFields)
+    elif body:
+        request = decode_request(body, SynthesisFields)
+    else:
+        request = convert_fields(dict(query), SynthesisFields)
+    return _request_of(request, reference, is_query=not body)
+
+
+def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: bool) -> SynthesisRequest:
+    for name in ("text", "ref_audio_name", "ref_text"):  # dwani.ai's names of other fields
+        other = {"text": "input", "ref_audio_name": "voice", "ref_text": "reference_text"}[name]
+        if getattr(fields, name) is not None and getattr(fields, other) is not None:
+            raise RequestError(f"{name} and {other} mean the same; give one", param=name)
+    is_worker_form = fields.text is not None
+    text = fields.text if fields.input is None else fields.input
+    if text is None or not is_visible(text):
+        raise RequestError("input is empty: it must hold the text to speak", param="input")
+    if fields.instructions:
+        raise RequestError("instructions is not supported; leave it out", param="instructions")
+    voice = fields.ref_audio_name if fields.voice is None else fields.voice
+    if isinstance(voice, dict):
+        if not isinstance(voice.get("id"), str):
+            raise RequestError("voice must be a name, or an object whose id is one", param="voice")
+        voice = voice["id"]
+    reference_text = fields.ref_text if fields.reference_text is None else fields.reference_text
+    if reference is not None and voice is not None:
+        raise RequestError("voice and reference exclude each other: the reference is the voice", param="voice")
+    if reference is not None and not is_visible(reference_text or ""):
+        raise RequestError("reference_text is missing: what is said in the reference", param="reference_text")
+    return SynthesisRequest(
+        text=text,
+        voice=voice,
+        reference=reference,
+        reference_text=reference_text or "",
+        response_format=fields.response_format or ("wav" if is_worker_form else "mp3"),
+        speed=1.0 if fields.speed is None else fields.speed,
+        seed=fields.seed or 0,
+        num_steps=fields.num_steps,
+        is_whole=is_query or is_worker_form,
+        is_events=fields.stream_format == "sse",
+        language=fields.language,
+        model=fields.model,
+        user=fields.user,
+    )

@@ -1,0 +1,268 @@
+"""The backend of a speech synthesizer whose engines run on this machine, as one API server process sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meltcore.audio.encoders import AudioEncoders, EncodedFile, missing_package
+from meltcore.audio.messages import DecodedClip
+from meltcore.common.errors import RequestError
+from meltcore.protocol.shell import AbortRequests
+from meltcore.protocol.synthesis import SynthesisReady, Synthesize, Synthesized
+from meltcore.serve.requests.admission import CHARS
+from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.requests.task_backends import SpokenPart, SynthesisRequest
+from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.tasks.audio_backend import AudioBackend, Place
+from meltcore.settings.config import ModelConfig
+from meltcore.text.synthesis.voices import find_voice
+
+# Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.
+_MAX_WAITING_BYTES = 2**30
+_SAMPLE_BYTES = 4
+# Of IndicF5. Its texts show their language by their letters; clients of dwani.ai name it all the same.
+_LANGUAGES = ("as", "bn", "gu", "hi", "kn", "ml", "mr", "or", "pa", "ta", "te")
+_INT16_RANGE = 32_768
+_ENDED = {
+    "abort": ("the engine ended the request", 500, None),
+    "deadline": ("the request waited longer than --request-timeout", 504, "request_timeout"),
+    "error": ("the engine refused the request", 400, None),
+}
+
+
+@dataclass
+class _OpenSpeech:
+    """A text in the engine: the results that have come, or the error that ends it; None: they begin again."""
+
+    place: Place
+    message: Synthesize
+    has_sent: bool = False  # speech to its client
+    is_ended: bool = False  # in the engine, by its last result
+    results: asyncio.Queue[Synthesized | RequestError | None] = field(default_factory=asyncio.Queue)
+
+
+class SynthesisEngine(AudioBackend[SynthesisReady]):
+    """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
+
+    purpose = "synthesizes speech: POST /v1/audio/speech"
+    task = "synthesis"
+    unit = CHARS
+
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
+        super().__init__(config, server, stats, **settings)
+        self._encoders = AudioEncoders()
+        self._warm_up: asyncio.Task[None] | None = None
+        self._speeches: dict[str, _OpenSpeech] = {}
+        self._waiting_bytes = 0
+
+    def open(self, engine: SynthesisReady, created: int) -> None:
+        """Register the loaded model, and start what encodes its speech."""
+        super().open(engine, created)
+        importlib.import_module("numpy")  # takes 0.1 s, which the first request should not wait for
+        self._warm_up = asyncio.create_task(self._encoders.warm_up(engine.sample_rate))
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """The languages that it speaks, by code; none before it is loaded."""
+        return _LANGUAGES if self._ready is not None else ()
+
+    async def close_workers(self) -> None:
+        """End the processes of this backend."""
+        if self._warm_up is not None:
+            self._warm_up.cancel()
+        await asyncio.gather(super().close_workers(), self._encoders.close())
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
+        """End every open request, or every one of `replica`, with an error."""
+        self.end_places(error, replica)
+        for speech in self._speeches.values():
+            if replica is None or speech.place.replica == replica:
+                speech.results.put_nowait(error)
+
+    def can_retry(self, place: Place) -> bool:
+        """Return whether no speech of a request was sent to its client."""
+        return not any(speech.has_sent for speech in self._speeches.values() if speech.place is place)
+
+    def send_again(self, place: Place, lost_replica: int) -> None:
+        """Send a text that is being spoken to the new replica of its request, which begins it again."""
+        for name, speech in self._speeches.items():
+            if speech.place is place:
+                self._drop_results(speech)
+                speech.results.put_nowait(None)
+                self._send(AbortRequests([name]), lost_replica)
+                self._send(speech.message, place.replica)
+
+    def on_output(self, replica: int, output: Synthesized) -> None:
+        """Give a result to its text; what a lost replica sends of one that another one speaks is dropped."""
+        speech = self._speeches.get(output.request_id)
+        if speech is not None and speech.place.replica == replica:
+            self._add(speech, output)
+
+    def _add(self, speech: _OpenSpeech, result: Synthesized) -> None:
+        if self._waiting_bytes + len(result.samples) > _MAX_WAITING_BYTES:
+            reason = f"the client reads too slowly: {self._waiting_bytes} bytes of speech wait in this process"
+            speech.results.put_nowait(RequestError(reason, status=503, code="client_too_slow"))
+            return
+        self._waiting_bytes += len(result.samples)
+        speech.results.put_nowait(result)
+
+    async def synthesize(
+        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> float:
+        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+
+        Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
+        504 after the time limit. Cancelling it ends its work.
+        """
+        ready = self._loaded()
+        voice = _checked(request, ready)
+        upload_bytes = len(request.reference or b"") + len(request.text.encode())
+        async with self.admitted(upload_bytes, len(request.text)) as place:
+            reference = await self._samples(request.reference, ready) if request.reference is not None else b""
+            now_s = time.monotonic()
+            message = Synthesize(
+                request_id=f"{request_id}-{next(self._numbers)}",
+                priority=place.priority,
+                arrived_s=now_s,
+                deadline_s=now_s + current_terms().limit_s(self.limit_s),
+                text=request.text,
+                voice=voice,
+                reference=reference,
+                reference_text=request.reference_text,
+                speed=request.speed,
+                seed=request.seed,
+                num_steps=request.num_steps or 0,
+            )
+            return await self._speak(message, request, ready.sample_rate, place, on_part)
+
+    async def _speak(
+        self,
+        message: Synthesize,
+        request: SynthesisRequest,
+        sample_rate: int,
+        place: Place,
+        on_part: Callable[[SpokenPart], Awaitable[None]],
+    ) -> float:
+        """Send a text to a replica, and encode its chunks as they come; again from the first where it is retried."""
+        self.send_for(place, message)
+        speech = self._speeches[message.request_id] = _OpenSpeech(place, message)
+        num_bytes = None
+        try:
+            while num_bytes is None:
+                async with self._encoders.open(request.response_format, sample_rate, is_whole=request.is_whole) as file:
+                    num_bytes = await self._encode(speech, file, on_part)
+            return num_bytes / _SAMPLE_BYTES / sample_rate
+        finally:
+            del self._speeches[message.request_id]
+            if not (self._drop_results(speech) or speech.is_ended or self.stats.is_dead(place.replica)):
+                self._send(AbortRequests([message.request_id]), place.replica)
+
+    async def _encode(
+        self, speech: _OpenSpeech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
+    ) -> int | None:
+        """Encode the chunks of a text as they come. Returns the bytes of its samples; None: it begins again."""
+        num_bytes, place = 0, speech.place
+        while not speech.is_ended:
+            replica = place.replica
+            result = await speech.results.get()
+            if result is None:
+                return None
+            if isinstance(result, RequestError):
+                raise result
+            self._waiting_bytes -= len(result.samples)
+            if result.finish_reason in _ENDED:
+                speech.is_ended = True
+                reason, status, code = _ENDED[result.finish_reason]
+                raise RequestError(result.error or reason, status=status, code=code)
+            num_bytes += len(result.samples)
+            is_last = result.finish_reason is not None
+            data = await file.add(result.samples, is_last=is_last)
+            if place.replica != replica:
+                continue  # the mark that it begins again waits in the queue
+            speech.is_ended = is_last
+            if data or is_last:
+                speech.has_sent = True
+                await on_part(SpokenPart(data, is_last))
+        return num_bytes
+
+    def _drop_results(self, speech: _OpenSpeech) -> bool:
+        """Drop the results that wait; returns whether the last one was among them."""
+        is_ended = False
+        while not speech.results.empty():
+            result = speech.results.get_nowait()
+            if isinstance(result, Synthesized):
+                self._waiting_bytes -= len(result.samples)
+                is_ended = is_ended or result.finish_reason is not None
+        return is_ended
+
+    async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:
+        """Return the float32 samples of an uploaded reference. Raises RequestError (400)."""
+        parts = self.workers.decode(
+            file,
+            sample_rate=ready.sample_rate,
+            max_clip_s=ready.max_reference_s + 1,  # one clip, which is never cut
+            max_audio_s=ready.max_reference_s,
+        )
+        try:
+            clips = [part.samples async for part in parts if isinstance(part, DecodedClip)]
+        except RequestError as error:
+            raise RequestError(f"reference: {error.message}", param="reference", code=error.code) from error
+        import numpy as np  # API servers of other models do without it
+
+        samples = np.frombuffer(b"".join(clips), np.int16).astype(np.float32) / _INT16_RANGE
+        if len(samples) < ready.min_reference_s * ready.sample_rate:
+            raise RequestError(
+                f"reference: the audio has {len(samples) / ready.sample_rate:.2f} s; at least "
+                f"{ready.min_reference_s:g} s are needed",
+                param="reference",
+                code="invalid_audio",
+            )
+        return samples.tobytes()
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's model card with the facts that a client and a measurement need."""
+        ready = self._loaded()
+        facts = {
+            "task": ready.task,
+            "languages": self.languages,
+            "voices": ready.voices,
+            "sample_rate": ready.sample_rate,
+            "max_text": ready.max_text,
+            "max_reference_s": ready.max_reference_s,
+            "steps": ready.steps,
+            "tokenizer": ready.tokens,
+        }
+        return self._card(name, ready, facts)
+
+
+def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:
+    """Return the engine's name of the voice, "" for a reference. Raises RequestError (400) for what it cannot speak."""
+    for name, text in (("input", request.text), ("reference_text", request.reference_text)):
+        if len(text) > ready.max_text:
+            raise RequestError(f"{name} has {len(text):,} characters; the limit is {ready.max_text:,}", param=name)
+    if not ready.min_speed <= request.speed <= ready.max_speed:
+        raise RequestError(
+            f"speed must be {ready.min_speed:g} to {ready.max_speed:g}; got {request.speed:g}", param="speed"
+        )
+    if request.num_steps is not None and request.num_steps not in ready.steps:
+        steps = ", ".join(map(str, ready.steps))
+        raise RequestError(f"num_steps must be one of {steps}; got {request.num_steps}", param="num_steps")
+    if (missing := missing_package(request.response_format)) is not None:
+        raise RequestError(
+            f"response_format {request.response_format} is not built in: this server lacks {missing}",
+            param="response_format",
+        )
+    if request.reference is not None:
+        return ""
+    if request.voice is not None:
+        return find_voice(request.voice, ready.voices)
+    if not ready.voices:
+        raise RequestError(
+            "this model has no voices: upload one as the file reference, with its reference_text", param="voice"
+        )
+    return ready.voices[0]

@@ -1,0 +1,1 @@
+"""Transcription: routes, forms, and the backend of its engines."""

@@ -1,0 +1,56 @@
+"""POST /v1/audio/transcriptions and dwani.ai's /v1/transcribe, from the upload to the transcript."""
+
+from __future__ import annotations
+
+import asyncio
+
+from meltcore.serve.http.http import while_connected
+from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.transcription.transcription_form import read_form, render
+from meltcore.text.transcripts import SpokenWord, Transcription, text_of
+
+# dwani.ai's clients write the path with a slash at its end, and its own servers one without /v1.
+DWANI_PATHS = ("/v1/transcribe", "/v1/transcribe/", "/transcribe", "/transcribe/")
+
+
+class TranscriptionsEndpoint(Endpoint):
+    """Reads a form, transcribes its file, and answers in the format that it asks for."""
+
+    paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        body, content_type = await exchange.body(self.upload_limit_bytes)
+        is_dwani = exchange.scope["path"] in DWANI_PATHS
+        request = await read_form(body, content_type, exchange.query if is_dwani else {})
+        exchange.fields |= {"model": request.model, "user": request.user}
+        backend, request = self.choices.transcriber(request)
+        await while_connected(exchange.scope, self._answer(exchange, backend, request))
+
+    async def _answer(self, exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> None:
+        if request.is_streamed:
+            result = await _stream(exchange, backend, request)
+        else:
+            result = await backend.transcribe(request, exchange.identity)
+            await exchange.answer(*render(result, request))
+        exchange.fields["audio_s"] = round(result.duration_s, 3)
+
+
+async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> Transcription:
+    """Send OpenAI's events: the text of each clip of a long file as it is done, then the whole text."""
+    parts: asyncio.Queue[list[SpokenWord] | None] = asyncio.Queue()
+    work = asyncio.create_task(backend.transcribe(request, exchange.identity, parts.put_nowait))
+    work.add_done_callback(lambda _: parts.put_nowait(None))
+    try:
+        separator = ""
+        while (words := await parts.get()) is not None:
+            if words:
+                await exchange.event({"type": "transcript.text.delta", "delta": separator + text_of(words)})
+                separator = " "
+        result = await work
+    finally:
+        work.cancel()
+    await exchange.event({"type": "transcript.text.done", "text": result.text})
+    await exchange.end()
+    return result

@@ -1,0 +1,1 @@
+"""Translation: its route, and the backend of its engines."""

@@ -1,0 +1,43 @@
+"""POST /v1/translate, in the form of dwani.ai's API: sentences in, as many translations out."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.http import while_connected
+from meltcore.serve.requests.protocol import MAX_SENTENCES, TranslateRequest, decode_request
+from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
+
+PATHS = ("/v1/translate", "/translate")
+
+
+class TranslateEndpoint(Endpoint):
+    """Reads a request, and waits for its translations within the time limit."""
+
+    paths = dwani_paths = PATHS
+
+    async def respond(self, exchange: Exchange) -> None:
+        """Answer one request. Raises RequestError, ClientDisconnectedError."""
+        arrived_s = time.monotonic()
+        body, _ = await exchange.body(self._config.max_body_bytes)
+        request = decode_request(body, TranslateRequest)
+        if not 1 <= len(request.sentences) <= MAX_SENTENCES:
+            raise RequestError(
+                f"sentences must have 1 to {MAX_SENTENCES} texts; got {len(request.sentences)}", param="sentences"
+            )
+        backend, request = self.choices.translator(request)
+        exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
+        async with current_terms().timeout(self._config.request_timeout_s):
+            work = backend.translate(request, exchange.identity, arrived_s)
+            translated = await while_connected(exchange.scope, work)
+        usage = {
+            "prompt_tokens": translated.prompt_tokens,
+            "completion_tokens": translated.completion_tokens,
+            "total_tokens": translated.prompt_tokens + translated.completion_tokens,
+        }
+        answer = {"translations": translated.texts, "usage": usage}
+        await exchange.answer(msgspec.json.encode(answer), b"application/json")

@@ -1,0 +1,104 @@
+"""Chats that the server itself has with a foreign model: a request is forwarded, and its answer is read here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Message
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.upstream.forward import ForwardedRequest, ForwardingBackend
+
+PATH = "/v1/chat/completions"
+_MAX_ANSWER_BYTES = 8 * 2**20
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _ChatMessage
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Completion).decode
+
+
+class _NoConnection:
+    """Stands where a client's connection would: the answer is read by this process, which cancels to end a request."""
+
+    def __init__(self) -> None:
+        self.transport = self  # whose two methods close the connection
+        self._on_lost: Callable[[], None] | None = None
+
+    def set_disconnect_callback(self, callback: Callable[[], None] | None) -> None:
+        """Set what `close` and `abort` call."""
+        self._on_lost = callback
+
+    def close(self) -> None:
+        """Call the callback: an answer that broke off has been read to its end."""
+        if self._on_lost is not None:
+            self._on_lost()
+
+    abort = close
+
+
+async def ask_foreign(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
+    """Return the text of a chat completion, and the tokens read and written. Cancelling it ends the work.
+
+    Raises RequestError: what the backend raises, and 502 for an answer that is no chat completion.
+    """
+    status, parts, size = 0, list[bytes](), 0
+
+    async def send(message: Message) -> None:
+        nonlocal status, size
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            return
+        body = message.get("body", b"")
+        size += len(body)
+        if size <= _MAX_ANSWER_BYTES:
+            parts.append(body)
+
+    outcome = await backend.forward(
+        ForwardedRequest(
+            scope={"type": "http", "headers": [], "path": PATH, "meltcore.connection": _NoConnection()},
+            send=send,
+            path=PATH,
+            request_id=request_id,
+            arrived_s=time.monotonic(),
+            body=msgspec.json.encode(fields),
+            content_type="application/json",
+            model=fields["model"],
+            is_streamed=False,
+        )
+    )
+    answer, name = b"".join(parts), backend.names[0]
+    if outcome.error is not None or size > _MAX_ANSWER_BYTES:
+        reason = outcome.error or f"it has more than {_MAX_ANSWER_BYTES} bytes"
+        raise RequestError(f"the answer of {name} broke off: {reason}", status=502, code="upstream_failed")
+    if status != 200:
+        shown = answer[:300].decode(errors="replace")
+        code = status if status in (400, 429, 503, 504) else 502
+        raise RequestError(f"{name} answered with status {status}: {shown}", status=code, code="upstream_failed")
+    try:
+        completion = _decode(answer)
+        text = completion.choices[0].message.content or ""
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        message = f"{name} answered with something that is no chat completion: {error}"
+        raise RequestError(message, status=502, code="upstream_failed") from error
+    usage = completion.usage or _Usage()
+    return text, usage.prompt_tokens, usage.completion_tokens

@@ -1,0 +1,67 @@
+"""Command lines of foreign servers in a fleet: a template or the user's own, filled with the model's settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meltcore.settings.config import FOREIGN_TEMPLATES, ForeignConfig
+from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
+
+# With it vLLM has the routes /sleep and /wake_up.
+_SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+class ForeignCommand(NamedTuple):
+    """How one replica is started. environment: the whole environment of the process."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def foreign_command(config: ForeignConfig, replica: int, port: int) -> ForeignCommand:
+    """Return the command of a replica, each argument whole whatever blanks its values have.
+
+    Raises ConfigError for an unknown name in braces, a setting that it needs, and a program that is not there.
+    """
+    assert config.command is not None
+    command = config.command
+    if command in FOREIGN_TEMPLATES:
+        template = TEMPLATES[command]
+        command = template.command
+        if config.max_model_len is not None:
+            command += f" {template.flags['max_model_len']}"
+        # llama.cpp divides its context among as many slots as it chooses, unless their number is given.
+        if config.max_num_seqs is not None or (config.max_model_len is not None and "{context_of_all}" in command):
+            command += f" {template.flags['max_num_seqs']}"
+        if config.tensor_parallel_size > 1:
+            command += f" {template.flags['tensor_parallel_size']}"
+        if config.sleep_mode == "vllm":
+            command += f" {template.flags.get('sleep_mode', '')}"
+    name = config.names[0]
+    arguments = fill_command(command, _values(config, replica, port), name)
+    gpus = config.gpus[replica] if config.gpus else None
+    added = (_SLEEP_ENVIRONMENT if config.sleep_mode == "vllm" else {}) | config.environment
+    environment = server_environment(config.python, gpus, added)
+    return ForeignCommand([*find_program(arguments, environment, config.python, name), *config.arguments], environment)
+
+
+def _values(config: ForeignConfig, replica: int, port: int) -> dict[str, str | None]:
+    gpus = config.gpus[replica] if config.gpus else ()
+    length, num_seqs = config.max_model_len, config.max_num_seqs
+    if length is not None and config.command == "llama.cpp":
+        num_seqs = num_seqs or 1
+    numbers = {
+        "port": port,
+        "memory_bytes": config.memory_bytes,
+        "max_model_len": length,
+        "max_num_seqs": num_seqs,
+        "context_of_all": None if length is None else length * (num_seqs or 1),
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    return {
+        "checkpoint": config.checkpoint,
+        "name": config.upstream_model or config.names[0],
+        "gpu": gpus[0] if gpus else None,
+        "gpus": ",".join(gpus) if gpus else None,
+        **{name: None if value is None else str(value) for name, value in numbers.items()},
+    }

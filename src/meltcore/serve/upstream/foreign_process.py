@@ -1,0 +1,176 @@
+"""A foreign server that we start: its process group, its log, its readiness, its end.
+
+It is ready once it answers one tiny real request. The supervisor starts, watches and restarts it; API servers only
+know its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.process import LoggedProcess, describe_exit
+from meltcore.serve.upstream.foreign_command import foreign_command
+from meltcore.serve.upstream.http_backend import upstream_api_key
+from meltcore.serve.upstream.http_connection import UpstreamError
+from meltcore.serve.upstream.http_replica import Replica
+from meltcore.settings.config import ForeignConfig
+
+_GUARD = (sys.executable, "-m", "meltcore.common.guard")
+_POLL_S = 0.1
+STOP_LIMIT_S = 10.0  # from SIGTERM to SIGKILL
+_PROBES: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "1", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1},
+}
+
+
+class ForeignProcess:
+    """One replica of a model whose server a command starts."""
+
+    def __init__(
+        self, config: ForeignConfig, replica: int, port: int, log_path: Path, report: Callable[[str], None]
+    ) -> None:
+        """Prepare the process.
+
+        log_path: of its output; that of an earlier process is kept beside it as *.previous. report: receives a line
+        where it has to be killed. Raises ConfigError where the command cannot work.
+        """
+        self.url = f"http://127.0.0.1:{port}"
+        self._config = config
+        self._command = foreign_command(config, replica, port)
+        self._name = f"the server of {config.names[0]}" + (f" (replica {replica})" if config.replicas > 1 else "")
+        self._upstream = Replica(replica, self.url, config, upstream_api_key(config))
+        self._log_path = log_path
+        self._report = report
+        self._process: LoggedProcess | None = None
+        self._alive: int | None = None  # our end of the pipe that tells the guard that we live
+
+    async def start(self) -> float:
+        """Start the server and wait until it has answered a request; returns the seconds that it took.
+
+        Raises ConfigError with the end of its output where it ends before, or exceeds `start_timeout_s`.
+        """
+        started_s = time.monotonic()
+        if self._log_path.exists():
+            self._log_path.replace(self._log_path.with_name(self._log_path.name + ".previous"))
+        read_end, self._alive = os.pipe()
+        try:
+            self._process = LoggedProcess(
+                [*_GUARD, *self._command.arguments],
+                self._log_path,
+                name=self._name,
+                report=self._report,
+                stop_limit_s=STOP_LIMIT_S,
+                stdin=read_end,
+            ).__enter__()
+        finally:
+            os.close(read_end)
+        with suppress(BrokenPipeError):  # the guard has ended: seen below
+            os.write(self._alive, json.dumps(self._command.environment).encode() + b"\n")
+        try:
+            await self._become_ready(started_s + self._config.start_timeout_s)
+        except BaseException:
+            await self.stop()
+            raise
+        return time.monotonic() - started_s
+
+    async def wait(self) -> str:
+        """Wait until the server has ended; returns why."""
+        assert self._process is not None
+        while self._process.running:  # noqa: ASYNC110 - a process of LoggedProcess has no event
+            await asyncio.sleep(_POLL_S)
+        return self._how_it_ended()
+
+    async def stop(self) -> None:
+        """End the whole process group. Can be called twice."""
+        if self._process is not None:
+            # On a thread: a server may take seconds to end, and others go on meanwhile.
+            await asyncio.shield(asyncio.to_thread(self._process.stop))
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
+
+    def kill(self) -> None:
+        """End the process group now."""
+        if self._process is not None:
+            self._process.stop(0.0)
+
+    async def post(self, path: str, limit_s: float) -> None:
+        """Send an empty POST. Raises ConfigError for an answer that is not 200, and for none within the limit."""
+        try:
+            answer = await self._upstream.ask("POST", path, limit_s=limit_s)
+        except UpstreamError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if answer.status != 200:
+            text = answer.body[:200].decode(errors="replace")
+            raise ConfigError(f"{path} answers with status {answer.status}: {text}")
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process group while it runs."""
+        return self._process.pid if self._process is not None and self._process.running else None
+
+    def log_tail(self) -> str:
+        """Return the last lines of the output."""
+        return self._process.log_tail() if self._process is not None else ""
+
+    def _how_it_ended(self) -> str:
+        """Return its exit status, as the guard passes it on, with the name of a signal that has killed it."""
+        assert self._process is not None
+        status = self._process.returncode or 0
+        with suppress(ValueError):
+            return f"exit status {status}, killed by {signal.Signals(status - 128).name}"
+        return describe_exit(status)
+
+    async def _become_ready(self, deadline_s: float) -> None:
+        assert self._process is not None
+        reason = "it has not answered yet"
+        while True:
+            if not self._process.running:
+                raise ConfigError(f"{self._name} ended while starting ({self._how_it_ended()}):\n{self.log_tail()}")
+            if time.monotonic() >= deadline_s:
+                limit = f"{self._config.start_timeout_s:g} s (start_timeout_s)"
+                raise ConfigError(
+                    f"{self._name} was not ready within {limit}: {reason}; its last output:\n{self.log_tail()}"
+                )
+            await self._upstream.check_health()
+            if self._upstream.state == "up":
+                with suppress(UpstreamError):
+                    return await self._probe(deadline_s)
+                reason = "it did not answer the readiness request"
+            else:
+                reason = self._upstream.reason
+            await asyncio.sleep(_POLL_S)
+
+    async def _probe(self, deadline_s: float) -> None:
+        """Let the server answer one request. Raises ConfigError where it refuses, UpstreamError without an answer."""
+        path = next((path for path in _PROBES if path in self._config.paths), None)
+        if path is None:
+            return  # audio or embeddings: there is no request that every such server answers
+        name = self._config.upstream_model or self._config.names[0]
+        body = msgspec.json.encode({"model": name, **_PROBES[path]})
+        limit_s = max(0.1, deadline_s - time.monotonic())
+        answer = await self._upstream.ask("POST", path, body, limit_s=limit_s)
+        if answer.status != 200:
+            text = answer.body[:300].decode(errors="replace")
+            raise ConfigError(
+                f"{self._name} answered the readiness request on {path} with status {answer.status}: {text}"
+            )
+
+
+def free_port() -> int:
+    """Return a TCP port on 127.0.0.1 that no program uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,412 @@
+"""One request at one foreign server: sent on, its answer checked and relayed as it came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from contextlib import suppress
+from typing import Any
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.http.hops import via_lines
+from meltcore.serve.http.http import error_json, send_bytes
+from meltcore.serve.requests.fair_queue import Waiting
+from meltcore.serve.requests.request_fields import header
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.requests.tracing import CONTEXT_HEADERS
+from meltcore.serve.upstream.event_stream import EventBuffer
+from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
+from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
+from meltcore.serve.upstream.http_replica import Replica
+from meltcore.settings.config import ForeignConfig
+
+# An answer that is no stream is sent once it is whole, up to this size: until then its failure is a plain error.
+MAX_WHOLE_BYTES = 1024 * 1024
+STATUS_OF: dict[FailureKind, tuple[int, str]] = {
+    "connect": (502, "upstream_unreachable"),
+    "connect_timeout": (504, "upstream_timeout"),
+    "closed": (502, "upstream_error"),
+    "malformed": (502, "upstream_error"),
+    "first_byte": (504, "upstream_timeout"),
+    "idle": (504, "upstream_timeout"),
+    "deadline": (504, "request_timeout"),
+    "aborted": (499, "client_closed"),
+}
+IDLE_TIMEOUT_S = 60.0  # between two bytes of an answer
+CLOSE_LIMIT_S = 5.0  # for a client to read the end of an answer that broke off
+_BUSY = (429, 503)  # an upstream that refuses a request: it has computed nothing
+_FAULTY = (500, 502, 504)
+_JSON_PATHS = ("completions", "embeddings", "translate", "translations", "tokenize", "rerank", "score", "responses")
+_RELAYED_HEADERS = (b"content-type", b"cache-control", b"retry-after", b"content-disposition")
+
+
+_USAGE_MARK = b'"usage"'
+_USAGE = re.compile(rb'(?<!\\)"usage"\s*:\s*(?=\{)')
+_MAX_USAGE_BYTES = 4096
+_EVENTS_WITHOUT_TOKENS = 3  # of a stream: the role, the finish reason, and [DONE]
+
+
+_decode_first = json.JSONDecoder().raw_decode  # other bytes follow
+
+
+def read_usage(data: bytes) -> tuple[int | None, int | None]:
+    """Return the prompt and output tokens of the last `usage` in an answer; None for what it does not say."""
+    position = data.rfind(_USAGE_MARK)
+    while position >= 0:
+        if found := _USAGE.match(data, position):
+            text = data[found.end() : found.end() + _MAX_USAGE_BYTES].decode(errors="replace")
+            try:
+                usage, _ = _decode_first(text)
+            except ValueError:
+                return None, None
+            return _count(usage, "prompt_tokens", "input_tokens"), _count(usage, "completion_tokens", "output_tokens")
+        position = data.rfind(_USAGE_MARK, 0, position)
+    return None, None
+
+
+def _count(usage: dict[str, Any], *names: str) -> int | None:
+    values = (usage.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value >= 0), None)
+
+
+class Exchange:
+    """One request on its way: what its time limits and its client's disconnection have to end."""
+
+    __slots__ = (
+        *("_connecting", "_turn", "client", "connection", "deadline_s", "error", "is_gone", "is_overdue", "is_sending"),
+        *("replica", "timer", "waiting"),
+    )
+
+    def __init__(self, client: Any, deadline_s: float) -> None:
+        self.client = client
+        self.deadline_s = deadline_s  # loop time
+        self.connection: UpstreamConnection | None = None
+        self.is_gone = False  # the client
+        self.is_sending = False  # inside `await send(...)`: the client is not reading
+        self.replica: int | None = None  # that it is sent to
+        self.error: RequestError | None = None  # that ended the request from outside
+        self.is_overdue = False
+        self.waiting: Waiting | None = None  # from its admission on
+        self.timer: asyncio.TimerHandle | None = None  # of a limit that the request's client has set
+        self._connecting: asyncio.Task[UpstreamConnection] | None = None
+        self._turn: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        """Note that the queue has let the request through."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
+
+    async def wait_turn(self) -> None:
+        """Wait until the queue lets the request through, or its end."""
+        if not (self.is_gone or self.is_overdue or self.error is not None):
+            self._turn = asyncio.get_running_loop().create_future()
+            await self._turn
+
+    def watch(self, limit_s: float | None) -> None:
+        """End the request after a limit shorter than that of all. None: it has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if limit_s is not None:
+            loop, message = asyncio.get_running_loop(), "the answer took too long"
+            self.timer = loop.call_later(max(0.0, limit_s), self.end, "deadline", message)
+
+    async def connect(self, replica: Replica) -> UpstreamConnection:
+        """Open a connection, unless the client disconnects meanwhile. Raises UpstreamError."""
+        self._connecting = asyncio.create_task(replica.connect())
+        try:
+            return await self._connecting
+        except asyncio.CancelledError:
+            own_task = asyncio.current_task()
+            if self._connecting.cancelled() and not (own_task is not None and own_task.cancelling()):
+                raise UpstreamError("aborted", "the request was ended") from None
+            self._connecting.cancel()
+            raise
+        finally:
+            self._connecting = None
+
+    def disconnect(self) -> None:
+        """End the request: its client is gone."""
+        self.is_gone = True
+        self.end("aborted", "the client has disconnected")
+
+    def end(self, kind: FailureKind, message: str) -> None:
+        """End the request now, at the upstream too."""
+        self.is_overdue = kind == "deadline"
+        self.start()
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self.connection is not None:
+            self.connection.fail(kind, message)
+        if self.is_sending and not self.is_gone:
+            self.client.transport.abort()  # it does not read, so no error would reach it
+
+    async def close_client(self) -> None:
+        """Close the client's connection once it has read what was sent, or after CLOSE_LIMIT_S."""
+        lost = asyncio.Event()
+        self.client.set_disconnect_callback(lost.set)
+        self.client.transport.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await lost.wait()
+        self.client.transport.abort()
+
+    def check(self, now_s: float, config: ForeignConfig) -> None:
+        """End the request where a time limit has passed."""
+        if now_s >= self.deadline_s:
+            self.end("deadline", "the answer took too long")
+            return
+        connection = self.connection
+        if connection is None or not connection.is_waiting_for_upstream:
+            return
+        if not connection.has_body:
+            if now_s - connection.sent_s >= config.first_byte_timeout_s:
+                limit = f"{config.first_byte_timeout_s:g} s (first_byte_timeout_s)"
+                self.end("first_byte", f"it sent no byte of an answer within {limit}")
+        elif now_s - connection.last_byte_s >= IDLE_TIMEOUT_S:
+            self.end("idle", f"it sent nothing for {IDLE_TIMEOUT_S:g} s in its answer")
+
+
+class Attempt:
+    """A request at one replica, to the end of its answer."""
+
+    def __init__(
+        self,
+        request: ForwardedRequest,
+        exchange: Exchange,
+        replica: Replica,
+        *,
+        stats: ModelStats,
+        server: str,
+        limit_s: float,
+    ) -> None:
+        """Create an attempt. server: the replica's name for the client. limit_s: of the whole request."""
+        self._request = request
+        self._exchange = exchange
+        self._replica = replica
+        self._stats = stats
+        self._server = server
+        self._limit_s = limit_s
+        self._events = EventBuffer() if request.is_streamed else None
+        self._is_judged = False  # the breaker knows how it went
+        self._usage = b""  # what came last with the upstream's count of tokens
+        self._num_events = 0
+
+    async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
+        """Send the request and relay the answer; None where the replica is busy and another one may be tried.
+
+        Raises UpstreamError where the answer failed before anything was sent to the client.
+        """
+        breaker = self._replica.breaker
+        try:
+            connection = await self._send(body)
+            status = connection.status
+            if status in _BUSY and may_retry:
+                return None
+            first, is_whole = await self._first_bytes(connection)
+        except UpstreamError as error:
+            if error.kind not in ("aborted", "deadline"):
+                self._fail()
+            raise
+        breaker.begin_answer()
+        self._observe_first_byte()
+        outcome = ForwardOutcome(status, self._replica.index)
+        if is_whole:
+            self._usage = first
+            await self._send_whole(connection, first)
+        else:
+            if self._events is not None:
+                self._note_events(first)
+            broken = await self._relay(connection, first)
+            if broken is not None:
+                return self._counted(broken)
+        if status in _FAULTY:
+            self._fail()
+        elif status not in _BUSY:
+            self._is_judged = True
+            breaker.succeed()
+        return self._counted(outcome)
+
+    def close(self) -> None:
+        """Keep the connection for another request, or drop it."""
+        connection, self._exchange.connection = self._exchange.connection, None
+        if connection is not None:
+            self._replica.release(connection)
+        if not self._is_judged:
+            self._replica.breaker.abandon()
+
+    def describe(self, error: UpstreamError) -> str:
+        """Return the error for the client, which does not see the upstream's address."""
+        if error.kind == "deadline":
+            return current_terms().overdue(self._limit_s).message
+        return f"{self._server} failed: {error}"
+
+    def _fail(self) -> None:
+        self._is_judged = True
+        self._replica.breaker.fail(asyncio.get_running_loop().time())
+
+    async def _send(self, body: bytes) -> UpstreamConnection:
+        """Send the request and wait for the head of its answer. Raises UpstreamError."""
+        request, replica, exchange = self._request, self._replica, self._exchange
+        headers = f"X-Request-Id: {request.request_id}\r\n{via_lines(request.scope)}"
+        span = current_terms().span
+        if span is not None:
+            headers += "".join(f"{name}: {value}\r\n" for name, value in span.headers.items())
+        else:
+            for name in CONTEXT_HEADERS:
+                if (value := header(request.scope, name)) is not None:
+                    headers += f"{name.decode()}: {value.decode('latin-1')}\r\n"
+        data = replica.encode("POST", request.path, body, request.content_type, headers)
+        idle = replica.idle_connection()
+        if idle is not None:
+            exchange.connection = idle
+            idle.send(data)
+            try:
+                await idle.head()
+            except UpstreamError as error:
+                # The server closed the idle connection while the request was on its way: it has not read it.
+                if error.kind != "closed" or error.had_bytes:
+                    raise
+            else:
+                return idle
+        connection = exchange.connection = await exchange.connect(replica)
+        connection.send(data)
+        await connection.head()
+        return connection
+
+    async def _first_bytes(self, connection: UpstreamConnection) -> tuple[bytes, bool]:
+        """Return the first bytes for the client, and whether they are the whole answer. Raises UpstreamError."""
+        status = connection.status
+        content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
+        kind = content_type.partition(";")[0].strip().lower()
+        if 300 <= status < 400:
+            raise UpstreamError("malformed", f"it answered with status {status}, a redirect", had_bytes=True)
+        is_stream = kind == "text/event-stream"
+        if status >= 400 or not self._request.is_streamed:
+            wants_json = status >= 400 or self._request.path.endswith(_JSON_PATHS)
+            is_json = kind == "application/json" or kind.endswith("+json")
+            if (wants_json and not is_json) or kind in ("text/html", ""):
+                raise _wrong_type(status, content_type, "application/json")
+            self._events = None
+            parts: list[bytes] = []
+            size = 0
+            while size <= MAX_WHOLE_BYTES:
+                data = await connection.read()
+                if not data:
+                    return b"".join(parts), True
+                parts.append(data)
+                size += len(data)
+            return b"".join(parts), False
+        if not is_stream:
+            raise _wrong_type(status, content_type, "text/event-stream")
+        assert self._events is not None
+        while data := await connection.read():
+            if events := self._events.add(data):
+                return events, False
+        raise UpstreamError("closed", "its stream ended before the first whole event", had_bytes=True)
+
+    def _observe_first_byte(self) -> None:
+        request = self._request
+        request.first_byte_s = now_s = time.monotonic()
+        if request.is_streamed:
+            self._stats.time_to_first_token.observe(now_s - request.arrived_s)
+
+    async def _send_whole(self, connection: UpstreamConnection, body: bytes) -> None:
+        headers = self._headers(connection)
+        self._exchange.is_sending = True
+        content_type = connection.headers[b"content-type"]
+        await send_bytes(self._request.send, body, content_type, status=connection.status, headers=headers[1:])
+        self._exchange.is_sending = False
+
+    async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
+        """Send an answer on as it comes. Returns the outcome of one that broke off, which the client has received."""
+        send, exchange, events = self._request.send, self._exchange, self._events
+        headers = self._headers(connection)
+        if events is None and b"content-length" in connection.headers:
+            headers.append((b"content-length", connection.headers[b"content-length"]))
+        exchange.is_sending = True
+        await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        exchange.is_sending = False
+        try:
+            if events is not None:
+                await self._relay_events(connection, events)
+            else:
+                while data := await connection.read():
+                    exchange.is_sending = True
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    exchange.is_sending = False
+        except UpstreamError as error:
+            return await self._break_off(error)
+        await send({"type": "http.response.body", "body": b"" if events is None else events.end(), "more_body": False})
+        return None
+
+    async def _relay_events(self, connection: UpstreamConnection, events: EventBuffer) -> None:
+        """Write events as they are read, in the same turn of the event loop: most of what a stream costs is turns.
+
+        Raises UpstreamError.
+        """
+        exchange, client = self._exchange, self._exchange.client
+
+        def pass_on(data: bytes) -> None:
+            if whole := events.add(data):
+                self._note_events(whole)
+                if not client.write_chunk(whole):
+                    exchange.is_sending = True
+                    connection.pause()
+
+        def read_on() -> None:
+            exchange.is_sending = False
+            connection.resume()
+
+        client.on_writable = read_on
+        try:
+            await connection.relay(pass_on)
+        finally:
+            client.on_writable = None
+        if not events.is_whole:
+            raise UpstreamError("closed", "its stream ended within an event", had_bytes=True)
+
+    def _note_events(self, data: bytes) -> None:
+        self._num_events += data.count(b"data: ")
+        if _USAGE_MARK in data:  # nearly always the last one; with null in the others
+            self._usage = data
+
+    def _counted(self, outcome: ForwardOutcome) -> ForwardOutcome:
+        """Add the tokens that the upstream reports, or one for each event with a token."""
+        outcome.prompt_tokens, outcome.completion_tokens = read_usage(self._usage)
+        if outcome.completion_tokens is None and self._num_events:
+            outcome.completion_tokens = max(0, self._num_events - _EVENTS_WITHOUT_TOKENS)
+        return outcome
+
+    async def _break_off(self, error: UpstreamError) -> ForwardOutcome:
+        """End an answer that has begun: with an error event where it is a stream, and without its last chunk.
+
+        A client that does not know error events sees an incomplete answer, which HTTP clients report.
+        """
+        exchange, events = self._exchange, self._events
+        if error.kind not in ("aborted", "deadline"):
+            self._fail()
+        status, code = STATUS_OF[error.kind]
+        failure = exchange.error or RequestError(self.describe(error), status=status, code=code)
+        if not exchange.is_gone:
+            if events is not None and not events.is_inside_event and not exchange.is_sending:
+                event = b"event: error\ndata: " + error_json(failure) + b"\n\n"
+                await self._request.send({"type": "http.response.body", "body": event, "more_body": True})
+            await exchange.close_client()
+        return ForwardOutcome(499 if exchange.is_gone else failure.status, self._replica.index, failure.code)
+
+    def _headers(self, connection: UpstreamConnection) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the answer, its content type first."""
+        headers = [(name, connection.headers[name]) for name in _RELAYED_HEADERS if name in connection.headers]
+        if self._events is not None:
+            headers.append((b"x-accel-buffering", b"no"))  # nginx would gather events into blocks
+        return headers + self._request.headers
+
+
+def _wrong_type(status: int, content_type: str, wanted: str) -> UpstreamError:
+    shown = repr(content_type[:80]) if content_type else "no content type"
+    return UpstreamError("malformed", f"it answered with {shown} (status {status}) instead of {wanted}", had_bytes=True)

@@ -1,0 +1,410 @@
+"""The backend of a model that foreign servers compute: requests and answers pass through in the bytes they came in.
+
+A request goes to the replica with the fewest open ones. The body is changed only where the upstream knows the model by
+another name; the answer never is. Addresses come from the configuration alone, and redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from typing import Any, Literal
+
+import msgspec
+from starlette.types import Scope
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.protocol.shell import ProfileDone
+from meltcore.serve.requests.admission import Admission
+from meltcore.serve.requests.backend import SERVING, Health
+from meltcore.serve.requests.fair_queue import Waiting
+from meltcore.serve.requests.generation import Generation
+from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from meltcore.serve.requests.request_queue import (
+    EQUAL_SHARES,
+    EXPECTED_OUTPUT_TOKENS,
+    OUTPUT_TOKENS_WEIGHT,
+    RequestQueue,
+)
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.terms import RequestTerms, current_terms
+from meltcore.serve.upstream.foreign_chat import PATH as CHAT_PATH
+from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
+from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, Exchange
+from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
+from meltcore.serve.upstream.http_replica import Replica
+from meltcore.settings.config import ForeignConfig, Profiler
+
+MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
+RETRIES = 1  # on other replicas, of a request whose answer has not begun
+WAKE_CHECK_S = 0.02  # of requests that have waited for sleeping servers
+WAKING_CHECK_S = 0.1  # of the health of a server that is being started for them
+SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortest limit
+# Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
+# would double the load of servers that are too slow already.
+_RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
+_MULTIPART_MODEL = re.compile(rb'(name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n)[^\r\n]{0,512}(\r\n--)')
+_TASKS = {  # by a path that a model is forwarded at
+    "/v1/translate": "translation",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/speech": "synthesis",
+}
+# Of a request that waits nothing is tokenized here. Four bytes are a token of English text.
+BYTES_PER_TOKEN = 4
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class ForeignHealth(Health):
+    """Whether a foreign model can be served: one of its replicas answers, and its breaker is not open."""
+
+    def __init__(self, name: str, stats: ModelStats, replicas: list[Replica]) -> None:
+        super().__init__(stats)
+        self._name = name
+        self._replicas = replicas
+
+    def problem(self) -> str | None:
+        """Return the reason why the model cannot be served now; None when it can."""
+        if self.status not in SERVING:
+            return self.reason
+        if self._stats.is_asleep:
+            return None
+        now_s = asyncio.get_running_loop().time()
+        live = self._stats.live_replicas()
+        reasons = [
+            replica.problem(now_s) if replica.index in live else "it is being started" for replica in self._replicas
+        ]
+        if None in reasons:
+            return None
+        return f"no server of {self._name} can be used: " + "; ".join(
+            f"replica {index}: {reason}" if len(reasons) > 1 else f"{reason}" for index, reason in enumerate(reasons)
+        )
+
+    async def circle(self, scope: Scope) -> str | None:
+        """Ask the servers for their health in the name of those that wait for this one, while none has answered."""
+        if self.status not in ("loading", "failed"):
+            return None
+        found = await asyncio.gather(*(replica.circle(scope) for replica in self._replicas))
+        known = [circle for circle in found if circle is not None]
+        return " and ".join(known) if known and len(known) == len(found) else None
+
+
+def task_of(config: ForeignConfig) -> str:
+    """Return what a foreign model does, by the first of its paths that says so."""
+    return next((task for path, task in _TASKS.items() if path in config.paths), "generation")
+
+
+class HttpBackend:
+    """The servers of one foreign model, as one API server process uses them."""
+
+    def __init__(
+        self,
+        config: ForeignConfig,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: tuple[int, ...] = EQUAL_SHARES,
+    ) -> None:
+        """Create the backend of servers whose `urls` are known. Raises ConfigError where the API key is missing."""
+        key = upstream_api_key(config)
+        self.config = config
+        self.names = config.names
+        self.paths = config.paths
+        self.stats = stats
+        self.replicas = [Replica(index, url, config, key) for index, url in enumerate(config.urls)]
+        self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
+        self._limit_s = request_timeout_s
+        self._exchanges: set[Exchange] = set()
+        slots = config.max_num_seqs or MAX_CONNECTIONS
+        stats.task = task_of(config)
+        self._queue = RequestQueue(
+            stats.task,
+            stats,
+            Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
+            slots=slots,
+            shares=class_shares,
+        )
+        self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
+        self._turn = 0
+        self._are_several = len(self.replicas) > 1
+        self._created = int(time.time())
+        self._tasks: list[asyncio.Task[None]] = []
+        self._watches: list[asyncio.Task[None]] = []  # of the replicas' health
+
+    # --- life cycle
+
+    def start(self) -> None:
+        """Start to watch the replicas and the time limits."""
+        self._tasks = [asyncio.create_task(self._watch_limits())]
+        self.check_health()
+
+    def check_health(self) -> None:
+        """Ask each replica now, and regularly from then on."""
+        for watch in self._watches:
+            watch.cancel()
+        self._watches = [asyncio.create_task(self._watch_health(replica)) for replica in self.replicas]
+
+    def close(self) -> None:
+        """Stop to watch, and close the idle connections."""
+        for task in (*self._tasks, *self._watches):
+            task.cancel()
+        for replica in self.replicas:
+            replica.close()
+
+    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted later
+        """End every open request, or every one of `replica`, with an error."""
+        for exchange in list(self._exchanges):
+            if replica is None or exchange.replica == replica:
+                exchange.error = error
+                exchange.end("aborted", error.message)
+
+    async def _watch_health(self, replica: Replica) -> None:
+        while True:
+            await replica.check_health()
+            # Until the first answer more often: a server that starts is used as soon as it can be.
+            interval_s = self.config.health_interval_s
+            if replica.state != "up":
+                interval_s = min(WAKING_CHECK_S if self.health.status == "waking" else 1.0, interval_s)
+            await asyncio.sleep(interval_s)
+
+    async def _watch_limits(self) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        shortest_s = min(config.first_byte_timeout_s, IDLE_TIMEOUT_S, self._limit_s)
+        while True:
+            await asyncio.sleep(min(SWEEP_S, shortest_s / 5))
+            now_s = loop.time()
+            for exchange in list(self._exchanges):
+                exchange.check(now_s, config)
+            for replica in self.replicas:
+                replica.drop_idle(now_s)
+
+    # --- requests
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+        problem = self.health.problem()
+        if problem is not None:
+            raise self.health.not_ready(problem)
+
+    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
+        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+        self.check_ready()
+        body, stats, terms = self._upstream_body(request), self.stats, current_terms()
+        client = request.scope["meltcore.connection"]
+        limit_s = terms.limit_s(self._limit_s)
+        left_s = limit_s - (time.monotonic() - request.arrived_s)
+        exchange = Exchange(client, asyncio.get_running_loop().time() + left_s)
+        waiting = self._admit(exchange, request, terms)
+        if limit_s < self._limit_s:
+            exchange.watch(left_s)
+        client.set_disconnect_callback(exchange.disconnect)
+        ended, outcome = "failed", None
+        try:
+            outcome = await self._serve(request, exchange, body, limit_s)
+            ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
+            return outcome
+        except RequestError as error:
+            ended = "aborted" if error.status in (429, 499, 503) else "failed"
+            raise
+        finally:
+            client.set_disconnect_callback(None)
+            exchange.watch(None)
+            self._exchanges.discard(exchange)
+            stats.add(ended)
+            stats.set("in_flight", len(self._exchanges))
+            if ended == "finished":
+                stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
+            self._on_end(waiting, outcome, terms)
+            exchange.waiting = None  # it refers to the exchange: a cycle would stay until the next collection
+
+    def _admit(self, exchange: Exchange, request: ForwardedRequest, terms: RequestTerms) -> Waiting:
+        """Admit a request to the queue, which may let it through immediately. Raises RequestError (429)."""
+
+        def accept() -> None:
+            self._exchanges.add(exchange)
+            self.stats.add("accepted")
+            self.stats.set_in_flight(len(self._exchanges))
+
+        tokens = 0.0 if request.content_type.startswith("multipart/") else len(request.body) / BYTES_PER_TOKEN
+        waiting = exchange.waiting = Waiting(
+            terms.class_of(self.config.priority_class, request.priority),
+            exchange.start,
+            units=tokens,
+            cost=tokens + self._output_tokens,
+            priority=request.priority,
+        )
+        self._queue.admit(waiting, accept)
+        return waiting
+
+    def _on_end(self, waiting: Waiting, outcome: ForwardOutcome | None, terms: RequestTerms) -> None:
+        """Make room for the next request, and count the tokens."""
+        if waiting.is_held:
+            self._queue.leave(waiting)
+            return
+        cost = waiting.units
+        if outcome is not None:
+            prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
+            cost = waiting.units if prompt_tokens is None else prompt_tokens
+            self.stats.add("prompt_tokens", prompt_tokens or 0)
+            if output_tokens is not None:
+                cost += output_tokens
+                self.stats.add("generation_tokens", output_tokens)
+                self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
+            terms.charge(round(cost))
+        self._queue.ended(waiting, cost)
+
+    async def _serve(
+        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
+    ) -> ForwardOutcome:
+        """Wait for the request's turn, then send it on."""
+        waiting = exchange.waiting
+        assert waiting is not None
+        if waiting.is_held:
+            await exchange.wait_turn()
+            if waiting.is_held:  # its end came before its turn
+                if exchange.is_gone:
+                    return ForwardOutcome(499, None, "client_closed")
+                if exchange.error is not None:
+                    raise exchange.error
+                self.stats.add(f"refused_deadline/{waiting.priority_class}")
+                raise current_terms().overdue(self._limit_s)
+            await self._wait_usable(exchange)
+        return await self._try_replicas(request, exchange, body, limit_s)
+
+    async def _wait_usable(self, exchange: Exchange) -> None:
+        """Wait until this process, too, has seen that a server answers which has just been started."""
+        deadline_s = asyncio.get_running_loop().time() + self.config.connect_timeout_s
+        while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
+            if exchange.is_gone or exchange.error is not None or self.health.status not in SERVING:
+                return
+            await asyncio.sleep(WAKE_CHECK_S)
+
+    async def _try_replicas(
+        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
+    ) -> ForwardOutcome:
+        tried: set[int] = set()
+        while True:
+            replica = self._choose(tried)
+            tried.add(replica.index)
+            exchange.replica = replica.index
+            may_retry = len(tried) <= RETRIES and bool(self._usable(tried))
+            self.stats.assign(replica.index, 0)
+            replica.num_open += 1
+            replica.breaker.begin()
+            attempt = Attempt(
+                request,
+                exchange,
+                replica,
+                stats=self.stats,
+                server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
+                limit_s=limit_s,
+            )
+            try:
+                outcome = await attempt.run(body, may_retry=may_retry)
+            except UpstreamError as error:
+                if error.kind == "aborted":
+                    return self._ended(exchange, replica)
+                if not (may_retry and error.kind in _RETRIED):
+                    status, code = STATUS_OF[error.kind]
+                    raise RequestError(attempt.describe(error), status=status, code=code) from error
+            else:
+                if outcome is not None:
+                    return outcome
+            finally:
+                attempt.close()
+                replica.num_open -= 1
+                self.stats.unassign(replica.index, 0)
+
+    def _ended(self, exchange: Exchange, replica: Replica) -> ForwardOutcome:
+        """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
+        if exchange.error is not None and not exchange.is_gone:
+            raise exchange.error
+        return ForwardOutcome(499, replica.index, "client_closed")
+
+    def _choose(self, tried: set[int]) -> Replica:
+        """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
+        usable = self._usable(tried)
+        free = [each for each in usable if each.num_open < MAX_CONNECTIONS]
+        if not free:
+            if usable:
+                raise RequestError(
+                    f"the queue is full: each server of {self.names[0]} has {MAX_CONNECTIONS} open requests",
+                    status=429,
+                    code="queue_full",
+                )
+            raise self.health.not_ready(self.health.problem() or f"every server of {self.names[0]} refused")
+        if len(free) == 1:
+            return free[0]
+        self._turn += 1
+        turn, count = self._turn, len(self.replicas)
+        return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
+
+    def _usable(self, tried: set[int]) -> list[Replica]:
+        """Return the replicas that requests may be sent to. The supervisor leaves out those it starts or drains."""
+        now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
+        return [
+            each
+            for each in self.replicas
+            if each.index in live and each.index not in tried and each.problem(now_s) is None
+        ]
+
+    def _upstream_body(self, request: ForwardedRequest) -> bytes:
+        """Return the body with the upstream's name of the model; every other byte of a value stays."""
+        name = self.config.upstream_model or self.names[0]
+        if name == request.model:
+            return request.body
+        if request.content_type.startswith("multipart/"):
+            return _MULTIPART_MODEL.sub(lambda found: found[1] + name.encode() + found[2], request.body, count=1)
+        fields = _decode_fields(request.body)
+        fields["model"] = msgspec.Raw(msgspec.json.encode(name))
+        return msgspec.json.encode(fields)
+
+    # --- the other routes
+
+    @property
+    def chats(self) -> bool:
+        """Whether the server takes chats."""
+        return CHAT_PATH in self.paths
+
+    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
+        """Refuse a request of a path that is not forwarded."""
+        raise self._not_here()
+
+    def release(self, generation: Generation, error: RequestError | None = None) -> None:
+        """Do nothing: there are no generations."""
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
+        """Refuse to tokenize."""
+        raise self._not_here()
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
+        """Refuse to detokenize."""
+        raise self._not_here()
+
+    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:  # noqa: ARG002
+        """Refuse to profile."""
+        raise self._not_here()
+
+    def _not_here(self) -> RequestError:
+        return RequestError(f"the model {self.names[0]} serves {', '.join(self.paths)} only", param="model")
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return OpenAI's model card. Of a foreign model little is known here."""
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
+        card["task"] = task_of(self.config)
+        card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
+        return card | ({"max_model_len": self.config.max_model_len} if self.config.max_model_len else {})
+
+
+def upstream_api_key(config: ForeignConfig) -> str | None:
+    """Return the key that the upstreams want. Raises ConfigError where its environment variable is missing."""
+    if config.api_key_variable is None:
+        return None
+    key = os.environ.get(config.api_key_variable, "")
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"{config.names[0]}: the environment variable {config.api_key_variable} (api_key_variable) must hold the "
+            "upstream's key in printable ASCII"
+        )
+    return key

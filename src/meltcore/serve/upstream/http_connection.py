@@ -1,0 +1,256 @@
+"""A keep-alive HTTP/1.1 connection to a foreign server: one request after another, answers in the bytes they came in.
+
+asyncio and httptools (the parser of uvicorn) rather than an HTTP client: a client wakes its reader and allocates per
+chunk, and cannot say whether a request that failed has reached the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import httptools
+
+from meltcore.common.errors import MeltcoreError
+
+# Of an answer that the client has not taken yet. Beyond it the upstream is not read.
+MAX_UNREAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+FailureKind = Literal["connect", "connect_timeout", "closed", "malformed", "first_byte", "idle", "deadline", "aborted"]
+
+
+class UpstreamError(MeltcoreError):
+    """Reports that an upstream gave no whole answer. had_bytes: whether the answer had begun."""
+
+    def __init__(self, kind: FailureKind, message: str, *, had_bytes: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.had_bytes = had_bytes
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Carries one request at a time. After an error or `abort` it cannot be used again."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._parser: Any = None
+        self._chunks: list[bytes] = []
+        self._unread_bytes = 0
+        self._is_paused = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], None] | None = None  # of the rest of a body
+        self._error: UpstreamError | None = None
+        self._head_bytes = 0
+        self._keeps_alive = False
+        self._is_framed = False  # by a length or by chunks; else the answer ends with the connection
+        self.status = 0  # the next three: from `head` on
+        self.headers: dict[bytes, bytes] = {}
+        self.is_complete = False
+        self.has_body = False  # a byte of the body has come
+        self.is_open = False
+        self.is_used = False  # has carried a request before the present one
+        self.sent_s = 0.0  # loop time of the request
+        self.last_byte_s = 0.0  # of the last byte that came, or of the request
+        self.idle_since_s = 0.0  # between requests
+
+    # --- use
+
+    def send(self, request: bytes) -> None:
+        """Write a request: its head and body."""
+        self.is_used = self._parser is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._chunks.clear()
+        self._unread_bytes = self._head_bytes = self.status = 0
+        self.headers = {}
+        self.is_complete = self.has_body = self._is_framed = self._keeps_alive = False
+        self.sent_s = self.last_byte_s = self._loop.time()
+        if self.is_open:
+            self._transport.write(request)
+        else:
+            self._error = self._error or UpstreamError("closed", "it closed the connection")
+
+    async def head(self) -> None:
+        """Wait for the status and the headers. Raises UpstreamError."""
+        while self.status == 0:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return the next bytes of the body, all that have come; empty at its end. Raises UpstreamError."""
+        while not self._chunks:
+            if self.is_complete:
+                return b""
+            await self._wait()
+        data = self._take()
+        self.resume()
+        return data
+
+    async def relay(self, sink: Callable[[bytes], None]) -> None:
+        """Give the rest of the body to `sink`, each read as it comes: no task wakes for it. Raises UpstreamError.
+
+        `sink` may call `pause`; then `resume` must follow.
+        """
+        self._sink = sink
+        try:
+            self.resume()
+            if self._chunks:
+                sink(self._take())
+            while not self.is_complete:
+                await self._wait()
+        finally:
+            self._sink = None
+
+    def pause(self) -> None:
+        """Read no more of the body until `resume`. What has been read still comes."""
+        if not self._is_paused and self.is_open:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on after `pause`."""
+        if self._is_paused:
+            self._is_paused = False
+            self.last_byte_s = self._loop.time()  # the upstream could not send until now
+            if self.is_open:
+                self._transport.resume_reading()
+
+    @property
+    def is_waiting_for_upstream(self) -> bool:
+        """Whether the next byte is the upstream's to send: the client has taken all that came."""
+        return not self.is_complete and not self._chunks and not self._is_paused
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the next request may be sent."""
+        return self.is_open and self.is_complete and self._error is None and self._keeps_alive
+
+    def fail(self, kind: FailureKind, message: str) -> None:
+        """Drop the connection. What waits for the answer gets an UpstreamError; bytes that came before stay."""
+        if self._error is None:
+            self._error = UpstreamError(kind, message, had_bytes=self.has_begun)
+        self.is_open = False
+        self._transport.abort()
+        self._wake()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any part of the answer has come."""
+        return self.status != 0 or self._head_bytes > 0
+
+    def abort(self) -> None:
+        """Drop the connection without an answer."""
+        self.fail("aborted", "the request was ended")
+
+    # --- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come, and stop to read while the client takes none of it."""
+        if self._parser is None or self.is_complete:
+            self.fail("malformed", "it sent bytes without a request")
+            return
+        self.last_byte_s = self._loop.time()
+        if self.status == 0:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.fail("malformed", "it changed the protocol")
+            return
+        except httptools.HttpParserError as error:
+            self.fail("malformed", f"its answer is not HTTP: {str(error)[:100]}")
+            return
+        if self.status == 0 and self._head_bytes > MAX_HEAD_BYTES:
+            self.fail("malformed", f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
+            return
+        if self._sink is not None:
+            if self._chunks:
+                self._sink(self._take())
+            if self.is_complete:
+                self._wake()
+            return
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self.is_complete:
+            self.pause()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the answer: whole where the end of the connection is its end, else with an error."""
+        self.is_open = False
+        if self._error is None and not self.is_complete:
+            if self.status and not self._is_framed and exc is None:
+                self.is_complete = True
+            else:
+                reason = f": {exc.strerror or exc}" if isinstance(exc, OSError) else ""
+                self._error = UpstreamError("closed", f"it closed the connection{reason}", had_bytes=self.has_begun)
+        self._wake()
+
+    # --- httptools
+
+    def on_message_begin(self) -> None:
+        """Begin an answer, or the one that follows an informational answer."""
+        self.headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header, by its name in lower case."""
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Accept the head, unless it is an informational one (100 Continue)."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            return
+        self.status = status
+        self._is_framed = (
+            b"content-length" in self.headers or b"transfer-encoding" in self.headers or status in (204, 304)
+        )
+
+    def on_body(self, data: bytes) -> None:
+        """Keep bytes of the body."""
+        self.has_body = True
+        self._chunks.append(data)
+        self._unread_bytes += len(data)
+
+    def on_message_complete(self) -> None:
+        """End the answer."""
+        self.is_complete = self.status != 0
+        self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it after this call
+
+    def _take(self) -> bytes:
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        self._unread_bytes = 0
+        return data
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+async def connect(host: str, port: int, context: ssl.SSLContext | None, limit_s: float) -> UpstreamConnection:
+    """Open a connection within `limit_s`. Raises UpstreamError."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(limit_s):
+            _, connection = await loop.create_connection(UpstreamConnection, host, port, ssl=context)
+    except TimeoutError as error:
+        raise UpstreamError("connect_timeout", f"it took no connection within {limit_s:g} s") from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UpstreamError("connect", f"it cannot be connected to: {reason}") from error
+    return connection

@@ -1,0 +1,210 @@
+"""One foreign server: its address, its pool of connections, its circuit breaker and its health."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import Scope
+
+from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, own_name, via_lines
+from meltcore.serve.upstream.circuit_breaker import CircuitBreaker
+from meltcore.serve.upstream.http_connection import UpstreamConnection, UpstreamError, connect
+from meltcore.settings.config import ForeignConfig
+
+MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is read as a whole
+HEALTH_TIMEOUT_S = 5.0  # also for the answer of a server whose processor is busy
+TIMEOUTS_UNTIL_DOWN = 2  # in a row
+BREAKER_FAILURES = 5  # in a row, after which a replica gets no requests
+BREAKER_OPEN_S = 10.0  # until one request tries the replica again
+KEEP_ALIVE_S = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close theirs after 5 s
+ReplicaState = Literal["starting", "up", "down"]
+
+
+class UpstreamAnswer(NamedTuple):
+    """A whole answer of an upstream."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Replica:
+    """One server of a foreign model, as one process uses it. `index`: among the replicas of the model."""
+
+    def __init__(self, index: int, url: str, config: ForeignConfig, api_key: str | None) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        self.index = index
+        self.url = url
+        self.breaker = CircuitBreaker(BREAKER_FAILURES, BREAKER_OPEN_S)
+        self.state: ReplicaState = "starting"
+        self.reason = "it has not answered yet"
+        self.leads_back = False  # its address is one of this server
+        self.num_open = 0  # connections that carry a request
+        self._config = config
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
+        # Compressed answers would have to be decoded to find their events.
+        self._fixed = f" HTTP/1.1\r\nHost: {host}:{self._port}\r\nAccept-Encoding: identity\r\n{key}"
+        self._idle: deque[UpstreamConnection] = deque()
+        self._health_path = "/health"  # or /v1/models, where a server has no such path
+        self._late_answers = 0
+
+    def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
+        """Return the bytes of a request. headers: more lines of the head, each with its end."""
+        length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
+        return f"{method} {self._prefix}{path}{self._fixed}{length}{headers}\r\n".encode("latin-1") + body
+
+    # --- connections
+
+    def idle_connection(self) -> UpstreamConnection | None:
+        """Return an open connection without a request, the one used last."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def connect(self) -> UpstreamConnection:
+        """Open a connection. Raises UpstreamError."""
+        return await connect(self._host, self._port, self._ssl, self._config.connect_timeout_s)
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Keep a connection for the next request where it can be used again; else drop it."""
+        if connection.is_reusable:
+            connection.idle_since_s = asyncio.get_running_loop().time()
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    def drop_idle(self, now_s: float) -> None:
+        """Close connections that have been idle for too long, and forget those that the server has closed."""
+        limit_s = now_s - KEEP_ALIVE_S
+        while self._idle and (not self._idle[0].is_open or self._idle[0].idle_since_s <= limit_s):
+            self._idle.popleft().abort()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    # --- requests of our own
+
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", *, limit_s: float, scope: Scope | None = None
+    ) -> UpstreamAnswer:
+        """Send a JSON request of our own and return the whole answer. Raises UpstreamError.
+
+        scope: of a request from another server, in whose name this one asks.
+        """
+        connection: UpstreamConnection | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                connection = await self.connect()
+                connection.send(self.encode(method, path, body, "application/json", via_lines(scope)))
+                return await read_answer(connection)
+        except TimeoutError as error:
+            raise UpstreamError("first_byte", f"no answer within {limit_s:g} s") from error
+        finally:
+            if connection is not None:
+                connection.abort()
+
+    async def check_health(self) -> None:
+        """Ask for the health and set `state`. A busy server may be late once."""
+        try:
+            answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
+            if answer.status == 404 and self._health_path == "/health":
+                self._health_path = "/v1/models"
+                answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S)
+        except UpstreamError as error:
+            is_late = error.kind in ("first_byte", "connect_timeout")
+            self._late_answers = self._late_answers + 1 if is_late else 0
+            if not is_late or self._late_answers >= TIMEOUTS_UNTIL_DOWN or self.state == "starting":
+                self._set_down(str(error))
+            return
+        self._late_answers = 0
+        self.leads_back = answer.status == LOOP_STATUS or (answer.status == 200 and await self._is_this_server())
+        if self.leads_back:
+            circle = _circle_of(answer)
+            self._set_down(f"it waits in a circle: {circle}" if circle else "its address leads back to this server")
+        elif answer.status == 200:
+            self.state, self.reason = "up", ""
+        else:
+            self._set_down(f"{self._health_path} answers with status {answer.status}")
+
+    async def _is_this_server(self) -> bool:
+        """Return whether its list of models has the name of this server, as behind a gateway that drops `Via`."""
+        try:
+            answer = await self.ask("GET", "/v1/models", limit_s=HEALTH_TIMEOUT_S)
+        except UpstreamError:
+            return False
+        return own_name().encode() in answer.body
+
+    async def circle(self, scope: Scope) -> str | None:
+        """Return the next part of the circle of upstreams that wait for each other, or None if there is no circle."""
+        try:
+            answer = await self.ask("GET", self._health_path, limit_s=HEALTH_TIMEOUT_S, scope=scope)
+        except UpstreamError:
+            return None
+        if answer.status != LOOP_STATUS:
+            return None
+        further = _circle_of(answer)
+        return f"{self.url} ({further})" if further else f"{self.url}, which waits for it"
+
+    def _set_down(self, reason: str) -> None:
+        self.state = "down" if self.state != "starting" else "starting"
+        self.reason = reason
+
+    # --- choice
+
+    def problem(self, now_s: float) -> str | None:
+        """Return why no request can be sent here now; None where one can."""
+        if self.state != "up":
+            return self.reason
+        if not self.breaker.allows(now_s):
+            return f"it failed {BREAKER_FAILURES} times in a row; it is tried again soon"
+        return None
+
+
+def _circle_of(answer: UpstreamAnswer) -> str:
+    """Return what a server says for which other ones it waits, "" where the request has been there before."""
+    try:
+        error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
+    except msgspec.MsgspecError:
+        return ""
+    return error.message if error.code == CIRCLE_CODE else ""
+
+
+class _Error(msgspec.Struct):
+    """Holds what is read of an error."""
+
+    message: str = ""
+    code: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    """Holds the answer of a failed request."""
+
+    error: _Error
+
+
+async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
+    """Return the whole answer to what was sent. Raises UpstreamError, also past MAX_ANSWER_BYTES."""
+    await connection.head()
+    parts, size = [], 0
+    while data := await connection.read():
+        parts.append(data)
+        size += len(data)
+        if size > MAX_ANSWER_BYTES:
+            raise UpstreamError("malformed", f"its answer has more than {MAX_ANSWER_BYTES} bytes", had_bytes=True)
+    content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
+    return UpstreamAnswer(connection.status, content_type, b"".join(parts))

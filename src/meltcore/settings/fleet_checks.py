@@ -1,0 +1,313 @@
+"""Checks what one field of fleet.yaml cannot say alone: names, references, and settings that exclude each other."""
+
+from __future__ import annotations
+
+import difflib
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from meltcore.common.options import braces_fault, server_url_fault
+from meltcore.settings.config import FOREIGN_TEMPLATES
+from meltcore.settings.fleet_spec import (
+    ENGINE_SETTING_TASKS,
+    PLACEHOLDERS,
+    FleetSpec,
+    FleetTask,
+    LimitsSection,
+    ModelSection,
+    SharingSection,
+)
+from meltcore.settings.routes_config import PROMPT_FIELDS
+
+# Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
+_ENGINE_ONLY = (
+    *(
+        "tokenizer",
+        "chat_template",
+        "special_tokens_in_messages",
+        "load_format",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "max_num_batched_tokens",
+    ),
+    *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
+    *("max_queue_chars", "max_queue_audio_s"),
+)
+# Settings of a process that this fleet starts. A server that runs already has its own.
+_PROCESS_ONLY = (
+    *(
+        "checkpoint",
+        "environment",
+        "python",
+        "max_model_len",
+        "memory",
+        "tensor_parallel_size",
+        "device",
+    ),
+    *("replicas", "residency", "sleep_mode"),
+)
+
+
+class FleetError(Exception):
+    """Reports a fault of fleet.yaml: the path of its key and what is wrong there, without the file's name."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(f"{path}: {message}" if path else message)
+
+
+def check_fleet(spec: FleetSpec) -> None:
+    """Raise FleetError for the first fault that single fields do not show."""
+    _check_server(spec)
+    _check_gpus(spec)
+    _check_names(spec)
+    for name, model in spec.models.items():
+        path = f"models.{name}"
+        if model.url is not None and (fault := server_url_fault(model.url)):
+            raise FleetError(f"{path}.url", fault)
+        _check_kind(model, path)
+        _check_device(spec, model, path)
+    _check_limits(spec)
+    _check_languages(spec)
+    _check_routes(spec)
+    _check_keys(spec)
+    _check_sharing(spec)
+
+
+def _check_server(spec: FleetSpec) -> None:
+    port, admin_port = spec.server.port, spec.server.admin_port
+    if admin_port and admin_port == port:
+        raise FleetError("server.admin_port", f"got {admin_port}, which is server.port; choose another")
+
+
+def _check_gpus(spec: FleetSpec) -> None:
+    ids = [gpu.id for gpu in spec.gpus]
+    for index, gpu in enumerate(ids):
+        if gpu in ids[:index]:
+            raise FleetError(f"gpus[{index}].id", f"got {gpu}, which gpus[{ids.index(gpu)}] has; name each GPU once")
+
+
+def _check_names(spec: FleetSpec) -> None:
+    """Refuse two names alike. Names that differ in case only are alike to people who type them."""
+    owners: dict[str, str] = {}
+    for path, name in _names(spec):
+        owner = owners.setdefault(name.casefold(), path)
+        if owner != path:
+            raise FleetError(path, f"{name!r} is also {owner}; every name and alias must differ, not by case alone")
+
+
+def _names(spec: FleetSpec) -> Iterator[tuple[str, str]]:
+    for name, model in spec.models.items():
+        yield f"models.{name}", name
+        yield from ((f"models.{name}.aliases[{index}]", alias) for index, alias in enumerate(model.aliases))
+
+
+def _changed(model: ModelSection | SharingSection | LimitsSection) -> set[str]:
+    """Return the fields that differ from their defaults."""
+    fields = msgspec.structs.fields(model)
+    return {field.name for field in fields if getattr(model, field.name) != _default(field)}
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+
+
+def _check_kind(model: ModelSection, path: str) -> None:
+    """Check that a model is of one kind and has only the settings of that kind."""
+    given = [name for name in ("url", "command") if getattr(model, name) is not None]
+    if len(given) == 2 or (model.kind == "engine" and model.checkpoint is None):
+        found = "both url and command" if given else "none of them"
+        raise FleetError(
+            path, f"has {found}; give a checkpoint (an engine of Meltcore's), a url or a command (other servers)"
+        )
+    changed = _changed(model)
+    if "format" in changed and model.shapes is None:
+        raise FleetError(f"{path}.format", f"got {model.format!r}, which is of shapes, and the model has none")
+    if model.kind == "engine":
+        _check_task(model, changed, path)
+        foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
+        if foreign:
+            raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
+        return
+    refused = [name for name in _ENGINE_ONLY if name in changed]
+    if model.kind == "url":
+        refused += [name for name in _PROCESS_ONLY if name in changed]
+    if refused:
+        value = getattr(model, refused[0])
+        raise FleetError(
+            f"{path}.{refused[0]}", f"got {value!r}; a model with a {model.kind} has no such setting: remove it"
+        )
+    if model.max_queue_tokens is not None and not _has_tokens(model):
+        raise FleetError(
+            f"{path}.max_queue_tokens",
+            f"got {model.max_queue_tokens}; uploads of task {model.task} have no tokens: use max_queue",
+        )
+    if "sleep_mode" in changed and model.residency != "sleepable":
+        raise FleetError(
+            f"{path}.sleep_mode",
+            f"got {model.sleep_mode!r} for a model that is {model.residency}; add residency: sleepable",
+        )
+    if model.command is not None:
+        _check_command(model, model.command, f"{path}.command")
+
+
+def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
+    """Refuse settings of a model with an engine of Meltcore's that engines of its task would ignore."""
+    for name, tasks in ENGINE_SETTING_TASKS.items():
+        if name in changed and model.task not in tasks:
+            raise FleetError(
+                f"{path}.{name}",
+                f"got {getattr(model, name)!r}; is for task {' or '.join(tasks)}, and the model's is {model.task}",
+            )
+    if model.task != "generation" and model.max_num_seqs is not None and model.memory is not None:
+        raise FleetError(
+            f"{path}.max_num_seqs",
+            f"got {model.max_num_seqs} beside memory, which decides it for task {model.task}: remove one of the two",
+        )
+
+
+def _has_tokens(model: ModelSection) -> bool:
+    """Return whether the queue of a foreign server counts tokens, by the length of JSON bodies. Uploads have none."""
+    return model.task != "transcription"
+
+
+def _check_limits(spec: FleetSpec) -> None:
+    """Refuse bounds of queues that no model of the fleet has."""
+    for name in sorted(_changed(spec.limits) & ENGINE_SETTING_TASKS.keys()):
+        tasks = ENGINE_SETTING_TASKS[name]
+        if not any(
+            model.task in tasks if model.kind == "engine" else name == "max_queue_tokens" and _has_tokens(model)
+            for model in spec.models.values()
+        ):
+            raise FleetError(
+                f"limits.{name}",
+                f"got {getattr(spec.limits, name)}; is for task {' or '.join(tasks)}, and no model is of it",
+            )
+
+
+def _check_command(model: ModelSection, command: str, path: str) -> None:
+    """Check the names in braces: known, given by a field, and the port among them."""
+    import shlex
+
+    if command in FOREIGN_TEMPLATES:
+        if model.checkpoint is None:
+            raise FleetError(path, f"the template {command} needs the model's checkpoint: add it")
+        return
+    try:
+        shlex.split(command)
+        named = {name for _, name, _, _ in string.Formatter().parse(command) if name is not None}
+    except ValueError as error:
+        raise FleetError(path, f"got {command!r}; not a command line: {error}") from error
+    for name in sorted(named):
+        if name not in PLACEHOLDERS:
+            close = difflib.get_close_matches(name, PLACEHOLDERS, n=1)
+            hint = f" (did you mean {{{close[0]}}}?)" if close else ""
+            known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+            raise FleetError(path, f"{{{name}}} is unknown{hint}; known: {known}; write other braces twice")
+        field = {"memory_bytes": "memory"}.get(name, name)
+        if field in ("checkpoint", "memory", "max_model_len", "max_num_seqs") and getattr(model, field) is None:
+            raise FleetError(path, f"uses {{{name}}}, and the model has no {field}: add it")
+    if "port" not in named:
+        raise FleetError(path, f"got {command!r}; must pass {{port}}, the port that the server has to listen on")
+
+
+def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
+    device, ranks = model.device, model.tensor_parallel_size
+    if device == "cpu":
+        return
+    fleet_gpus = [gpu.id for gpu in spec.gpus]
+    if isinstance(device, str):
+        if fleet_gpus and ranks > len(fleet_gpus):
+            raise FleetError(f"{path}.tensor_parallel_size", f"got {ranks}; gpus lists {len(fleet_gpus)}")
+        return
+    if len(set(device)) != len(device):
+        raise FleetError(f"{path}.device", f"got {list(device)}; name each GPU once")
+    unknown = [gpu for gpu in device if fleet_gpus and gpu not in fleet_gpus]
+    if unknown:
+        raise FleetError(f"{path}.device", f"got GPU {unknown[0]}; gpus lists {', '.join(map(str, fleet_gpus))}")
+    if len(device) % ranks or len(device) > ranks * model.replicas:
+        raise FleetError(
+            f"{path}.device",
+            f"got {len(device)} GPUs for {model.replicas} replicas of {ranks}; must be a multiple of {ranks}, "
+            f"at most {ranks * model.replicas}",
+        )
+
+
+def _require_model(spec: FleetSpec, path: str, name: str, task: FleetTask | None) -> None:
+    """Raise FleetError unless `name` is a model, and one of this task."""
+    owner = spec.resolve(name)
+    if owner is None:
+        known = [each for _, each in _names(spec)]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise FleetError(path, f"got {name!r}; no model has this name{hint}; models are {', '.join(spec.models)}")
+    if task is not None and spec.models[owner].task != task:
+        raise FleetError(path, f"got {name!r}, a model of task {spec.models[owner].task}; must be one of task {task}")
+
+
+def _check_languages(spec: FleetSpec) -> None:
+    languages = spec.languages
+    for index, rule in enumerate(languages.translation):
+        path = f"languages.translation[{index}]"
+        _require_model(spec, f"{path}.model", rule.model, "translation")
+        for earlier, other in enumerate(languages.translation[:index]):
+            if other.matches(rule.source, rule.target):
+                raise FleetError(path, f"never applies: languages.translation[{earlier}] matches all of its directions")
+    for task, models in (("transcription", languages.transcription), ("synthesis", languages.synthesis)):
+        for language, name in models.items():
+            _require_model(spec, f"languages.{task}.{language}", name, task)  # type: ignore[arg-type]
+    for language, replacements in languages.substitute_lists.items():
+        for replacement in replacements:
+            if replacement in languages.substitute:
+                raise FleetError(
+                    f"languages.substitute.{language}",
+                    f"got {replacement!r}, which is itself substituted; name its end",
+                )
+
+
+def _check_routes(spec: FleetSpec) -> None:
+    translate, chat = spec.routes.translate, spec.routes.chat
+    if translate.backend == "llm" and translate.model is None:
+        raise FleetError("routes.translate.model", "missing; backend llm needs a language model")
+    if translate.backend != "llm" and translate.model is not None:
+        raise FleetError("routes.translate.model", "is for backend llm; indictrans2 uses languages.translation")
+    if translate.model is not None:
+        _require_model(spec, "routes.translate.model", translate.model, "generation")
+    for key, is_given in (("prompt", translate.prompt is not None), ("stop", bool(translate.stop))):
+        if is_given and translate.backend != "llm":
+            raise FleetError(f"routes.translate.{key}", "is for backend llm; translation models have no prompt")
+    for route, prompt in (("translate", translate.prompt), ("chat", chat.prompt)):
+        if fault := braces_fault(prompt or "", PROMPT_FIELDS[f"{route}_prompt"]):
+            raise FleetError(f"routes.{route}.prompt", fault)
+    if chat.model is not None:
+        _require_model(spec, "routes.chat.model", chat.model, "generation")
+
+
+def _check_keys(spec: FleetSpec) -> None:
+    for limit in ("requests_per_minute", "tokens_per_minute"):
+        if getattr(spec.limits, limit) is not None and not spec.keys:
+            raise FleetError(f"limits.{limit}", "is per key, and the file has no keys")
+    seen: dict[str, int] = {}
+    for index, key in enumerate(spec.keys):
+        path = f"keys[{index}]"
+        if (key.env is None) == (key.file is None):
+            raise FleetError(path, "give env, the name of an environment variable, or file: one of the two")
+        if key.name in seen:
+            raise FleetError(f"{path}.name", f"got {key.name!r}, which keys[{seen[key.name]}] has; names must differ")
+        seen[key.name] = index
+
+
+def _check_sharing(spec: FleetSpec) -> None:
+    """Refuse settings of another means than the chosen one: they would be ignored."""
+    sharing, changed = spec.sharing, _changed(spec.sharing)
+    others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
+    for name in others.get(sharing.means, ()):
+        if name in changed:
+            needed = "mps" if name == "mps_sm_percent" else "pacing or mps"
+            raise FleetError(
+                f"sharing.{name}",
+                f"got {getattr(sharing, name)}, which is for means {needed}, and sharing.means is {sharing.means}",
+            )

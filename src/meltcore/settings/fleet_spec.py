@@ -1,0 +1,479 @@
+"""Defines fleet.yaml: the models of one server, their GPUs, languages, keys and limits, as typed structs.
+
+`fleet_file.load_fleet` reads and checks the file. `scripts/fleet_reference.py` writes the JSON schema and the
+reference page from these structs, so each field states its meaning once, in its `Meta`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN
+from meltcore.settings.config import DType, KVCacheDType, LoadFormat, Quantization
+
+FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
+Priority = Literal["interactive", "standard", "batch"]
+WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
+ModelKind = Literal["engine", "url", "command"]
+ANY_LANGUAGE = "*"
+# What a `command` may name in braces, and what replaces it.
+PLACEHOLDERS = {
+    "port": "the port that the server must listen on, on 127.0.0.1",
+    "gpu": "the first of its GPUs, as in CUDA_VISIBLE_DEVICES",
+    "gpus": "all of its GPUs, with commas between",
+    "checkpoint": "`checkpoint`",
+    "name": "the name of the model in this file",
+    "memory_bytes": "`memory` in bytes",
+    "max_model_len": "`max_model_len`",
+    "max_num_seqs": "`max_num_seqs`",
+    "tensor_parallel_size": "`tensor_parallel_size`",
+}
+# Settings that engines of Meltcore's own read for some tasks alone. For another task they are refused.
+ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
+    **dict.fromkeys(("tokenizer", "chat_template", "special_tokens_in_messages"), ("generation",)),
+    **dict.fromkeys(("quantization", "kv_cache_dtype", "tensor_parallel_size"), ("generation",)),
+    **dict.fromkeys(("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"), ("generation",)),
+    **dict.fromkeys(("generation_config", "max_queue_tokens"), ("generation",)),
+    "max_model_len": ("generation", "translation"),
+    "max_queue_chars": ("translation", "synthesis"),
+    "max_queue_audio_s": ("transcription",),
+}
+
+
+MAX_SIZE_BYTES = 2**50
+
+
+class Size(int):
+    """A number of bytes up to MAX_SIZE_BYTES, which a file may write as 40GiB, 512MiB or 1000000."""
+
+    __slots__ = ()
+
+
+_CODE = r"[a-z]{3}_[A-Z][a-z]{3}"
+Name: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$",
+        max_length=128,
+        extra={"expected": "a name of letters, digits and . _ / : -, at most 128 of them"},
+    ),
+]
+LanguageCode: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^{_CODE}$", extra={"expected": "a FLORES code such as kan_Knda"})
+]
+Language: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^({_CODE}|\*)$", extra={"expected": 'a FLORES code such as kan_Knda, or "*"'})
+]
+# Its value is not repeated in errors: a key itself may stand there by mistake.
+VariableName: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        max_length=128,
+        extra={"expected": "the name of an environment variable", "is_secret": True},
+    ),
+]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+# A password in it is not repeated in errors.
+Url: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^https?://[^/\s]+",
+        extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
+    ),
+]
+Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
+# Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
+Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
+QueueUnits: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+QueueRequests: TypeAlias = Annotated[int, Meta(ge=0, le=100_000_000)]
+Share: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+PerMinute: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=31_536_000)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
+AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
+Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Is the base of all parts of fleet.yaml: fields by name, no unknown ones."""
+
+
+class ServerSection(_Section, frozen=True, kw_only=True):
+    """The address of the server."""
+
+    host: Annotated[Text, Meta(description="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="TCP port of the API; 0 lets the system choose one.")] = 8000
+    admin_port: Annotated[
+        Port | None,
+        Meta(description="TCP port on 127.0.0.1 for metrics, reload and `meltcore ps`; none: no such port."),
+    ] = None
+    api_server_count: Annotated[
+        Processes | None, Meta(description="API server processes (default: one per four cores, at most 4).")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[Origin, ...],
+        Meta(
+            description="Web origins whose pages may use the server beside its own page, like "
+            'https://app.example (CORS); "*": all.'
+        ),
+    ] = ()
+    log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
+    log_limit: Annotated[
+        Size | None,
+        Meta(
+            description="Size of a log file past which it begins anew; the one before is kept as *.previous "
+            "(default: 64MiB)."
+        ),
+    ] = None
+    otlp_endpoint: Annotated[
+        Url | None,
+        Meta(
+            description="URL that OpenTelemetry traces are sent to, OTLP over HTTP, with its path, such as "
+            "http://127.0.0.1:4318/v1/traces (default: as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says, else none)."
+        ),
+    ] = None
+
+
+class GpuSection(_Section, frozen=True, kw_only=True):
+    """One GPU of the fleet."""
+
+    id: Annotated[GpuId, Meta(description="Its number, as CUDA and nvidia-smi count.")]
+    memory: Annotated[
+        Size | None, Meta(description="Bytes that the fleet may take of it (default: what the GPU has).")
+    ] = None
+
+
+class ModelSection(_Section, frozen=True, kw_only=True):
+    """One model: a checkpoint for an engine of Meltcore's own, or another server by `url` or `command`."""
+
+    checkpoint: Annotated[
+        Text | None, Meta(description="Folder, file or hub id, as `meltcore serve MODEL` takes it.")
+    ] = None
+    url: Annotated[
+        Url | None,
+        Meta(description="A server that runs already: its base address before /v1."),
+    ] = None
+    command: Annotated[
+        Text | None,
+        Meta(
+            description="Command line that starts another server, with names in braces; or a template: vllm, sglang, "
+            "llama.cpp, tensorrt-llm."
+        ),
+    ] = None
+    python: Annotated[
+        Text | None, Meta(description="Python interpreter of the environment that has the program of `command`.")
+    ] = None
+    environment: Annotated[
+        dict[VariableName, str], Meta(description="Environment variables of `command`, beside the inherited ones.")
+    ] = {}
+    upstream_model: Annotated[
+        Text | None, Meta(description="The model's name at a `url` or `command` (default: the same).")
+    ] = None
+    upstream_key_env: Annotated[
+        VariableName | None, Meta(description="Environment variable with the API key that a `url` asks for.")
+    ] = None
+    format: Annotated[
+        WeightsFormat,
+        Meta(description="How `shapes` are stored, for a plan: dense or a GGUF format; auto: as the checkpoint says."),
+    ] = "auto"
+    shapes: Annotated[
+        Text | None,
+        Meta(
+            description="Published configuration, or a folder with one, to plan with and to fill with random weights "
+            "(load_format dummy) while the checkpoint is not on this machine."
+        ),
+    ] = None
+    task: Annotated[
+        FleetTask,
+        Meta(
+            description="What the model does; decides the routes that accept it. A checkpoint of another task is an "
+            "error, once its configuration is on this machine."
+        ),
+    ] = "generation"
+    aliases: Annotated[tuple[Name, ...], Meta(description="Further names in the API.")] = ()
+    tokenizer: Annotated[
+        Text | None, Meta(description="Folder or hub id whose tokenizer replaces the checkpoint's.")
+    ] = None
+    chat_template: Annotated[
+        Text | None, Meta(description="Jinja file with the chat template, instead of the checkpoint's.")
+    ] = None
+    special_tokens_in_messages: Annotated[
+        bool, Meta(description="Read special tokens in the text of messages, as vLLM and llama.cpp do.")
+    ] = False
+    load_format: Annotated[LoadFormat, Meta(description="dummy: random weights of the configured shapes.")] = "auto"
+    dtype: Annotated[DType, Meta(description="Type of weights and activations.")] = "auto"
+    quantization: Annotated[Quantization, Meta(description="fp8: linear layers are quantized while loading.")] = "none"
+    kv_cache_dtype: Annotated[KVCacheDType, Meta(description="fp8: keys and values in e4m3.")] = "auto"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=2, le=16_777_216)] | None,
+        Meta(
+            description="Context length in tokens: prompt and output; of a translation model a sentence, and its "
+            "translation (default: the model's)."
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        Sequences | None,
+        Meta(
+            description="Sequences, sentences or clips per step: the concurrency to plan for. An engine of another "
+            "task than generation has as many as its `memory` holds."
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[Tokens | None, Meta(description="Tokens per step.")] = None
+    memory: Annotated[
+        Size | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
+    ] = None
+    enforce_eager: Annotated[bool, Meta(description="Launch every kernel by itself, without CUDA graphs.")] = False
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV cache of equal prompt prefixes.")] = True
+    tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Meta(description="GPUs per replica.")] = 1
+    replicas: Annotated[int, Meta(ge=1, le=64, description="Engines with the same weights.")] = 1
+    device: Annotated[
+        Device, Meta(description="auto: where the plan puts it; cpu; or GPU numbers, tensor_parallel_size per replica.")
+    ] = "auto"
+    residency: Annotated[
+        Literal["always_on", "sleepable"],
+        Meta(description="sleepable: its memory may be given to others in turns; see `residency` of the file."),
+    ] = "always_on"
+    sleep_mode: Annotated[
+        Literal["restart", "vllm"],
+        Meta(
+            description="How a sleepable `command` sleeps. restart: its process is ended, and started again; vllm: by "
+            "vLLM's /sleep and /wake_up."
+        ),
+    ] = "restart"
+    priority: Annotated[Priority, Meta(description="Class of its requests against those of other models.")] = "standard"
+    max_queue: Annotated[
+        QueueRequests | None, Meta(description="Requests that may wait (default: limits.max_queue).")
+    ] = None
+    max_queue_tokens: Annotated[
+        QueueUnits | None, Meta(description="Prompt tokens that may wait (default: limits.max_queue_tokens).")
+    ] = None
+    max_queue_chars: Annotated[
+        QueueUnits | None,
+        Meta(description="Characters to translate or speak that may wait (default: limits.max_queue_chars)."),
+    ] = None
+    max_queue_audio_s: Annotated[
+        AudioSeconds | None,
+        Meta(description="Seconds of audio to transcribe that may wait (default: limits.max_queue_audio_s)."),
+    ] = None
+    generation_config: Annotated[
+        Literal["auto", "greedy"], Meta(description="auto: sampling defaults from the checkpoint.")
+    ] = "greedy"
+
+    @property
+    def kind(self) -> ModelKind:
+        """Whether an engine of Meltcore's, a server at a URL or a server from a command runs the model."""
+        return "url" if self.url is not None else "command" if self.command is not None else "engine"
+
+
+class TranslationRule(_Section, frozen=True, kw_only=True):
+    """A model for a direction of translation. The first rule that matches a request decides."""
+
+    source: Annotated[Language, Meta(description='FLORES code of the text, such as eng_Latn, or "*".')]
+    target: Annotated[Language, Meta(description='FLORES code of the translation, or "*".')]
+    model: Annotated[Name, Meta(description="Name or alias of a translation model.")]
+
+    def matches(self, source: str, target: str) -> bool:
+        """Return whether the rule is for this direction."""
+        return self.source in (source, ANY_LANGUAGE) and self.target in (target, ANY_LANGUAGE)
+
+
+class LanguagesSection(_Section, frozen=True, kw_only=True):
+    """Which model serves which language, for requests that name a language and no model."""
+
+    translation: Annotated[
+        tuple[TranslationRule, ...], Meta(description="Directions; the first rule that matches decides.")
+    ] = ()
+    transcription: Annotated[
+        dict[Language, Name], Meta(description='Language of speech to model; "*" is every other language.')
+    ] = {}
+    synthesis: Annotated[
+        dict[Language, Name], Meta(description='Language of text to model; "*" is every other language.')
+    ] = {}
+    substitute: Annotated[
+        dict[LanguageCode, LanguageCode | Annotated[tuple[LanguageCode, ...], Meta(min_length=1)]],
+        Meta(description="Languages that a model may not know: the one, or the first of a list, that it gets instead."),
+    ] = {}
+
+    @property
+    def substitute_lists(self) -> dict[str, tuple[str, ...]]:
+        """`substitute` with a tuple for every language."""
+        return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
+
+
+class LimitsSection(_Section, frozen=True, kw_only=True):
+    """Limits of requests. Those of queues are per model and replaced by the model's own."""
+
+    max_body: Annotated[Size | None, Meta(description="Largest request body (default: 8MiB).")] = None
+    max_queue: Annotated[QueueRequests, Meta(description="Requests of a model that may wait; more get status 429.")] = (
+        16_384
+    )
+    max_queue_tokens: Annotated[QueueUnits, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
+    max_queue_chars: Annotated[
+        QueueUnits, Meta(description="Characters to translate or speak, of a model, that may wait.")
+    ] = 4_194_304
+    max_queue_audio_s: Annotated[
+        AudioSeconds, Meta(description="Seconds of audio to transcribe, of a model, that may wait.")
+    ] = 86_400.0
+    class_shares: Annotated[
+        tuple[Share, ...],
+        Meta(
+            min_length=3,
+            max_length=3,
+            description="Shares of interactive, standard and batch in a model's work while all of them wait.",
+        ),
+    ] = (60, 30, 10)
+    requests_per_minute: Annotated[
+        PerMinute | None, Meta(description="Requests per key and minute (default: no limit).")
+    ] = None
+    tokens_per_minute: Annotated[
+        PerMinute | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
+    ] = None
+
+
+class KeySection(_Section, frozen=True, kw_only=True):
+    """One API key. The file names where the key is, never the key."""
+
+    name: Annotated[Name, Meta(description="Its name in logs and metrics.")]
+    env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
+    file: Annotated[Text | None, Meta(description="File that holds the key: only its owner may read it.")] = None
+    priority: Annotated[Priority, Meta(description="Highest class that its requests may have.")] = "interactive"
+    requests_per_minute: Annotated[
+        PerMinute | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
+    ] = None
+    tokens_per_minute: Annotated[
+        PerMinute | None, Meta(description="Prompt and output tokens per minute (default: limits.tokens_per_minute).")
+    ] = None
+
+
+class TimeoutsSection(_Section, frozen=True, kw_only=True):
+    """Time limits in seconds."""
+
+    request_s: Annotated[PositiveSeconds, Meta(description="A request, from arrival to the last byte.")] = 600.0
+    drain_s: Annotated[
+        Seconds,
+        Meta(description="Open requests, when a model or the server stops, or a model falls asleep."),
+    ] = 30.0
+    start_s: Annotated[PositiveSeconds, Meta(description="A model, from its start to its first answer.")] = 600.0
+    connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0
+
+
+class ResidencySection(_Section, frozen=True, kw_only=True):
+    """When sleepable models that share memory take turns. Without effect where no model is sleepable."""
+
+    minimum_s: Annotated[Seconds, Meta(description="Time that a woken model stays awake.")] = 5.0
+    turn_s: Annotated[
+        Seconds, Meta(description="Time that a busy model stays while requests of its class wait for another.")
+    ] = 20.0
+    swaps_per_minute: Annotated[Share, Meta(description="Times per minute that models are put to sleep.")] = 6
+    keep: Annotated[
+        Literal["host", "disk"],
+        Meta(description="Where weights are meanwhile: in pinned host memory, or only in the checkpoint."),
+    ] = "host"
+
+
+class SharingSection(_Section, frozen=True, kw_only=True):
+    """How engines of different classes share a GPU in time."""
+
+    means: Annotated[
+        Literal["pacing", "mps", "none"],
+        Meta(
+            description="pacing: an engine waits between its steps while a higher class is at work; mps: and kernels "
+            "of different engines run at the same time, under an MPS daemon of the fleet; none: the driver's turns."
+        ),
+    ] = "pacing"
+    mps_sm_percent: Annotated[
+        Annotated[int, Meta(ge=1, le=100)],
+        Meta(description="With mps: of the SMs of a GPU, those that engines below the class interactive may use."),
+    ] = 100
+    min_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
+    ] = 0.5
+    max_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=10_000)], Meta(description="The longest wait before a step, in milliseconds.")
+    ] = 100.0
+    step_ms: Annotated[
+        Annotated[float, Meta(gt=0, le=10_000)],
+        Meta(description="What steps are limited to, in milliseconds, while a higher class is at work."),
+    ] = 50.0
+
+
+class TranslateRoute(_Section, frozen=True, kw_only=True):
+    """What answers `/v1/translate`."""
+
+    backend: Annotated[
+        Literal["indictrans2", "llm"],
+        Meta(description="indictrans2: the models of `languages.translation`; llm: a language model by prompt."),
+    ] = "indictrans2"
+    model: Annotated[Name | None, Meta(description="The language model, where backend is llm.")] = None
+    prompt: Annotated[
+        Text | None, Meta(description="Its system message, with {source} and {target} (default: asks to translate).")
+    ] = None
+    stop: Annotated[tuple[Text, ...], Meta(description="Texts that end its translation.")] = ()
+
+
+class ChatRoute(_Section, frozen=True, kw_only=True):
+    """What answers the chat routes whose requests name no model."""
+
+    model: Annotated[Name | None, Meta(description="A generation model (default: the first of the file).")] = None
+    prompt: Annotated[
+        str | None,
+        Meta(description='System message, with {language}; "": none (default: asks for one short sentence).'),
+    ] = None
+    language: Annotated[
+        LanguageCode | None,
+        Meta(description="Language in which the model is asked: prompts are translated into it, answers from it."),
+    ] = None
+
+
+class RoutesSection(_Section, frozen=True, kw_only=True):
+    """Models behind routes whose requests do not name one."""
+
+    translate: Annotated[TranslateRoute, Meta(description="`/v1/translate` and `/translate`.")] = TranslateRoute()
+    chat: Annotated[ChatRoute, Meta(description="`/v1/indic_chat`, `/v1/chat_direct` and `/v1/speech_to_speech`.")] = (
+        ChatRoute()
+    )
+
+
+class FleetSpec(_Section, frozen=True, kw_only=True):
+    """A fleet: models that share GPUs behind one address."""
+
+    version: Annotated[Literal[1], Meta(description="Version of this format.")] = 1
+    server: Annotated[ServerSection, Meta(description="Address and processes of the API.")] = ServerSection()
+    gpus: Annotated[
+        tuple[GpuSection, ...], Meta(description="GPUs that the fleet may use (default: all that are visible).")
+    ] = ()
+    models: Annotated[dict[Name, ModelSection], Meta(min_length=1, max_length=256, description="Models by name.")]
+    languages: Annotated[LanguagesSection, Meta(description="Which model serves which language.")] = LanguagesSection()
+    keys: Annotated[tuple[KeySection, ...], Meta(description="API keys (default: none is asked for).")] = ()
+    limits: Annotated[LimitsSection, Meta(description="Limits of requests.")] = LimitsSection()
+    timeouts: Annotated[TimeoutsSection, Meta(description="Time limits in seconds.")] = TimeoutsSection()
+    residency: Annotated[ResidencySection, Meta(description="When sleepable models take turns.")] = ResidencySection()
+    routes: Annotated[RoutesSection, Meta(description="Models behind routes without a model's name.")] = RoutesSection()
+    sharing: Annotated[SharingSection, Meta(description="How classes share a GPU in time.")] = SharingSection()
+
+    def resolve(self, name: str) -> str | None:
+        """Return the model's name for its name or an alias, None where there is no such model."""
+        if name in self.models:
+            return name
+        return next((model for model, section in self.models.items() if name in section.aliases), None)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of fleet.yaml."""
+
+    def custom(kind: type) -> dict[str, Any]:
+        if kind is Size:
+            pattern = r"^\d+(\.\d+)?\s*([KMGTkmgt]([iI]?[bB])?|[bB])?$"
+            return {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": pattern}]}
+        raise NotImplementedError(kind)
+
+    return msgspec.json.schema(FleetSpec, schema_hook=custom)

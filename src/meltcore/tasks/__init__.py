@@ -1,1 +1,0 @@
-"""Device loops of tasks whose output is not one token per step of a language model: transcription, translation."""

@@ -1,0 +1,52 @@
+"""The full evaluation of a real server with the bundled model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_openai import TOKENIZER
+
+from meltcore.cli.main import main
+from meltcore.measure.documents.runfolder import read_result
+from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
+from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+
+pytestmark = pytest.mark.slow
+QUICK = ["--num-prompts", "16", "--input-len", "16", "--output-len", "12", "--tokenizer", TOKENIZER]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with MeltcoreServer(["serve", "--port", "0", "meltcore/sums", "--device", "cpu"], log, report=print) as server:
+        yield server.wait_ready()
+
+
+def evaluate(address: str, out: Path, *options: str) -> RunResult:
+    assert main(["eval", "all", address, "--out", str(out), *QUICK, *options]) == 0
+    [folder] = out.iterdir()
+    return read_result(folder)
+
+
+def test_bundled_model_gets_a_score(address: str, tmp_path: Path) -> None:
+    result = evaluate(address, tmp_path, "--data", BUNDLED_SOURCE, "--limit", "40", "--shots", "none")
+    assert result.evaluation is not None
+    assert result.evaluation.accuracy >= 0.95
+    assert result.eval_score is not None
+    assert result.eval_score.total_tokens_per_s > result.eval_score.output_tokens_per_s > 0
+    assert result.settings["weights"] == "real"
+
+
+def test_speed_only_gives_a_weighted_throughput_and_no_score(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = evaluate(address, tmp_path, "--speed-only", "--output-len", "4")
+    assert [gate.status for gate in result.gates] == ["NOT RUN", "PASS", "NOT RUN", "NOT RUN"]
+    assert result.weighted_throughput is not None
+    assert (result.eval_score, result.evaluation) == (None, None)
+    assert {level.output_tokens for level in result.levels} == {16 * 4}
+    printed = capsys.readouterr().out
+    assert "NOT RUN  GSM8K" in printed
+    assert "weighted throughput:" in printed
+    assert "score:" not in printed

@@ -1,0 +1,333 @@
+"""The load on a fleet: what each model gets, refusals that are obeyed, interference, health, result and page."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import ROOT
+from task_server import serve_tasks
+
+from meltcore.cli.main import main
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.fingerprint import take_fingerprint
+from meltcore.measure.documents.fleet_load import FleetLoad, LoadedModel
+from meltcore.measure.documents.schema import Distribution, FleetLevel, LevelResult, StreamLoad
+from meltcore.measure.load.config import IntRange, Timeouts
+from meltcore.measure.load.fleet.fleet_config import (
+    DEFAULT_MIX,
+    FleetLoadConfig,
+    parse_mix,
+    shares_of,
+    split_connections,
+)
+from meltcore.measure.load.fleet.fleet_experiment import (
+    ExperimentSpec,
+    choose_models,
+    experiment_gates,
+    load_experiment,
+)
+from meltcore.measure.load.fleet.fleet_health import fleet_health
+from meltcore.measure.load.fleet.fleet_models import ServedModel, Sizes, default_workload
+from meltcore.measure.load.fleet.fleet_run import measure_fleet
+from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, Stream, StreamRunner
+from meltcore.measure.load.record import RecordFile
+from meltcore.measure.load.wire.connection import resolve_target
+from meltcore.measure.report.load.fleet_load import fleet_load_page
+from meltcore.measure.report.page.html import render_html
+
+SIZES = Sizes(input_len=IntRange(128, 1024), output_len=IntRange(128, 128), clip_s=IntRange(5, 15))
+CARDS = [
+    {"id": "gemma-3", "max_model_len": 8192, "vocab_size": 262_144, "weights": "dummy"},
+    {"id": "chat", "root": "gemma-3", "max_model_len": 8192},
+    {"id": "mt", "task": "translation", "source_languages": ["eng_Latn", "guj_Gujr"], "target_languages": ["guj_Gujr"],
+     "device": "CPU"},
+    {"id": "ears", "task": "transcription", "languages": ["en"], "device": "CPU"},
+    {"id": "voice", "task": "synthesis", "languages": ["kn"], "device": "CPU"},
+]  # fmt: skip
+
+
+def model(name: str, task: Any = "generation", **card: Any) -> ServedModel:
+    return ServedModel(name=name, task=task, card=card)
+
+
+def level(p95_ms: float, rate: float = 10.0, n: int = 1000, **changes: Any) -> LevelResult:
+    latency = Distribution(n=n, p50=p95_ms / 2, p95=p95_ms if n >= 130 else None, p99=p95_ms * 2 if n >= 662 else None)
+    fields = {"requests": n, "succeeded": n, "failed": 0, "ttft_ms": latency, "e2e_ms": latency} | changes
+    return LevelResult(
+        concurrency=8,
+        peak_in_flight=8,
+        duration_s=10.0,
+        output_tokens_per_s=rate,
+        total_tokens_per_s=rate,
+        prompt_tokens=1,
+        output_tokens=1,
+        **fields,
+    )
+
+
+def load(name: str, result: LevelResult, **fields: Any) -> StreamLoad:
+    return StreamLoad(name=name, model=name, level=result, **fields)
+
+
+@pytest.mark.parametrize("total", [3, 10, 100, 10_000])
+def test_connections_are_split_by_share_with_one_for_each_model(total: int) -> None:
+    models = [
+        model("a"),
+        model("b"),
+        model("mt", "translation"),
+        model("asr", "transcription"),
+        model("v", "synthesis"),
+    ]
+    shares = shares_of(models, DEFAULT_MIX)
+    assert shares == pytest.approx([0.35, 0.35, 0.15, 0.12, 0.03])
+    counts = split_connections(total, shares)
+    assert sum(counts) == total
+    assert total < 5 or min(counts) >= 1
+    assert all(abs(count - share * total) <= 1 for count, share in zip(counts, shares, strict=True))
+    # A task without a model leaves its share to the others.
+    assert shares_of(models[:3], DEFAULT_MIX) == pytest.approx([35 / 85, 35 / 85, 15 / 85])
+
+
+@pytest.mark.parametrize("mix", ["generation", "chat=70", "generation=1,generation=2", "generation=x"])
+def test_invalid_mix_is_refused(mix: str) -> None:
+    with pytest.raises(ConfigError, match="--mix"):
+        parse_mix(mix)
+
+
+def test_workload_follows_the_card() -> None:
+    gpu: dict[str, Any] = {"max_model_len": 8192, "vocab_size": 150_000, "device": "NVIDIA H200"}
+    assert default_workload(model("a", **gpu), SIZES) == "random:in=128-1024,out=128"
+    assert default_workload(model("a", **gpu | {"vocab_size": 512}), SIZES) == "random:in=128-1024,out=128,vocab=512"
+    assert default_workload(model("a", device="CPU", max_model_len=256, weights="real"), SIZES) == "problems:short"
+    with pytest.raises(ConfigError, match="a has a context of 1024 tokens, and a request has up to 1152"):
+        default_workload(model("a", **gpu | {"max_model_len": 1024}), SIZES)
+    card = {"source_languages": ["hin_Deva", "kan_Knda"], "target_languages": ["eng_Latn"]}
+    assert (
+        default_workload(model("t", "translation", **card), SIZES) == "translate:src=kan_Knda,tgt=eng_Latn,words=8-40"
+    )
+    assert default_workload(model("r", "transcription", languages=["en"]), SIZES).startswith("transcribe:language=en,")
+    assert default_workload(model("s", "synthesis", languages=["kn"]), SIZES).startswith("speak:language=kan_Knda,")
+
+
+@pytest.mark.slow
+def test_every_model_gets_its_requests_and_the_result_has_all_parts(tmp_path: Path) -> None:
+    options = [
+        "--levels",
+        "4,8",
+        "--level-duration",
+        "0.3",
+        "--interference-duration",
+        "0.2",
+        "--pair-connections",
+        "2",
+    ]
+    with serve_tasks(models=CARDS, delay_s=0.02) as server:
+        assert main(["load", server.url, "--fleet", *options, "--out", str(tmp_path)]) == 0
+        received = Counter(str(each["model"].decode() if "file" in each else each["model"]) for each in server.received)
+    [folder] = tmp_path.iterdir()
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["document"], result["status"], result["verdict"]) == ("fleet-load", "complete", "OK")
+    assert [entry["name"] for entry in result["models"]] == ["gemma-3", "mt", "ears", "voice"], "no alias"
+    assert sorted(received) == ["ears", "gemma-3", "mt", "voice"]
+    assert len(result["interference"]) == 4 * 3
+    assert len((folder / "levels.jsonl").read_text().splitlines()) == 4 * 2 + 2 + 4 + 12
+    mixed = [each for each in result["levels"] if each["part"] == "mixed"]
+    assert [[stream["level"]["concurrency"] for stream in each["streams"]] for each in mixed] == [
+        [1, 1, 1, 1],
+        [5, 1, 1, 1],
+    ]
+    for each in result["levels"]:
+        assert 0.2 <= each["duration_s"] < 20
+        assert (
+            each["peak_in_flight"] == each["connections"] == sum(s["level"]["peak_in_flight"] for s in each["streams"])
+        )
+        for stream in each["streams"]:
+            assert stream["level"]["succeeded"] == stream["level"]["requests"] >= stream["level"]["concurrency"]
+    sent = [sum(stream["level"]["requests"] for stream in each["streams"]) for each in result["levels"]]
+    assert sum(sent) > sum(each["connections"] for each in result["levels"]), "connections send until the time is over"
+    counted = sum(int(gate["detail"].split()[0].replace(",", "")) for gate in result["health"][:-1])
+    assert counted == sum(received.values()) - 4 * 4, "all but the warm-up"
+    assert {gate["status"] for gate in result["health"]} == {"PASS"}
+    page = (folder / "report.html").read_text()
+    (folder / "report.html").unlink()
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_text() == page
+    assert page.count("<svg") >= 8
+
+
+@pytest.mark.slow
+def test_refused_requests_are_sent_again_when_the_server_says() -> None:
+    with serve_tasks(models=CARDS[2:3], refuse=(5, 6, 7), retry_after="1") as server:
+        result = measure_fleet(config(server.url), [])
+    [stream] = result.levels[0].streams
+    # Behind the warm-up one request is refused, and once more after its second.
+    assert (stream.refused, stream.refusals, stream.lost) == (2, 3, 0)
+    assert result.verdict in ("OK", "CLIENT_BOUND"), "a busy machine may slow the client"
+    assert (stream.level.e2e_ms.max or 0) >= 2000, "latency counts from the first try"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("behavior", "timeout_s", "failure"),
+    [
+        ({"status": 429}, 30.0, "http 429: the queue is full"),
+        ({"refuse": range(1, 10**6), "retry_after": "1"}, 1.5, "http 429: the queue is full"),
+        ({"refuse": range(1, 10**6), "retry_after": "soon"}, 30.0, "http 429: the queue is full"),
+    ],
+)
+def test_refusals_without_an_answer_in_the_end_are_lost(
+    behavior: dict[str, Any], timeout_s: float, failure: str
+) -> None:
+    with serve_tasks(models=CARDS[2:3], **behavior) as server:
+        result = measure_fleet(config(server.url, timeouts=Timeouts(total_s=timeout_s)), [])
+    [stream] = result.levels[0].streams
+    assert stream.lost == stream.level.requests > 0
+    assert list(stream.level.failures) == [failure]
+    assert result.verdict == "FAILED"
+    assert [gate.status for gate in result.health] == ["FAIL", "FAIL"]
+    assert stream.refusals == (stream.refused if timeout_s == 1.5 else 0)
+
+
+def published_experiment() -> ExperimentSpec:
+    return load_experiment(str(ROOT / "benchmarks" / "interference.yaml"))
+
+
+def config(url: str, **fields: Any) -> FleetLoadConfig:
+    return FleetLoadConfig(url=url, **{"parts": ("mixed",), "levels": (2,), "level_s": 0.2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("p95_ms", "rate", "statuses"),
+    [
+        (200.0, 8.5, ["PASS", "PASS", "PASS", "PASS"]),
+        (201.0, 8.5, ["FAIL", "PASS", "PASS", "PASS"]),
+        (200.0, 8.4, ["PASS", "PASS", "FAIL", "PASS"]),
+    ],
+)
+def test_experiment_fails_beyond_its_limits(p95_ms: float, rate: float, statuses: list[str]) -> None:
+    published = published_experiment().streams
+    spec = ExperimentSpec(name="x", streams=[published[1], published[0]])
+    alone = [load("asr", level(100.0)), load("qwen", level(100.0, rate=10.0))]
+    together = [load("asr", level(p95_ms)), load("qwen", level(900.0, rate=rate))]
+    gates = experiment_gates(spec, alone, together)
+    assert [gate.status for gate in gates] == statuses
+    assert "limit 2; p99 200 ms (n 1,000)" in gates[0].detail
+    few = experiment_gates(spec, alone, [load("asr", level(100.0, n=60)), together[1]])
+    assert (few[0].status, few[0].detail) == ("NOT RUN", "1000, 60 samples, p95 needs 130")
+    lost = experiment_gates(spec, alone, [load("asr", level(100.0, failed=1)), together[1]])
+    assert lost[1].status == "FAIL"
+
+
+def test_experiment_chooses_models_by_name() -> None:
+    fleet = [model("indictrans3", languages=[]), model("gemma-3-27b"), model("qwen3-30b"), model("mt", "translation"),
+             model("asr", "transcription", languages=["kn"])]  # fmt: skip
+    chosen = choose_models(published_experiment(), fleet)
+    assert [each.name for each in chosen] == ["qwen3-30b", "asr", "mt", "gemma-3-27b"]
+    # Without such names the chat takes another one than the busy stream.
+    assert len({each.name for each in choose_models(published_experiment(), [model("a"), model("b"), *fleet[3:]])}) == 4
+    with pytest.raises(ConfigError, match="needs another model of the task generation for its stream chat"):
+        choose_models(published_experiment(), fleet[2:])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: x\nstreams: [{name: a, task: translation}, {name: b, model: m, rate: 1}]",
+            "a needs concurrency or rate",
+        ),
+        ("name: x\nstreams: [{name: a, rate: 1}, {name: b, model: m, rate: 1}]", "a needs model or task"),
+        ("name: x\nstreams: [{name: a, model: m, rate: 0}, {name: b, model: m, rate: 1}]", "> 0"),
+        ("name: x\nstreams: [{name: a, model: m, rat: 0}, {name: b, model: m, rate: 1}]", "unknown field `rat`"),
+    ],
+)
+def test_invalid_experiment_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(str(tmp_path / "x.yaml"))
+
+
+def test_health_counts_what_is_lost_and_holds_p95_against_limits() -> None:
+    def fleet(first_ms: float, **changes: Any) -> FleetLoad:
+        mixed = [
+            FleetLevel(
+                part="mixed",
+                label=str(number),
+                connections=8,
+                send_s=1,
+                duration_s=1,
+                peak_in_flight=8,
+                released_s=0,
+                streams=[load("a", level(p95, **changes), refused=5, refusals=7)],
+            )
+            for number, p95 in enumerate((first_ms, 900.0))
+        ]
+        models = [LoadedModel(name="a", task="generation", workload="", share=1.0)]
+        result = FleetLoad(
+            status="complete", started="2026-01-01T00:00:00+00:00", duration_s=1, fingerprint=take_fingerprint(),
+            settings={}, models=models, levels=mixed,
+        )  # fmt: skip
+        result.health = fleet_health(result, {"ttft": 100.0})
+        return result
+
+    good = fleet(100.0).health[0]
+    assert (good.status, "10 refused at first (0.50 %; 14 refusals)" in good.detail) == ("PASS", True)
+    assert "p95 of ttft 100 ms at 8 connections, limit 100 ms, kept up to 8" in good.detail
+    slow = fleet(101.0)
+    assert [gate.status for gate in slow.health] == ["FAIL", "FAIL"]
+    lost = fleet(100.0, failed=1, failures={"timeout": 1}).health[0]
+    assert (lost.status, "2 lost" in lost.detail, "2 x timeout" in lost.detail) == ("FAIL", True, True)
+    assert "p95 of ttft 101 ms" in render_html(fleet_load_page(slow))
+
+
+@pytest.mark.slow
+def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: x\nstreams:\n- {name: busy, model: mt, concurrency: 4, alone_s: 0.1, min_throughput_ratio: 0.01}\n"
+        "- {name: speech, task: transcription, rate: 20, max_p95_ratio: {e2e: 2}}\n"
+    )
+    with serve_tasks(models=CARDS, delay_s=0.01) as server:
+        settings: dict[str, Any] = {"parts": ("interference",), "interference": str(path), "interference_s": 0.5}
+        result = measure_fleet(config(server.url, **settings), [])
+    assert result.experiment is not None
+    assert (result.levels, result.interference) == ([], [])
+    busy, speech = result.experiment.alone
+    assert 0.1 <= busy.level.duration_s < result.experiment.together[0].level.duration_s
+    assert [load.level.requests for load in (speech, result.experiment.together[1])] == [10, 10]
+    statuses = {gate.name: gate.status for gate in result.experiment.gates}
+    assert statuses["busy (mt): throughput"] == "PASS"
+    assert statuses["speech (ears): p95 of end to end"] == "NOT RUN"
+    assert "Interference: x" in render_html(fleet_load_page(result))
+
+
+def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One without any would wait forever, as in a warm-up of 4 requests by 6 processes.
+    started: list[int] = []
+    make_workers = StreamRunner._make_workers
+
+    def make_local(self: StreamRunner, stream: Any, level: Any, num_processes: int, on_records: Any) -> Any:
+        started.append(num_processes)
+        return make_workers(self, stream, level, 0, on_records)
+
+    monkeypatch.setattr(StreamRunner, "_make_workers", make_local)
+    with serve_tasks(models=CARDS[2:3]) as server:
+        settings: dict[str, Any] = {"parts": ("mixed",), "levels": (8,), "level_s": 0.1, "processes": 6}
+        measure_fleet(config(server.url, **settings), [])
+        target = resolve_target(server.url)
+        runner = StreamRunner(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts())
+        workload = "translate:src=eng_Latn,tgt=guj_Gujr"
+        asyncio.run(runner.warm_up([Stream(name="a", model="mt", workload=workload, connections=256)]))
+    assert started == [1, 6, NUM_WARMUPS]
+
+
+def test_options_of_the_other_kind_of_load_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "http://127.0.0.1:1", "--fleet", "--concurrency", "5"]) == 2
+    assert "--concurrency is for a load on one model" in capsys.readouterr().err
+    assert main(["load", "http://127.0.0.1:1", "--levels", "5"]) == 2
+    assert "--levels is for --fleet" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""API keys: sources, comparison, classes and rates; the gate in front of the application."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.serve.http.gate import Gate, read_terms
+from meltcore.serve.http.origins import OriginCheck
+from meltcore.serve.http.paths import OPEN_PATHS
+from meltcore.serve.requests import keys as keys_module
+from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.keys import ApiKeys, resolve_keys
+from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.stats import ServerStats
+from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.routes import build_app
+from meltcore.settings.config import EngineConfig, KeyConfig, ModelConfig, ServerConfig
+
+MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
+
+
+def sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def scope(method: str = "POST", path: str = "/v1/x", **headers: str) -> dict[str, Any]:
+    items = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"headers": items, "method": method, "path": path}
+
+
+def table(*configs: KeyConfig, stats: ServerStats | None = None) -> ApiKeys:
+    return ApiKeys(configs, stats or ServerStats(keys=len(configs)))
+
+
+def test_keys_come_from_flag_environment_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("# name and key\nalice wonder\n\nbob builder\n")
+    (tmp_path / "one").write_text("looking-glass\n")
+    monkeypatch.setenv("TEAM_KEY", "team")
+    config = ServerConfig(
+        models=MODELS,
+        api_key="flag",
+        api_key_file=str(tmp_path / "keys"),
+        api_keys=(KeyConfig(name="team", env="TEAM_KEY"), KeyConfig(name="carol", file=str(tmp_path / "one"))),
+    )
+    resolved = resolve_keys(config)
+    expected = {"default": "flag", "alice": "wonder", "bob": "builder", "team": "team", "carol": "looking-glass"}
+    assert {key.name: key.sha256 for key in resolved.api_keys} == {name: sha256(key) for name, key in expected.items()}
+    assert all(key not in repr(resolved) for key in ("wonder", "builder", "looking-glass", "'flag'"))
+    monkeypatch.setenv("MELTCORE_API_KEY", "of the environment")
+    (default,) = resolve_keys(ServerConfig(models=MODELS)).api_keys
+    assert default.sha256 == sha256("of the environment")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ((KeyConfig(name="a", env="NO_SUCH_VARIABLE"),), "a: the environment variable NO_SUCH_VARIABLE is not set"),
+        ((KeyConfig(name="a", file="/no/such/file"),), "a: /no/such/file cannot be read"),
+        ((KeyConfig(name="a", sha256="12"),), "a: sha256 must have 64 hexadecimal digits"),
+        ((KeyConfig(name="a", sha256="0" * 64), KeyConfig(name="a", sha256="1" * 64)), "same name: a and a"),
+        ((KeyConfig(name="a", sha256="0" * 64), KeyConfig(name="b", sha256="0" * 64)), "same value: a and b"),
+    ],
+)
+def test_wrong_keys_are_refused_at_the_start(keys: tuple[KeyConfig, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_keys(ServerConfig(models=MODELS, api_keys=keys))
+
+
+@pytest.mark.parametrize("sources", [{}, {"env": "A", "file": "b"}])
+def test_a_key_has_one_source(sources: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="the API key a needs exactly one of env, file and sha256"):
+        KeyConfig(name="a", **sources)
+
+
+def test_a_key_is_accepted_in_both_headers_and_no_other() -> None:
+    keys = table(KeyConfig(name="a", sha256=sha256("first")), KeyConfig(name="b", sha256=sha256("second")))
+    for headers, name in (
+        ({"authorization": "Bearer first"}, "a"),
+        ({"authorization": "bearer second"}, "b"),
+        ({"x_api_key": "second"}, "b"),
+        ({"x_api_key": "second", "authorization": "Basic none"}, "b"),
+    ):
+        found = keys.find(scope(**headers))
+        assert found is not None
+        assert found.name == name
+    with pytest.raises(RequestError, match="no API key") as missing:
+        keys.find(scope())
+    assert missing.value.status == 401
+    for headers in ({"authorization": "Bearer "}, {"authorization": "first"}, {"x_api_key": sha256("first")}):
+        with pytest.raises(RequestError, match="the API key is wrong"):
+            keys.find(scope(**headers))
+    assert ApiKeys((), ServerStats()).find(scope()) is None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(keys_module, "time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+def test_rate_limits_hold_over_all_processes(clock: SimpleNamespace) -> None:
+    """A bucket of a minute's requests, refilled evenly, whichever process takes from it."""
+    config = KeyConfig(name="a", sha256=sha256("x"), requests_per_minute=30)
+    first = ServerStats(keys=1, num_processes=3)
+    views = [ServerStats(keys=1, num_processes=3, process_index=row, fds=first.fds) for row in (1, 2)]
+    found = [table(config, stats=view).find(scope(x_api_key="x")) for view in views]
+    served, refusals = 0, list[RequestError]()
+    for step in range(1200):  # two minutes, ten requests a second
+        for key in found:
+            assert key is not None
+            try:
+                key.admit()
+                served += 1
+            except RequestError as error:
+                refusals.append(error)
+        clock.s += 0.1
+        assert served <= 30 + 30 * (step + 1) * 0.1 / 60 + 1
+    assert served == pytest.approx(30 + 60, abs=1)
+    assert first.total("key_0/refused") == len(refusals) == 2400 - served
+    assert all(error.status == 429 and 0 < (error.retry_after_s or 0) <= 2 for error in refusals)
+
+
+def test_tokens_are_counted_when_known_and_refuse_later_requests(clock: SimpleNamespace) -> None:
+    key = table(KeyConfig(name="a", sha256=sha256("x"), tokens_per_minute=600)).find(scope(x_api_key="x"))
+    assert key is not None
+    key.admit()
+    key.charge(600 + 100)  # a minute's and 100 more, which take 10 s
+    with pytest.raises(RequestError, match=r"tokens_per_minute \(600\)") as refused:
+        key.admit()
+    assert refused.value.retry_after_s == pytest.approx(10)
+    clock.s += 10
+    key.admit()
+
+
+def test_terms_are_read_from_headers() -> None:
+    keys = table(KeyConfig(name="a", sha256=sha256("x"), highest_class="standard"))
+    terms = read_terms(scope(x_api_key="x", x_priority_class="Interactive", x_request_timeout="2.5"), keys)
+    assert (terms.class_of("batch"), terms.limit_s(600), terms.limit_s(1)) == ("standard", 2.5, 1)
+    assert read_terms(scope(x_api_key="x"), keys).class_of("interactive") == "standard"
+    open_terms = read_terms(scope(), ApiKeys((), ServerStats()))
+    classes = [open_terms.class_of("standard", priority) for priority in (None, 0, -1, 7)]
+    assert classes == ["standard", "standard", "interactive", "batch"]
+    for name, value in (("x_request_timeout", "soon"), ("x_request_timeout", "0"), ("x_request_timeout", "nan")):
+        with pytest.raises(RequestError, match="X-Request-Timeout must be a number of seconds above 0"):
+            read_terms(scope(**{name: value}), ApiKeys((), ServerStats()))
+    with pytest.raises(RequestError, match="one of interactive, standard, batch; got 'urgent'"):
+        read_terms(scope(x_priority_class="urgent"), ApiKeys((), ServerStats()))
+
+
+def test_every_route_needs_a_key_but_the_open_ones() -> None:
+    """No route checks keys itself: the gate stands before all of them, also before paths that do not exist."""
+    stats, statuses = ServerStats(keys=1), dict[str, int]()
+    log: Any = SimpleNamespace(write=lambda event, **fields: None)
+    config = ServerConfig(models=MODELS, profile_dir="x")
+    app: Any = build_app(
+        ModelTable(), config, Metrics(stats, dict), log, table(KeyConfig(name="a", sha256=sha256("x")), stats=stats)
+    )
+    methods = {route.path: method for route in app._app._app.routes for method in route.methods}
+    assert len(methods) > 30
+    assert {"/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/models", "/start_profile"} <= set(methods)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def ask(path: str, method: str) -> None:
+        async def send(message: Any) -> None:
+            statuses.setdefault(path, message.get("status"))
+
+        await app(scope(method, path) | {"type": "http", "query_string": b"", "root_path": ""}, receive, send)
+
+    async def scenario() -> None:
+        for path, method in [*methods.items(), ("/none", "POST")]:
+            await ask(path, method)
+
+    asyncio.run(scenario())
+    assert {path for path, status in statuses.items() if status != 401} == OPEN_PATHS
+
+
+def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
+    lines: list[dict[str, Any]] = []
+    sent: list[Any] = []
+    names: list[str | None] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        names.append(current_terms().log_fields().get("key"))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    log: Any = SimpleNamespace(write=lambda event, **fields: lines.append(fields))
+    gate = Gate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
+
+    async def scenario() -> None:
+        await gate(scope(x_api_key="secret"), None, send)  # type: ignore[arg-type]
+        await gate(scope("GET", "/health"), None, send)  # type: ignore[arg-type]
+        await gate(scope(x_api_key="wrong-one", x_request_id="r1"), None, send)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert names[0] == "a"
+    assert len(names) == 2
+    (refusal,) = lines
+    assert (refusal["status"], refusal["request_id"], refusal["error"]) == (401, "r1", "invalid_api_key")
+    assert sent[0]["status"] == 401
+    assert "wrong-one" not in repr((lines, sent))

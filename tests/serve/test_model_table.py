@@ -1,0 +1,65 @@
+"""The table of models: the default is the first of the file, whatever order models were added in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from meltcore.fleet.plan.from_spec import server_config
+from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.upstream.forward import LANGUAGE_PATHS, default_model
+from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.routes_config import RoutesConfig
+
+
+def backend(*names: str) -> Any:
+    health = SimpleNamespace(status="ready")
+    return SimpleNamespace(names=names, health=health, check_ready=lambda: None)
+
+
+def order(table: ModelTable) -> list[str]:
+    return [each.names[0] for each in table.backends]
+
+
+def test_default_follows_the_file_and_survives_replacements() -> None:
+    table = ModelTable()
+    table.routes = RoutesConfig(order=("a", "b", "c"))
+    b, a, c = backend("b"), backend("a", "alias"), backend("c")
+    for each in (b, c, a):
+        table.add(each)
+    assert order(table) == ["a", "b", "c"]
+    assert table.find(None) is a
+    successor = backend("a", "alias")
+    table.add(successor)  # while the first one drains
+    assert table.find(None) is successor
+    table.remove(a)
+    assert table.find(None) is table.find("alias") is successor
+    table.add(backend("new"))
+    assert order(table) == ["a", "b", "c", "new"]
+    table.routes = RoutesConfig(order=("new", "c", "b", "a"))
+    assert order(table) == ["new", "c", "b", "a"]
+
+
+def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
+    def forwarding(name: str, *paths: str) -> Any:
+        return SimpleNamespace(names=(name,), paths=paths, forward=None)
+
+    chat, completions = LANGUAGE_PATHS
+    table = ModelTable([forwarding("embed", "/v1/embeddings"), forwarding("far", chat), backend("own", "alias")])
+    plain = RoutesConfig()
+    found = [default_model(table, plain, path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
+    assert found == ["far", "own", "embed", None]
+    assert default_model(table, RoutesConfig(chat_model="alias"), chat) == "alias"
+    table.routes = RoutesConfig(chat_model="own")  # those of a fleet replace the others
+    assert default_model(table, plain, chat) == "own"
+    assert default_model(table, plain, "/v1/embeddings") == "embed"
+
+
+def test_without_an_order_models_stay_as_they_were_added() -> None:
+    table = ModelTable([backend("b"), backend("a")])
+    assert order(table) == ["b", "a"]
+
+
+def test_order_of_a_fleet_has_all_kinds_of_models() -> None:
+    text = "models: {far: {url: 'http://127.0.0.1:9'}, own: {checkpoint: meltcore/sums}, b: {checkpoint: x}}"
+    assert server_config(parse_fleet(text)).routes.order == ("far", "own", "b")

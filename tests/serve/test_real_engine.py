@@ -1,0 +1,218 @@
+"""A server with the real engine and the bundled model: behavior that the scripted engine cannot show."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from server_harness import RunningServer, read_daemon_url, running
+from waiting import WAIT_S, wait_until
+
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
+
+pytestmark = pytest.mark.slow
+MELTCORE = [sys.executable, "-m", "meltcore.cli.main"]
+SERVE = [*MELTCORE, "serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu"]
+QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
+        server.wait_healthy(WAIT_S)
+        yield server
+        server.check_no_leak()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as made:
+        yield made
+
+
+def test_answer_is_correct_streamed_and_unstreamed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=BUNDLED_MODEL, messages=QUESTION)
+    assert "56" in (whole.choices[0].message.content or "")
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(
+            model=BUNDLED_MODEL, messages=QUESTION, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_length_stop_strings_and_seeds(client: openai.OpenAI) -> None:
+    cut = client.chat.completions.create(model=BUNDLED_MODEL, messages=QUESTION, max_tokens=2)
+    assert cut.choices[0].finish_reason == "length"
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens == 2
+    stopped = client.chat.completions.create(model=BUNDLED_MODEL, messages=QUESTION, stop=["wer is"])
+    assert stopped.choices[0].message.content == "The ans"
+    texts = [
+        client.chat.completions.create(
+            model=BUNDLED_MODEL, messages=QUESTION, temperature=1.5, seed=seed, max_tokens=30
+        )
+        .choices[0]
+        .message.content
+        for seed in (1, 1)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_logprobs_are_of_the_chosen_token(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=BUNDLED_MODEL, messages=QUESTION, logprobs=True, top_logprobs=3, max_tokens=3
+    )
+    assert answer.choices[0].logprobs is not None
+    for entry in answer.choices[0].logprobs.content or []:
+        assert entry.top_logprobs[0].token == entry.token  # greedy
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echoed_logprobs_are_those_of_the_generation(client: openai.OpenAI, max_tokens: int) -> None:
+    """As lm-evaluation-harness scores a continuation: from its log-probabilities, and whether it is the greedy one."""
+    question = client.completions.create(model=BUNDLED_MODEL, prompt="What is 7 * 8?", max_tokens=12, logprobs=1)
+    generated = question.choices[0].logprobs
+    assert generated is not None
+    context = "What is 7 * 8?"
+    echoed = client.completions.create(
+        model=BUNDLED_MODEL, prompt=context + question.choices[0].text, max_tokens=max_tokens, logprobs=1, echo=True
+    ).choices[0]
+    assert echoed.text.startswith(context + question.choices[0].text)
+    found = echoed.logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.token_logprobs is not None
+    assert found.top_logprobs is not None
+    assert found.text_offset is not None
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    first = found.text_offset.index(len(context))
+    scored = slice(first, len(found.tokens) - max_tokens)
+    assert "".join(found.tokens[scored]) == question.choices[0].text
+    for token, logprob, top, expected in zip(
+        found.tokens[scored],
+        found.token_logprobs[scored],
+        found.top_logprobs[scored],
+        generated.token_logprobs or [],
+        strict=False,
+    ):
+        assert logprob == max(top.values())
+        assert token in top
+        assert logprob == pytest.approx(expected, abs=1e-3)
+
+
+def test_repeated_request_hits_the_prefix_cache(server: RunningServer, client: openai.OpenAI) -> None:
+    prompt = list(range(100, 400))
+    for expected in (0, 256):
+        answer = client.completions.create(model=BUNDLED_MODEL, prompt=prompt, max_tokens=1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == expected
+    assert server.metrics()["prefix_cache_hits_total"] >= 256
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_disconnect_frees_the_request_in_the_engine(server: RunningServer, stream: bool) -> None:
+    body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True, "max_tokens": 2000, "stream": stream}
+    aborted = server.metrics()["requests_aborted_total"]
+    connection = server.open("/v1/completions", body)
+    server.wait_metric("num_requests_running", 1)
+    connection.close()
+    assert server.check_no_leak()["requests_aborted_total"] == aborted + 1
+
+
+def test_exhausted_pages_preempt_and_change_no_greedy_text(server: RunningServer, tmp_path: Path) -> None:
+    prompts = [list(range(50 + n, 110 + n)) for n in range(24)]
+
+    def ask(where: RunningServer, prompt: list[int]) -> str:
+        body = {"model": BUNDLED_MODEL, "prompt": prompt, "ignore_eos": True, "max_tokens": 80}
+        text: str = where.post("/v1/completions", body).json["choices"][0]["text"]
+        return text
+
+    with ThreadPoolExecutor(24) as pool:
+        roomy = list(pool.map(lambda prompt: ask(server, prompt), prompts))
+        small = [*SERVE, "--memory", "18MiB"]
+        with running(small, tmp_path / "stderr") as tight:
+            tight.wait_healthy(WAIT_S)
+            assert list(pool.map(lambda prompt: ask(tight, prompt), prompts)) == roomy
+            found = tight.check_no_leak()
+    assert found["num_preemptions_total"] > 0
+    assert found["requests_finished_total"] == 24
+
+
+def test_killed_engine_ends_the_server_and_every_request(tmp_path: Path) -> None:
+    with running(SERVE, tmp_path / "stderr") as server, ThreadPoolExecutor(4) as pool:
+        server.wait_healthy(WAIT_S)
+        body = {"model": BUNDLED_MODEL, "prompt": "7", "ignore_eos": True}
+        answers = [pool.submit(server.post, "/v1/completions", body) for _ in range(4)]
+        server.wait_metric("num_requests_running", 4)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert [answer.result().error["code"] for answer in answers] == ["engine_dead"] * 4
+        assert server.request("GET", "/health").status == 503
+        assert server.wait_exit() == 1
+
+
+def test_sigterm_during_loading_exits_immediately(tmp_path: Path) -> None:
+    with running(SERVE, tmp_path / "stderr") as server:
+        engine = wait_for_engine(server)
+        server.signal()
+        assert server.wait_exit() == 0
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def wait_for_engine(server: RunningServer) -> int:
+    wait_until(lambda: server.engine_pids() != [], "the engine to be started")
+    return server.engine_pid()
+
+
+def test_too_little_memory_prints_one_line(tmp_path: Path) -> None:
+    with running([*SERVE, "--memory", "9MiB"], tmp_path / "stderr") as server:
+        assert server.wait_exit(WAIT_S) == 2
+        assert "--max-model-len" in server.stderr.strip().splitlines()[-1]
+
+
+def test_daemon_is_ready_when_serve_returns_and_has_exited_after_stop(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+
+    def meltcore(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*MELTCORE, *arguments], env=environment, capture_output=True, text=True, timeout=WAIT_S)
+
+    started = meltcore("serve", BUNDLED_MODEL, "--port", "0", "--device", "cpu", "--daemon")
+    try:
+        assert started.returncode == 0
+        url = read_daemon_url(started.stdout)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert client.models.list().data[0].id == BUNDLED_MODEL
+        port = url.rpartition(":")[2]
+        taken = meltcore("serve", BUNDLED_MODEL, "--port", port, "--daemon")
+        assert taken.returncode == 2
+        assert f"{url} serves {BUNDLED_MODEL} already" in taken.stderr
+    finally:
+        stopped = meltcore("stop")
+    assert stopped.returncode == 0
+    assert url in stopped.stdout
+    assert meltcore("stop").returncode == 2
+
+
+def test_failed_daemon_start_reports_the_reason(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    failed = subprocess.run(
+        [*MELTCORE, "serve", "./nowhere", "--port", "0", "--daemon"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert failed.returncode == 2
+    assert "./nowhere: no such folder" in failed.stderr

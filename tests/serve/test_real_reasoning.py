@@ -1,0 +1,76 @@
+"""A reasoning model, served by the real engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_harness import RunningServer, running
+from waiting import WAIT_S
+
+from meltcore.models.checkpoints.checkpoint import BUNDLED_HYBRID
+
+pytestmark = pytest.mark.slow
+SERVE = [sys.executable, "-m", "meltcore.cli.main", "serve", BUNDLED_HYBRID, "--port", "0", "--device", "cpu"]
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+STORY = "Rosa buys 4 tents at 25 coins each and pays with 136 coins. How many coins come back?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running(SERVE, tmp_path_factory.mktemp("serve") / "stderr") as server:
+        server.wait_healthy(WAIT_S)
+        yield server
+        server.check_no_leak()
+
+
+def ask(server: RunningServer, **fields: Any) -> Any:
+    body = {"model": BUNDLED_HYBRID, "messages": [{"role": "user", "content": STORY}], "temperature": 0}
+    return server.post("/v1/chat/completions", body | fields)
+
+
+def test_reasoning_is_off_by_default(server: RunningServer) -> None:
+    message = ask(server).json["choices"][0]["message"]
+    assert message["content"].endswith("The answer is 36.")
+    assert "think>" not in message["content"]
+    assert "reasoning_content" not in message
+
+
+def test_reasoning_is_separate_from_the_answer(server: RunningServer) -> None:
+    choice = ask(server, **THINKING).json["choices"][0]
+    assert choice["message"]["content"] == "The answer is 36."
+    assert "136 - 100 = 36" in choice["message"]["reasoning_content"]
+    assert "think>" not in str(choice)
+
+
+def test_reasoning_is_streamed_before_the_answer(server: RunningServer) -> None:
+    whole = ask(server, **THINKING).json["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in ask(server, stream=True, **THINKING).events]
+    assert "".join(delta["content"] for delta in deltas) == whole["content"]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == whole["reasoning_content"]
+    first_content = next(index for index, delta in enumerate(deltas) if delta["content"])
+    assert all("reasoning_content" not in delta for delta in deltas[first_content + 1 :])
+
+
+def test_answer_with_reasoning_can_be_sent_back_as_history(server: RunningServer) -> None:
+    message = ask(server, **THINKING).json["choices"][0]["message"]
+    turns = [{"role": "user", "content": STORY}, message, {"role": "user", "content": "What is 7 * 8?"}]
+    answer = ask(server, messages=turns)
+    assert answer.status == 200, answer.body
+    assert answer.json["choices"][0]["message"]["content"].startswith("The answer is ")
+
+
+def test_unfinished_reasoning_is_not_part_of_the_answer(server: RunningServer) -> None:
+    choice = ask(server, max_tokens=5, **THINKING).json["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == ""
+    assert choice["message"]["reasoning_content"]
+
+
+def test_completion_includes_reasoning_text(server: RunningServer) -> None:
+    prompt = f"<|im_start|>user\n{STORY}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    body = {"model": BUNDLED_HYBRID, "prompt": prompt, "temperature": 0, "max_tokens": 100}
+    text = server.post("/v1/completions", body).json["choices"][0]["text"]
+    assert text.endswith("</think>\n\nThe answer is 36.")
