@@ -26,6 +26,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|src=\"([^\"]+)\"|srcset=\"([^\"]+)\"
 PATH = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w./{},*-]+\.(?:py|md|json|html|sh|cu|yml|svg))`")
 
 # A path below the package, such as `kernels/launch.py`, and a module or a name of one: `meltcore.kernels.launch`.
+FOLDER = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w/]+/)`")
 INNER_PATH = re.compile(r"`([a-z_]+/[a-z_/]+\.(?:py|cu))`")
 MODULE = re.compile(r"`(?:python -m )?meltcore((?:\.\w+)+)")
 # A class: two words or more, joined by capitals.
@@ -80,6 +81,7 @@ def test_classes_and_modules_of_a_document_exist(document: Path) -> None:
     text = document.read_text()
     missing = [name for name in CLASS.findall(text) if name not in defined_names() and not NOT_OURS.fullmatch(name)]
     missing += [name for name in MODULE.findall(text) if name not in TRACE_ATTRIBUTES and not is_module_or_name(name)]
+    missing += [folder for folder in FOLDER.findall(text) if not (ROOT / folder).is_dir()]
     roots = (ROOT, ROOT / "src/meltcore", ROOT / "tests")
     missing += [path for path in INNER_PATH.findall(text) if not any((root / path).exists() for root in roots)]
     assert missing == []

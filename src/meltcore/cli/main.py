@@ -21,26 +21,19 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
-_FOLDERS = {  # of modules of commands; those of the others are beside this one
-    "fleet": ("down", "fleet", "logs", "plan", "ps", "reload", "restart", "sleep", "up", "wake"),
-    "compare": ("baseline", "compare", "compare-backends", "tune"),
-    "gpu": ("certify", "monitor", "snapshot"),
-    "score": ("bench", "leaderboard", "submit"),
-}
-
-
 class Command(NamedTuple):
-    """A command in the list of `meltcore --help`. `needs_engine`: requires the package's `engine` extra."""
+    """A command in the list of `meltcore --help`. `folder`: of its module; `needs_engine`: the package's extra."""
 
     group: str
     help: str
+    folder: str = ""
     needs_engine: bool = False
 
     @staticmethod
     def module(name: str) -> str:
         """Return the name of the module of the command `name`."""
-        folder = next((f"{folder}." for folder, names in _FOLDERS.items() if name in names), "")
-        return f"meltcore.cli.{folder}{name.replace('-', '_')}"
+        parts = ("meltcore.cli", COMMANDS[name].folder, name.replace("-", "_"))
+        return ".".join(filter(None, parts))
 
 
 _SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
@@ -53,32 +46,34 @@ _SERVE, _MEASURE, _TUNE, _GPUS, _RESULTS = (
 COMMANDS: dict[str, Command] = {
     "serve": Command(_SERVE, "Serve a model through the OpenAI API.", needs_engine=True),
     "stop": Command(_SERVE, "Stop a server that was started with serve --daemon.", needs_engine=True),
-    "up": Command(_SERVE, "Serve a fleet: all models of a fleet.yaml behind one address.", needs_engine=True),
-    "down": Command(_SERVE, "Drain and end a fleet.", needs_engine=True),
-    "ps": Command(_SERVE, "List the engines of a fleet.", needs_engine=True),
-    "logs": Command(_SERVE, "Print or follow the logs of a fleet's engines.", needs_engine=True),
-    "restart": Command(_SERVE, "Replace the engines of a fleet one after another.", needs_engine=True),
-    "sleep": Command(_SERVE, "Put a sleepable model of a fleet to sleep.", needs_engine=True),
-    "wake": Command(_SERVE, "Wake a model of a fleet before its turn.", needs_engine=True),
-    "reload": Command(_SERVE, "Let a fleet follow its changed fleet.yaml.", needs_engine=True),
-    "fleet": Command(_SERVE, "Write a fleet.yaml: models that share GPUs behind one address."),
-    "plan": Command(_SERVE, "Say which models of a fleet fit on which GPU.", needs_engine=True),
+    "up": Command(_SERVE, "Serve a fleet: all models of a fleet.yaml behind one address.", "fleet", needs_engine=True),
+    "down": Command(_SERVE, "Drain and end a fleet.", "fleet", needs_engine=True),
+    "ps": Command(_SERVE, "List the engines of a fleet.", "fleet", needs_engine=True),
+    "logs": Command(_SERVE, "Print or follow the logs of a fleet's engines.", "fleet", needs_engine=True),
+    "restart": Command(_SERVE, "Replace the engines of a fleet one after another.", "fleet", needs_engine=True),
+    "sleep": Command(_SERVE, "Put a sleepable model of a fleet to sleep.", "fleet", needs_engine=True),
+    "wake": Command(_SERVE, "Wake a model of a fleet before its turn.", "fleet", needs_engine=True),
+    "reload": Command(_SERVE, "Let a fleet follow its changed fleet.yaml.", "fleet", needs_engine=True),
+    "fleet": Command(_SERVE, "Write a fleet.yaml: models that share GPUs behind one address.", "fleet"),
+    "plan": Command(_SERVE, "Say which models of a fleet fit on which GPU.", "fleet", needs_engine=True),
     "demo": Command(_SERVE, "Serve, check, load and report in one command.", needs_engine=True),
     "quantize": Command(_SERVE, "Write a model's weights in 8 or 4 bits.", needs_engine=True),
     "load": Command(_MEASURE, "Load any OpenAI-compatible server and measure it."),
     "eval": Command(_MEASURE, "Check a server's answers, API and speed, and score it."),
-    "tune": Command(_TUNE, "Find a server's limits and best settings by restarting it."),
-    "compare": Command(_TUNE, "Judge a change by fresh starts of both servers, or compare two runs."),
-    "compare-backends": Command(_TUNE, "Measure the same work on ours, vLLM, SGLang, llama.cpp, TensorRT-LLM."),
-    "baseline": Command(_TUNE, "Save fresh starts of a server to compare against."),
+    "tune": Command(_TUNE, "Find a server's limits and best settings by restarting it.", "compare"),
+    "compare": Command(_TUNE, "Judge a change by fresh starts of both servers, or compare two runs.", "compare"),
+    "compare-backends": Command(
+        _TUNE, "Measure the same work on ours, vLLM, SGLang, llama.cpp, TensorRT-LLM.", "compare"
+    ),
+    "baseline": Command(_TUNE, "Save fresh starts of a server to compare against.", "compare"),
     "profile": Command(_TUNE, "Find when a GPU was idle, and why, from a profiler's trace."),
-    "bench": Command(_GPUS, "Measure the GPU score: the rate that this GPU sustains.", needs_engine=True),
-    "leaderboard": Command(_GPUS, "Rank GPU scores."),
-    "certify": Command(_GPUS, "Check this node's GPUs and links and write a certificate."),
-    "monitor": Command(_GPUS, "Log temperature, power, clocks, errors and activity of the GPUs."),
-    "snapshot": Command(_GPUS, "Print hardware, driver and versions of this machine, or what changed."),
+    "bench": Command(_GPUS, "Measure the GPU score: the rate that this GPU sustains.", "score", needs_engine=True),
+    "leaderboard": Command(_GPUS, "Rank GPU scores.", "score"),
+    "certify": Command(_GPUS, "Check this node's GPUs and links and write a certificate.", "gpu"),
+    "monitor": Command(_GPUS, "Log temperature, power, clocks, errors and activity of the GPUs.", "gpu"),
+    "snapshot": Command(_GPUS, "Print hardware, driver and versions of this machine, or what changed.", "gpu"),
     "report": Command(_RESULTS, "Join a node's results to a report card, or render a run's page again."),
-    "submit": Command(_RESULTS, "Collect a submission: start script, write-up, result files, report."),
+    "submit": Command(_RESULTS, "Collect a submission: start script, write-up, result files, report.", "score"),
 }
 
 _EXAMPLES = """\
