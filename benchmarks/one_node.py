@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 from simulated_cluster import answer
 
+from meltcore.common.gpus.machine import Machine
 from meltcore.common.host_memory import host_available_bytes
-from meltcore.common.machine import Machine
 from meltcore.common.process import KILL_LIMIT_S, describe_exit, end_async, start_async
 from meltcore.fleet.plan.machine import unloadable
 from meltcore.protocol.cluster import (

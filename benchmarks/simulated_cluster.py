@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import zmq
 
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import KILL_LIMIT_S, end_async, start_async
 from meltcore.fleet.plan.machine import unloadable
 from meltcore.protocol.cluster import (

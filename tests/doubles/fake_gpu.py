@@ -131,6 +131,15 @@ class FakeNvml(Nvml):
     def cuda_driver(self) -> str:
         return "13.0"
 
+    def count(self) -> int:
+        return len(self._gpus)
+
+    def device(self, index: int) -> Any:
+        return self._gpus[index]
+
+    def device_of(self, uuid: str) -> Any:
+        return next(handle for gpu in self._gpus for handle in (gpu, *gpu.mig_instances) if self.uuid(handle) == uuid)
+
     def gpus(self) -> list[Any]:
         return list(self._gpus)
 
@@ -186,6 +195,10 @@ class FakeNvml(Nvml):
 
     def processes(self, handle: Any) -> list[int]:
         return self._value(self._device(handle), "processes", lambda device: list(device.processes))
+
+    def process_bytes(self, handle: Any) -> dict[int, int]:
+        used_bytes, _ = self.memory_bytes(handle)
+        return dict.fromkeys(self.processes(handle), used_bytes)
 
     def nvlink_up(self, device: Any, link: int) -> bool:
         return self._value(device, "nvlink_up", lambda device: link not in device.links_down)

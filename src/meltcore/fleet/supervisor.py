@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from meltcore.common.errors import ConfigError, MeltcoreError
+from meltcore.common.gpus.machine import visible_gpus
 from meltcore.common.host_memory import use_one_arena
-from meltcore.common.machine import visible_gpus
 from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place

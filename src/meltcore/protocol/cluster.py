@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.common.machine import Machine
+from meltcore.common.gpus.machine import Machine
 from meltcore.protocol.tcp import Listening
 from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
 

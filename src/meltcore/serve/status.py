@@ -6,8 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-import pynvml
+from pynvml import NVMLError
 
+from meltcore.common.gpus.driver import NoDriverError, Nvml
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.settings.routes_config import RoutesConfig
@@ -76,26 +77,26 @@ class GpuReader:
 def query_gpus() -> list[dict[str, Any]]:
     """Return name, bytes of memory and utilization (0 to 1; None where a GPU has no such reading) of each GPU."""
     try:
-        pynvml.nvmlInit()  # the first call loads the driver's library; later ones count
-    except pynvml.NVMLError:
+        nvml = Nvml()  # stays open: only the first one loads the driver's library
+    except NoDriverError:
         return []
     gpus = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
+    for index in range(nvml.count()):
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = pynvml.nvmlDeviceGetName(handle)
-        except pynvml.NVMLError:  # lost, or denied to this process
+            handle = nvml.device(index)
+            used_bytes, total_bytes = nvml.memory_bytes(handle)
+            name = nvml.name(handle)
+        except NVMLError:  # lost, or denied to this process
             continue
         try:
-            utilization = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-        except pynvml.NVMLError:  # with MIG
+            utilization = nvml.utilization_percent(handle) / 100
+        except NVMLError:  # with MIG
             utilization = None
         gpus.append(
             {
-                "name": name.decode() if isinstance(name, bytes) else name,
-                "memory_bytes": int(memory.total),
-                "memory_used_bytes": int(memory.used),
+                "name": name,
+                "memory_bytes": total_bytes,
+                "memory_used_bytes": used_bytes,
                 "utilization": utilization,
             }
         )

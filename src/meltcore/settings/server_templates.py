@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import gpu_environment
+from meltcore.common.gpus.machine import gpu_environment
 
 
 class ServerTemplate(NamedTuple):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from meltcore.cli import main
 from meltcore.cli.fleet import fleet as fleet_command
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan import nearest as nearest_plan
 from meltcore.fleet.plan import needs

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.fleet.plan.cluster import Cluster
 from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, place, place_on_hosts
 from meltcore.fleet.plan.plan import GIB, describe_plan, plan_fleet

@@ -15,7 +15,7 @@ from waiting import WAIT_S
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.fleet.admin.operations import check_unchanged
 from meltcore.fleet.plan import measured
 from meltcore.fleet.plan.from_spec import server_config

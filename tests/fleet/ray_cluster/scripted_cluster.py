@@ -25,7 +25,7 @@ import msgspec
 import meltcore.fleet.plan.cluster
 import meltcore.fleet.ray.cluster_driver
 import meltcore.fleet.run.served_model
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.daemon import main as serve_in_background

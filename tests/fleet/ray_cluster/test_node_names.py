@@ -19,7 +19,7 @@ import pytest
 from ray_nodes import STORE_BYTES, start_nodes
 from waiting import WAIT_S, wait_until
 
-from meltcore.common.machine import Machine
+from meltcore.common.gpus.machine import Machine
 from meltcore.common.process import end_group, start
 from meltcore.fleet.ray import driver, nodes
 from meltcore.fleet.ray.node_names import NodeNames, node_names

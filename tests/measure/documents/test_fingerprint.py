@@ -106,7 +106,7 @@ def test_taking_a_fingerprint_does_not_import_torch() -> None:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """NVML of three GPUs."""
-    memory = SimpleNamespace(total=141 * 2**30)
+    memory = SimpleNamespace(total=141 * 2**30, used=2**30)
     for name, answer in {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,

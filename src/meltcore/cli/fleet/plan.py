@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meltcore.common.machine import Machine
+    from meltcore.common.gpus.machine import Machine
     from meltcore.fleet.plan.plan import Plan
     from meltcore.fleet.plan.planned import FoundPlan
     from meltcore.settings.fleet_spec import FleetSpec
@@ -103,7 +103,7 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
 
     Keys and programs are not looked for here.
     """
-    from meltcore.common.machine import Machine, VisibleGpu
+    from meltcore.common.gpus.machine import Machine, VisibleGpu
     from meltcore.fleet.admin.operations import check_config
     from meltcore.fleet.plan.context_memory import find_contexts
     from meltcore.fleet.plan.from_spec import server_config

@@ -65,6 +65,18 @@ class Nvml:
         version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         return f"{version // 1000}.{version % 1000 // 10}"
 
+    def count(self) -> int:
+        """Returns the number of GPUs of the driver, those that a cgroup denies included."""
+        return int(pynvml.nvmlDeviceGetCount())
+
+    def device(self, index: int) -> Any:
+        """Returns the handle of the GPU with this index in NVML's order."""
+        return pynvml.nvmlDeviceGetHandleByIndex(index)
+
+    def device_of(self, uuid: str) -> Any:
+        """Returns the handle of a GPU or a MIG device by its UUID."""
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
     def gpus(self) -> list[Any]:
         """Returns handles of the GPUs in NVML's order, which is that of the PCI bus.
 
@@ -72,9 +84,9 @@ class Nvml:
         a lost GPU.
         """
         handles = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
+        for index in range(self.count()):
             try:
-                handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+                handles.append(self.device(index))
             except NVMLError as error:
                 if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
                     raise GpuLostError(
@@ -230,6 +242,11 @@ class Nvml:
     def processes(self, handle: Any) -> list[int]:
         """Returns ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+
+    def process_bytes(self, handle: Any) -> dict[int, int]:
+        """Returns the memory of each compute process on a GPU or MIG device whose memory the driver tells."""
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
     def recovery_action(self, device: Any) -> int:
         """Returns the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""

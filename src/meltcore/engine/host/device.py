@@ -10,8 +10,8 @@ from typing import NoReturn
 import torch
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.gpus.machine import visible_gpus
 from meltcore.common.host_memory import host_available_bytes, host_total_bytes
-from meltcore.common.machine import visible_gpus
 from meltcore.engine.memory.workspace import sleep_rounding_bytes
 from meltcore.settings.config import EngineConfig
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine, VisibleGpu
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import run
 from meltcore.fleet.plan.machine import read_machine, unloadable
 from meltcore.fleet.plan.placement import replica_gpus

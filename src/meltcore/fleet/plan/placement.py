@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import VISIBLE, gpu_environment, visible_gpus
+from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
 from meltcore.settings.config import EngineConfig, ModelConfig, PriorityClass, ServerConfig, SharingConfig
 from meltcore.settings.fleet_spec import ModelSection

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine, VisibleGpu, visible_gpus
+from meltcore.common.gpus.machine import Machine, VisibleGpu, visible_gpus
 from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError
 from meltcore.fleet.plan.cluster import (
     Cluster,

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from meltcore.common.errors import EngineDeadError
+from meltcore.common.gpus.machine import gpu_environment, visible_gpus
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
-from meltcore.common.machine import gpu_environment, visible_gpus
 from meltcore.common.process import describe_exit, group_members, signal_group, start_async
 from meltcore.fleet.plan.placement import Placement, shared_engine
 from meltcore.fleet.ray.node_folder import NodeFolder

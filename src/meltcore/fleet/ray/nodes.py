@@ -12,7 +12,7 @@ from typing import Any
 
 from meltcore.common.code_version import code_version
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import Machine
+from meltcore.common.gpus.machine import Machine
 from meltcore.common.options import is_number
 from meltcore.common.process import call_with_timeout
 from meltcore.fleet.plan.machine import read_machine, unloadable

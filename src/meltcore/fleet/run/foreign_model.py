@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from meltcore.common.errors import ConfigError, EngineDeadError, MeltcoreError
-from meltcore.common.machine import gpu_environment
+from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path

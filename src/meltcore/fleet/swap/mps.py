@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import gpu_environment
+from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process import ProcessError, end_group, run, start
 from meltcore.settings.config import PriorityClass
 

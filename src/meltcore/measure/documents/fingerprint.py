@@ -1,5 +1,7 @@
 """Hardware, driver, versions, arguments, seed and revision of a run. No host name, path or secret."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
@@ -7,13 +9,18 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import meltcore
 from meltcore.common.process import call_with_timeout
 from meltcore.measure.documents.schema import Fingerprint, Gpu
+
+if TYPE_CHECKING:
+    from meltcore.common.gpus.driver import Nvml
 
 # Packages whose version can change a number or an answer. Read from their metadata: importing torch takes seconds.
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "starlette", "uvicorn", "uvloop", "httptools", "pyzmq",
@@ -142,41 +149,33 @@ def _gpus() -> tuple[list[Gpu], str | None]:
 
 
 def _query_driver() -> tuple[list[Gpu], str | None]:
-    import pynvml
+    from pynvml import NVMLError
+
+    from meltcore.common.gpus.driver import NoDriverError, Nvml
 
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        nvml = Nvml()
+    except NoDriverError:
         return [], None
-    try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        gpus = [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [gpu for gpu in gpus if gpu is not None], driver
-    except pynvml.NVMLError as error:
-        return [], f"NVML error: {error}"
-    finally:
-        pynvml.nvmlShutdown()
+    with closing(nvml):
+        try:
+            gpus = [_gpu(nvml, index) for index in range(nvml.count())]
+            return [gpu for gpu in gpus if gpu is not None], nvml.driver()
+        except NVMLError as error:
+            return [], f"NVML error: {error}"
 
 
-def _gpu(index: int) -> Gpu | None:
+def _gpu(nvml: Nvml, index: int) -> Gpu | None:
     """Returns the GPU of an index; None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
     import pynvml
 
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        return Gpu(
-            name=_text(pynvml.nvmlDeviceGetName(handle)),
-            uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-            memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-        )
+        handle = nvml.device(index)
+        return Gpu(name=nvml.name(handle), uuid=nvml.uuid(handle), memory_bytes=nvml.memory_bytes(handle)[1])
     except pynvml.NVMLError as error:
         if error.value in (pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_GPU_IS_LOST):
             return None
         raise
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _git_revision() -> str | None:

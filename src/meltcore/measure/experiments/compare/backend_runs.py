@@ -17,7 +17,7 @@ from meltcore import __version__
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.files import write_document
 from meltcore.common.gpus.driver import NoDriverError
-from meltcore.common.machine import VISIBLE, named_gpus
+from meltcore.common.gpus.machine import VISIBLE, named_gpus
 from meltcore.common.process import ProcessError, stat_fields
 from meltcore.common.process_output import last_error
 from meltcore.measure.documents.backends import BackendComparison, BackendRun

@@ -8,9 +8,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from meltcore.common import machine
 from meltcore.common.errors import ConfigError
-from meltcore.common.machine import named_gpus, visible_gpus
+from meltcore.common.gpus import machine
+from meltcore.common.gpus.machine import named_gpus, visible_gpus
 from meltcore.fleet.plan.placement import place_replicas
 from meltcore.measure.experiments.compare.backend_runs import visible_gpus as compared_gpus
 from meltcore.settings.config import EngineConfig, ModelConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from meltcore.common.options import is_number
 from meltcore.common.process import call_with_timeout
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DRIVER_TIMEOUT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 _DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
 # Files of a driver whose GPUs have none of their own: of WSL2 (dxg), of Jetson (nvhost, nvgpu, nvmap), of a container
 # that was given a part of them.
@@ -98,20 +98,20 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 @cache
 def _count_by_driver(driver_file: Path) -> int:
     """Return how many GPUs the driver has that the file belongs to. Raises ConfigError where it does not say."""
-    import pynvml
+    from pynvml import NVMLError
+
+    from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml
 
     def count() -> int:
-        pynvml.nvmlInit()
-        try:
-            return int(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
+        with closing(Nvml()) as nvml:
+            return nvml.count()
 
     try:
-        return call_with_timeout(DRIVER_TIMEOUT_S, count)
-    except (pynvml.NVMLError, TimeoutError) as error:
+        return call_with_timeout(START_LIMIT_S, count)
+    except (NoDriverError, NVMLError, TimeoutError) as error:
+        reason = error.__cause__ if isinstance(error, NoDriverError) else error
         raise ConfigError(
-            f"this machine has {driver_file} of a GPU's driver, and its GPUs cannot be counted: {error}; "
+            f"this machine has {driver_file} of a GPU's driver, and its GPUs cannot be counted: {reason}; "
             f"set {VISIBLE} to their numbers, or to nothing (or `device: cpu`, --device cpu) for the CPU"
         ) from error
 
