@@ -35,29 +35,26 @@ def open_streams(server: RunningServer, count: int, **fields: Any) -> list[socke
     return streams
 
 
+def held(server: RunningServer) -> list[int]:
+    """The connections of each API server. Wait for a number: that of a start, long closed, may still be among them."""
+    return [connections(pid, server.port) for pid in server.api_server_pids()]
+
+
 def test_connections_are_distributed_evenly() -> None:
     with scripted_server(api_server_count=3) as server:
         kept = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S) for _ in range(30)]
         for connection in kept:
             connection.request("GET", "/live")
             assert connection.getresponse().read()
-        held = [connections(pid, server.port) for pid in server.api_server_pids()]
-        assert held == [10, 10, 10]
+        wait_until(lambda: held(server) == [10, 10, 10], "ten connections at each API server")
         for connection in kept[:15]:
             connection.close()
         # New connections go to the API servers with the fewest.
-        wait_until(
-            lambda: sum(connections(pid, server.port) for pid in server.api_server_pids()) == 15,
-            "the closed connections to be gone",
-        )
+        wait_until(lambda: sum(held(server)) == 15, "the closed connections to be gone")
         for connection in kept[:15]:
             connection.request("GET", "/live")
             assert connection.getresponse().read()
-        # Waited for: on a busy machine a 31st connection, none of these, has been seen here once.
-        wait_until(
-            lambda: [connections(pid, server.port) for pid in server.api_server_pids()] == [10, 10, 10],
-            "ten connections at each API server",
-        )
+        wait_until(lambda: held(server) == [10, 10, 10], "ten connections at each API server")
 
 
 @pytest.mark.slow
@@ -75,12 +72,10 @@ def test_api_server_without_file_descriptors_loses_only_connections() -> None:
         for connection in crowd:
             connection.close()
         resource.prlimit(cramped, resource.RLIMIT_NOFILE, before)
-        wait_until(
-            lambda: [connections(pid, server.port) for pid in server.api_server_pids()] == [0, 0], "all to be gone"
-        )
+        wait_until(lambda: held(server) == [0, 0], "all to be gone")
         kept = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
         # What was lost counts as closed: later connections are distributed evenly.
-        wait_until(lambda: [connections(pid, server.port) for pid in server.api_server_pids()] == [5, 5], "five each")
+        wait_until(lambda: held(server) == [5, 5], "five each")
         assert server.chat("x", max_tokens=1).status == 200
         assert "Traceback" not in server.stderr
         for connection in kept:

@@ -192,7 +192,8 @@ def test_failed_gpu_stops_no_other_and_leaves_no_sum(tmp_path: Path, fault: str)
     assert (healthy.failure, broken.sustained) == (None, None)
     assert healthy.output_tokens_per_s is not None
     assert (result.verdict, result.score.output_tokens_per_s) == ("FAILED", None)
-    assert result.reasons == [f"GPU 1: {broken.failure}"]
+    # A busy machine adds that it read steps late.
+    assert [reason for reason in result.reasons if "read " not in reason] == [f"GPU 1: {broken.failure}"]
 
 
 def test_no_working_engine_is_an_error(tmp_path: Path) -> None:
