@@ -96,7 +96,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
 def test_terminated_run_leaves_no_file(tmp_path: Path) -> None:
     """SIGTERM while tensors are written, each of which takes a second here."""
     code = (
-        "import sys, time; from meltcore.models import gguf_writer; from meltcore.cli.main import main\n"
+        "import sys, time; from meltcore.models.writers import gguf_writer; from meltcore.cli.main import main\n"
         "blocks = gguf_writer._StoredTensor.blocks\n"
         "def slow(*args):\n"
         "    print('begun', flush=True); time.sleep(1)\n"

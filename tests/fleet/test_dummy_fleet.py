@@ -13,13 +13,13 @@ from server_harness import running, serve_command
 for package in ("python_multipart", "sentencepiece", "soundfile", "soxr"):
     pytest.importorskip(package, reason="the extras audio and translate have it")
 
+import meltcore  # noqa: E402
 from meltcore.cli.main import main  # noqa: E402
 from meltcore.fleet.plan.from_spec import server_config  # noqa: E402
-from meltcore.models.checkpoints import checkpoint  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
 from meltcore.settings.fleet_file import load_fleet  # noqa: E402
 
-BUNDLED = Path(checkpoint.__file__).parent.parent / "bundled"
+BUNDLED = Path(meltcore.__file__).parent / "bundled"
 MODELS = {
     "sums": ("config.json", {"task": "generation"}),
     "phrases": ("config.json", {"task": "translation"}),

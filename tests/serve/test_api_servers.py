@@ -17,10 +17,11 @@ from waiting import WAIT_S, wait_until
 CHAT = "/v1/chat/completions"
 
 
-def read_until(connection: socket.socket, marker: bytes) -> bytes:
+def read_until(connection: socket.socket, marker: bytes, most: int = 65_536) -> bytes:
+    """What comes up to `marker`, and what has come behind it. most: bytes of one read; 1 leaves all behind it."""
     data = b""
     while marker not in data:
-        chunk = connection.recv(65_536)
+        chunk = connection.recv(most)
         if not chunk:
             break
         data += chunk
@@ -31,7 +32,7 @@ def open_streams(server: RunningServer, count: int, **fields: Any) -> list[socke
     """`count` running streams, spread over the API servers."""
     streams = [server.open(CHAT, chat_body("s", stream=True, **fields)) for _ in range(count)]
     for stream in streams:
-        read_until(stream, b"data: ")
+        read_until(stream, b"data: ", most=1)
     return streams
 
 

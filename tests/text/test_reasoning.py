@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from meltcore.models.checkpoints import checkpoint
+import meltcore
 from meltcore.models.checkpoints.gguf.gguf_config import FAMILIES
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.text.chat_prompt import render_chat
@@ -74,7 +74,9 @@ def test_template_without_the_variable_decides_by_itself(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("published", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-35b-a3b", "smollm3-3b"])
 def test_published_models_that_reason_have_a_parser(tokenizer: Tokenizer, published: str) -> None:
-    config = json.loads((Path(checkpoint.__file__).parent / "published" / published / "config.json").read_text())
+    config = json.loads(
+        (Path(meltcore.__file__).parent / "models" / "published" / published / "config.json").read_text()
+    )
     assert reasoning_parser(tokenizer, config, MissingTemplate()) is not None
     assert template_defaults(config) == {"enable_thinking": False}
 
