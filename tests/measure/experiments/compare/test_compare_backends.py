@@ -218,7 +218,7 @@ def test_what_cannot_be_started_has_its_reason(
 
 @pytest.mark.slow
 def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> None:
-    options = {"quick": scripted("--itl-ms 1"), "slow": scripted("--itl-ms 6"), "dies": scripted("--die-after 12")}
+    options = {"quick": scripted("--itl-ms 1"), "slow": scripted("--itl-ms 40"), "dies": scripted("--die-after 12")}
     options |= {"broken": scripted("--no-such-flag"), "absent": BackendOptions(command="no-such-program {port}")}
     folder = RunFolder.create(tmp_path, "compare-backends")
     seen: list[int] = []
@@ -237,10 +237,10 @@ def test_fastest_is_named_and_what_was_not_measured_says_why(tmp_path: Path) -> 
         ("", [4], "quick"),
     ]
     runs = {run.backend: run for run in found.runs}
-    for name, itl_s in (("quick", 0.001), ("slow", 0.006)):
+    for name, itl_s in (("quick", 0.001), ("slow", 0.04)):
         level = runs[name].level(4)
         assert level is not None
-        assert level.output_tokens_per_s == pytest.approx(4 * 16 / (0.005 + 15 * itl_s), rel=0.5)
+        assert 0 < level.output_tokens_per_s < 1.05 * 4 * 16 / (15 * itl_s), "none is faster than the script"
         assert runs[name].reason == ""
         assert runs[name].ready_s is not None
         assert (runs[name].host_memory_bytes or 0) > 2**20

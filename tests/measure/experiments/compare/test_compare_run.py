@@ -95,7 +95,7 @@ def test_failed_start_ends_the_series_and_is_named(
 
 @pytest.mark.slow
 def test_slower_server_is_a_regression_with_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 6)
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 80)
     arguments = ["compare", "--run", old, new, "--starts", "4", "--control", "3", "--out", str(tmp_path), "--json"]
     assert main([*arguments, *LOAD]) == 1
     found = msgspec.json.decode(capsys.readouterr().out, type=ComparisonResult)
@@ -103,7 +103,7 @@ def test_slower_server_is_a_regression_with_exit_status_1(tmp_path: Path, capsys
     assert found.order == "ABBAABBA"
     assert found.control is not None
     assert len(found.control.old_values) == 3
-    assert found.new_command.endswith("--itl-ms 6")
+    assert found.new_command.endswith("--itl-ms 80")
     [folder] = tmp_path.glob("*-compare")
     assert (folder / "report.html").exists()
     assert "REGRESSION" in (folder / "comparison.md").read_text()
@@ -118,7 +118,7 @@ def test_interrupted_comparison_ends_its_server_and_keeps_measured_starts(number
     command = [sys.executable, "-m", "meltcore.cli.main", "compare", "--run", file, file, "--control", "3", *LOAD]
     compared = subprocess.Popen([*command, "--out", str(tmp_path / "runs")], stderr=subprocess.PIPE, text=True)
     try:
-        limit_s = time.monotonic() + 60
+        limit_s = time.monotonic() + WAIT_S
         while not (begun := list(tmp_path.glob("runs/*/server-B-2.log"))):
             assert time.monotonic() < limit_s
             assert compared.poll() is None
@@ -140,7 +140,7 @@ def test_baseline_is_saved_listed_shown_and_compared_against(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = ["--baselines", str(tmp_path / "kept")]
-    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 6)
+    old, new = command_file(tmp_path / "A.cmd", 4), command_file(tmp_path / "B.cmd", 80)
     assert main(["baseline", "save", "main", "--run", old, *kept, *LOAD]) == 0
     assert main(["baseline", "list", *kept]) == 0
     assert main(["baseline", "show", "main", *kept]) == 0
