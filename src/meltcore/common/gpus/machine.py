@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ from meltcore.common.options import is_number
 from meltcore.common.process import call_with_timeout
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
 _DEVICE_FILES = "nvidia[0-9]*"  # one per GPU; to count them takes neither torch nor the driver's library
 # Files of a driver whose GPUs have none of their own: of WSL2 (dxg), of Jetson (nvhost, nvgpu, nvmap), of a container
 # that was given a part of them.
@@ -80,6 +81,19 @@ def named_gpus(value: str) -> list[str]:
     return names
 
 
+def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
+    """Raise ConfigError where numbers in CUDA_VISIBLE_DEVICES may differ from NVML's: CUDA orders GPUs by speed.
+
+    gpu_names: the product names of all GPUs of the machine.
+    """
+    kinds = sorted(set(gpu_names))
+    if len(kinds) > 1 and VISIBLE in environment and environment.get(_ORDER) != "PCI_BUS_ID":
+        raise ConfigError(
+            f"{VISIBLE} names GPUs by number, and this machine has different ones ({', '.join(kinds)}), which CUDA "
+            f"numbers by speed: set {_ORDER}=PCI_BUS_ID, or name them by UUID"
+        )
+
+
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number.
 
@@ -121,4 +135,4 @@ def gpu_environment(names: Sequence[str]) -> dict[str, str]:
 
     Without the order CUDA numbers the fastest GPU first, and NVML, of which the numbers are, the first on the PCI bus.
     """
-    return {VISIBLE: ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {VISIBLE: ",".join(names), _ORDER: "PCI_BUS_ID"}

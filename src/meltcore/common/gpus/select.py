@@ -11,10 +11,8 @@ from pynvml import NVMLError
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.driver import Nvml
 from meltcore.common.gpus.gpu_types import GpuType
+from meltcore.common.gpus.machine import VISIBLE, check_order, named_gpus
 from meltcore.common.options import is_number
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ORDER = "CUDA_DEVICE_ORDER"
 
 
 class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
@@ -75,26 +73,12 @@ def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str])
     visible = environment.get(VISIBLE)
     if visible is None:
         return gpus
-    names: list[str] = []
-    for name in map(str.strip, visible.split(",")):
-        if not name or name.startswith("-"):
-            break  # CUDA stops reading at an empty entry or a negative index
-        names.append(name)
+    names = named_gpus(visible)
     if not names:
         raise ConfigError(f"{VISIBLE}={visible!r} hides every GPU; unset it, or select GPUs with --gpu")
     if any(is_number(name) for name in names):
-        _check_order(gpus, environment)
+        check_order((gpu.info.name for gpu in gpus), environment)
     return _select_by_names(nvml, gpus, names, VISIBLE)
-
-
-def _check_order(gpus: list[GpuDevice], environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where CUDA's indices may differ from NVML's: CUDA orders different GPUs by speed."""
-    names = {gpu.info.name for gpu in gpus}
-    if len(names) > 1 and environment.get(_ORDER) != "PCI_BUS_ID":
-        raise ConfigError(
-            f"{VISIBLE} names GPUs by index, and this machine has different ones ({', '.join(sorted(names))}), which "
-            f"CUDA orders by speed: set {_ORDER}=PCI_BUS_ID, or name them by UUID"
-        )
 
 
 def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], source: str) -> list[GpuDevice]:

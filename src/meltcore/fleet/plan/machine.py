@@ -17,7 +17,7 @@ from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml
-from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, visible_gpus
+from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, check_order, visible_gpus
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.options import is_number
 from meltcore.common.process import call_with_timeout
@@ -109,7 +109,7 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
     with closing(nvml):
         there = _accessible(nvml)
         if any(is_number(name) for name in names):
-            _check_order(nvml, there)
+            check_order(map(nvml.name, there), os.environ)
         handles = [_handle(nvml, there, name) for name in names]
         for at, (handle, name) in enumerate(zip(handles, names, strict=True)):
             if handle in handles[:at]:
@@ -128,18 +128,6 @@ def _accessible(nvml: Nvml) -> list[Any]:
             if getattr(error, "value", None) != pynvml.NVML_ERROR_NO_PERMISSION:
                 raise ConfigError(f"GPU {index} cannot be used: {error}") from error
     return handles
-
-
-def _check_order(nvml: Nvml, there: list[Any]) -> None:
-    """Raise ConfigError where the user's numbers may be of other GPUs than NVML's: CUDA counts by speed."""
-    if VISIBLE not in os.environ or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return
-    kinds = sorted({nvml.name(handle) for handle in there})
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"{VISIBLE} names GPUs by number, and this machine has different ones ({', '.join(kinds)}), which CUDA "
-            "numbers by speed: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID"
-        )
 
 
 def _check_mig(nvml: Nvml, handle: Any, name: str) -> None:
