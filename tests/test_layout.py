@@ -82,7 +82,7 @@ MOST = {
     "forms of a model at start": 12,
     "branches by mode": 63,
     "server starters": 7,
-    "HTTP clients": 3,
+    "HTTP clients": 2,
     "NVML readers": 1,
     "verdict types": 13,
     "repeated class names": 25,

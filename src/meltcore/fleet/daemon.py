@@ -7,8 +7,8 @@ key never shows in the list of processes.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import http.client
 import os
 import signal
 import subprocess
@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import datetime
+from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -219,15 +220,16 @@ def _answered_rows(record: DaemonRecord) -> list[dict[str, Any]] | None:
         except ConfigError:  # not up yet
             return None
         return rows if _has_answered(rows) else None
+    from meltcore.serve.upstream.http_connection import UpstreamError, ask, connect
+
     parts = urlsplit(record.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HEALTH_TIMEOUT_S)
+    opened = connect((parts.hostname or "", parts.port or 80), None, HEALTH_TIMEOUT_S)
+    request = f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
     try:
-        connection.request("GET", "/health")
-        return [] if connection.getresponse().status == http.client.OK else None
-    except OSError:
+        answer = asyncio.run(ask(opened, request, HEALTH_TIMEOUT_S))
+    except UpstreamError:
         return None  # not up yet, or just gone: the caller looks at the process
-    finally:
-        connection.close()
+    return [] if answer.status == HTTPStatus.OK else None
 
 
 def _last_line(log: Path) -> str:

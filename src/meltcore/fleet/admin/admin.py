@@ -7,10 +7,10 @@ Web pages cannot use it: requests with the header Origin, or with a Host that is
 from __future__ import annotations
 
 import asyncio
-import http.client
 import socket
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -28,6 +28,7 @@ from meltcore.protocol.sockets import ADMIN_SOCKET
 from meltcore.serve.http.http_server import EmbeddedServer
 from meltcore.serve.http.origins import host_name, is_loopback
 from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.upstream.http_connection import UpstreamError, ask, connect
 
 _START_LIMIT_S, _START_POLL_S = 10.0, 0.005
 _CLOSE_LIMIT_S = 2.0
@@ -126,34 +127,18 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a unix socket."""
-
-    def __init__(self, path: str, limit_s: float) -> None:
-        super().__init__("localhost", timeout=limit_s)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
 def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
     """Ask the fleet whose admin socket is at `path`; returns its answer. Raises ConfigError with the fleet's error."""
-    connection = _UnixConnection(path, limit_s)
+    target = f"{route}?{urlencode(query)}" if query else route
+    request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
     try:
-        connection.request(method, f"{route}?{urlencode(query)}" if query else route)
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException) as error:
+        answer = asyncio.run(ask(connect(path, None, limit_s), request, limit_s))
+    except UpstreamError as error:
         raise ConfigError(f"the fleet does not answer at {path}: {error}") from error
-    finally:
-        connection.close()
     try:
-        answer = msgspec.json.decode(body)
+        content = msgspec.json.decode(answer.body)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the fleet sent no JSON for {route} (status {response.status})") from error
-    if response.status != http.client.OK:
-        raise ConfigError(str(answer["error"]))
-    return answer
+        raise ConfigError(f"the fleet sent no JSON for {route} (status {answer.status})") from error
+    if answer.status != HTTPStatus.OK:
+        raise ConfigError(str(content["error"]))
+    return content

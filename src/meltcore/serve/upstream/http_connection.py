@@ -1,15 +1,16 @@
-"""A keep-alive HTTP/1.1 connection to a foreign server: one request after another, answers in the bytes they came in.
+"""A keep-alive HTTP/1.1 connection to a server: one request after another, answers in the bytes they came in.
 
-asyncio and httptools (the parser of uvicorn) rather than an HTTP client: a client wakes its reader and allocates per
-chunk, and cannot say whether a request that failed has reached the server.
+Upstream servers and the admin socket of a fleet are asked over it. It is built on asyncio and httptools (the parser of
+uvicorn): an HTTP client wakes its reader and allocates per chunk, and cannot say whether a request that failed has
+reached the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import httptools
 
@@ -18,6 +19,7 @@ from meltcore.common.errors import MeltcoreError
 # Of an answer that the client has not taken yet. Beyond it the upstream is not read.
 MAX_UNREAD_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is read as a whole
 FailureKind = Literal["connect", "connect_timeout", "closed", "malformed", "first_byte", "idle", "deadline", "aborted"]
 
 
@@ -28,6 +30,14 @@ class UpstreamError(MeltcoreError):
         super().__init__(message)
         self.kind = kind
         self.had_bytes = had_bytes
+
+
+class UpstreamAnswer(NamedTuple):
+    """A whole answer of an upstream."""
+
+    status: int
+    content_type: str
+    body: bytes
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -242,15 +252,46 @@ class UpstreamConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
 
-async def connect(host: str, port: int, context: ssl.SSLContext | None, limit_s: float) -> UpstreamConnection:
-    """Open a connection within `limit_s`. Raises UpstreamError."""
+async def connect(address: tuple[str, int] | str, context: ssl.SSLContext | None, limit_s: float) -> UpstreamConnection:
+    """Open a connection to a host and port, or to the path of a Unix socket, within `limit_s`. Raises UpstreamError."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(limit_s):
-            _, connection = await loop.create_connection(UpstreamConnection, host, port, ssl=context)
+            if isinstance(address, str):
+                _, connection = await loop.create_unix_connection(UpstreamConnection, address)
+            else:
+                _, connection = await loop.create_connection(UpstreamConnection, *address, ssl=context)
     except TimeoutError as error:
         raise UpstreamError("connect_timeout", f"it took no connection within {limit_s:g} s") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UpstreamError("connect", f"it cannot be connected to: {reason}") from error
     return connection
+
+
+async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
+    """Return the whole answer to what was sent. Raises UpstreamError, also past MAX_ANSWER_BYTES."""
+    await connection.head()
+    parts, size = [], 0
+    while data := await connection.read():
+        parts.append(data)
+        size += len(data)
+        if size > MAX_ANSWER_BYTES:
+            raise UpstreamError("malformed", f"its answer has more than {MAX_ANSWER_BYTES} bytes", had_bytes=True)
+    content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
+    return UpstreamAnswer(connection.status, content_type, b"".join(parts))
+
+
+async def ask(connecting: Awaitable[UpstreamConnection], request: bytes, limit_s: float) -> UpstreamAnswer:
+    """Send one request over a new connection and return the whole answer within `limit_s`. Raises UpstreamError."""
+    connection: UpstreamConnection | None = None
+    try:
+        async with asyncio.timeout(limit_s):
+            connection = await connecting
+            connection.send(request)
+            return await read_answer(connection)
+    except TimeoutError as error:
+        raise UpstreamError("first_byte", f"no answer within {limit_s:g} s") from error
+    finally:
+        if connection is not None:
+            connection.abort()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from typing import Literal, NamedTuple
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -13,24 +13,15 @@ from starlette.types import Scope
 
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, own_name, via_lines
 from meltcore.serve.upstream.circuit_breaker import CircuitBreaker
-from meltcore.serve.upstream.http_connection import UpstreamConnection, UpstreamError, connect
+from meltcore.serve.upstream.http_connection import UpstreamAnswer, UpstreamConnection, UpstreamError, ask, connect
 from meltcore.settings.config import ForeignConfig
 
-MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is read as a whole
 HEALTH_TIMEOUT_S = 5.0  # also for the answer of a server whose processor is busy
 TIMEOUTS_UNTIL_DOWN = 2  # in a row
 BREAKER_FAILURES = 5  # in a row, after which a replica gets no requests
 BREAKER_OPEN_S = 10.0  # until one request tries the replica again
 KEEP_ALIVE_S = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close theirs after 5 s
 ReplicaState = Literal["starting", "up", "down"]
-
-
-class UpstreamAnswer(NamedTuple):
-    """A whole answer of an upstream."""
-
-    status: int
-    content_type: str
-    body: bytes
 
 
 class Replica:
@@ -76,7 +67,7 @@ class Replica:
 
     async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises UpstreamError."""
-        return await connect(self._host, self._port, self._ssl, self._config.connect_timeout_s)
+        return await connect((self._host, self._port), self._ssl, self._config.connect_timeout_s)
 
     def release(self, connection: UpstreamConnection) -> None:
         """Keep a connection for the next request where it can be used again; else drop it."""
@@ -106,17 +97,8 @@ class Replica:
 
         scope: of a request from another server, in whose name this one asks.
         """
-        connection: UpstreamConnection | None = None
-        try:
-            async with asyncio.timeout(limit_s):
-                connection = await self.connect()
-                connection.send(self.encode(method, path, body, "application/json", via_lines(scope)))
-                return await read_answer(connection)
-        except TimeoutError as error:
-            raise UpstreamError("first_byte", f"no answer within {limit_s:g} s") from error
-        finally:
-            if connection is not None:
-                connection.abort()
+        request = self.encode(method, path, body, "application/json", via_lines(scope))
+        return await ask(self.connect(), request, limit_s)
 
     async def check_health(self) -> None:
         """Ask for the health and set `state`. A busy server may be late once."""
@@ -195,16 +177,3 @@ class _ErrorAnswer(msgspec.Struct):
     """Holds the answer of a failed request."""
 
     error: _Error
-
-
-async def read_answer(connection: UpstreamConnection) -> UpstreamAnswer:
-    """Return the whole answer to what was sent. Raises UpstreamError, also past MAX_ANSWER_BYTES."""
-    await connection.head()
-    parts, size = [], 0
-    while data := await connection.read():
-        parts.append(data)
-        size += len(data)
-        if size > MAX_ANSWER_BYTES:
-            raise UpstreamError("malformed", f"its answer has more than {MAX_ANSWER_BYTES} bytes", had_bytes=True)
-    content_type = connection.headers.get(b"content-type", b"").decode("latin-1")
-    return UpstreamAnswer(connection.status, content_type, b"".join(parts))
