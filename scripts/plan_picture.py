@@ -10,8 +10,9 @@ from importlib import resources
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from meltcore.common.sizes import GIB
 from meltcore.fleet.plan.context_memory import find_contexts
-from meltcore.fleet.plan.plan import GIB, Plan, plan_fleet
+from meltcore.fleet.plan.plan import Plan, plan_fleet
 from meltcore.settings.fleet_file import parse_fleet
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "fleet-plan.svg"

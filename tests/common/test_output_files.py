@@ -65,12 +65,12 @@ def test_failed_rename_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     assert content_of(tmp_path / "out") == "y"
 
 
-@pytest.mark.parametrize(("num_bytes", "size"), [(2000, "2.0 KiB"), (3 * 2**19, "1.5 MiB"), (5 * 2**29, "2.5 GiB")])
+@pytest.mark.parametrize(("num_bytes", "size"), [(2000, "1.95 KiB"), (3 * 2**19, "1.50 MiB"), (5 * 2**29, "2.50 GiB")])
 def test_full_disk_is_named_with_sizes_in_a_fitting_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, size: str
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1024})())
-    with pytest.raises(ConfigError, match=rf"out takes {size}; the disk of .* has 1\.0 KiB free"):
+    with pytest.raises(ConfigError, match=rf"out takes {size}; the disk of .* has 1 KiB free"):
         check_disk_space(tmp_path / "out", num_bytes)
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf import BLOCKS_OF_32, reference_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.kernels.gemm import half_sizes
 from meltcore.kernels.gemm.half_weight import supports_half_weights
@@ -83,10 +84,10 @@ def test_held_weights_have_the_logits_and_the_bytes_of_the_plan(
     assert ("held in" in seen.note) == (store != "F32" and not (held is DenseWeight and store in ("BF16", "F16")))
     if "held in" in seen.note:
         parts = " in two parts" if held is HalfWeight and store in ("Q8_0", "Q4_1") else ""
-        stored_mb = sum(tensor.num_bytes for tensor in GGUFModel(file).tensors.values()) / 1e6
+        stored = size_text(sum(tensor.num_bytes for tensor in GGUFModel(file).tensors.values()))
         form = "float16" if held is HalfWeight else "float32"
-        assert seen.note == planned.note == f"{stored_mb:,.1f} MB of the file, held in {form}{parts} for the CPU"
-        assert f"weights: {seen.note}, take {seen.size_bytes / 1e6:,.1f} MB" in capfd.readouterr().err
+        assert seen.note == planned.note == f"{stored} of the file, held in {form}{parts} for the CPU"
+        assert f"weights: {seen.note}, take {size_text(seen.size_bytes)}" in capfd.readouterr().err
     # What is planned is enough for it: nothing stays as it is loaded.
     exact = tools.open_engine(file, max_model_len=512, max_num_seqs=16, memory_bytes=needs.budget_bytes)
     assert kinds_of_weights(exact) == kinds_of_weights(engine)

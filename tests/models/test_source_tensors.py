@@ -19,6 +19,7 @@ from test_gguf_writer import write as write_file
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 
 INT4: dict[str, Any] = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 INT4 |= {"mlp_only_layers": []}
@@ -117,9 +118,9 @@ def test_command_needs_the_flag_and_tells_bytes_and_loss(tmp_path: Path, capsys:
     assert "is quantized already: config.json has a quantization_config" in (refused := capsys.readouterr().err)
     assert "--allow-requantize does it nevertheless" in refused
     assert main([*arguments, "--allow-requantize"]) == 0
-    said, stored_mb = capsys.readouterr().out, (tmp_path / "m" / "model.safetensors").stat().st_size / 1e6
-    written_mb = sum(file.stat().st_size for file in (tmp_path / "new").iterdir()) / 1e6
-    assert f"new: {written_mb:,.1f} MB, from weights of {stored_mb:,.1f} MB, whose values moved by " in said
+    said, stored = capsys.readouterr().out, (tmp_path / "m" / "model.safetensors").stat().st_size
+    made = sum(file.stat().st_size for file in (tmp_path / "new").iterdir())
+    assert f"new: {size_text(made)}, from weights of {size_text(stored)}, whose values moved by " in said
     written, error, size = load_file(tmp_path / "new" / "model.safetensors"), 0.0, 0.0
     for name, weight in reference.named_parameters():
         if f"{name}_scale" in written:

@@ -334,5 +334,5 @@ def test_banner_lists_the_model_and_its_memory_table() -> None:
         banner = server.process.stdout.read()
         assert "ready: scripted on CPU in float32 [dummy weights, synthetic tokenizer, debug --enforce-eager]" in banner
         assert "KV pages" in banner
-        assert "1.00 MiB" in banner
+        assert "1 MiB" in banner
         assert re.fullmatch(r"meltcore: loading: \w+( \(\d+%\))? after \d\.\d s\n", server.stderr.partition("time=")[0])

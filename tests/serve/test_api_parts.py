@@ -23,7 +23,7 @@ from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.options import from_options
-from meltcore.fleet.run.console import size_text
+from meltcore.common.sizes import size_text
 from meltcore.protocol.generation import EngineStats, FromEngine
 from meltcore.protocol.shell import EngineFailed
 from meltcore.serve.engines.engine_process import LocalEngineProcess
@@ -385,7 +385,7 @@ def test_state_folder_without_write_permission_is_named(monkeypatch: pytest.Monk
 
 
 def test_size_text() -> None:
-    assert [size_text(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 GiB"]
+    assert [size_text(n) for n in (12, 1536, 5 * 2**20, 3 * 2**30)] == ["12 B", "1.50 KiB", "5 MiB", "3 GiB"]
 
 
 _FAKE_ENGINE = (

@@ -26,6 +26,7 @@ from meltcore.audio.messages import (
     write,
 )
 from meltcore.common.errors import RequestError
+from meltcore.common.sizes import size_text
 
 _MEMORY_BYTES = 3 * 2**30  # of address space: libraries take about 1 GiB of it
 
@@ -58,7 +59,7 @@ def main() -> int:
         except RequestError as error:
             write(stdout, NotDecoded(error.message))
         except MemoryError:
-            write(stdout, NotDecoded(f"the audio needs more than {_MEMORY_BYTES / 2**30:.0f} GiB of memory to decode"))
+            write(stdout, NotDecoded(f"the audio needs more than {size_text(_MEMORY_BYTES)} of memory to decode"))
         del request, data
     return 0
 

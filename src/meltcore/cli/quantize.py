@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from meltcore.models.checkpoints.checkpoint import Checkpoint
-    from meltcore.models.loader import Progress
+    from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
     from meltcore.models.writers.rounding_loss import RoundingLoss
 
 HELP = (
@@ -53,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
+    from meltcore.common.sizes import size_text
     from meltcore.measure.documents.values.progress import progress_bar, stop_progress
     from meltcore.models.checkpoints.checkpoint import find_gguf, open_checkpoint
 
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             loss = _write(source, path, args.to, show, overwrite=args.overwrite, allow=args.allow_requantize)
     read = [source] if isinstance(source, Path) else source.weight_files
     written = [path] if path.is_file() else list(path.iterdir())
-    before_mb, after_mb = (sum(file.stat().st_size for file in files) / 1e6 for files in (read, written))
-    sizes = f"{after_mb:,.1f} MB, from weights of {before_mb:,.1f} MB"
+    before, after = (size_text(sum(file.stat().st_size for file in files)) for files in (read, written))
+    sizes = f"{after}, from weights of {before}"
     console.print(f"{path}: {sizes}, whose values moved by {loss.relative:.2%} (RMS)", markup=False, soft_wrap=True)
     return 0
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 
 SCHEMA_VERSION = 2  # of every document
 REQUESTS_FILE = "requests.jsonl"  # streamed during a run, before there is a result
@@ -69,13 +70,8 @@ def check_disk_space(path: Path, num_bytes: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     if num_bytes > free_bytes:
-        needed, free = _format_size(num_bytes), _format_size(free_bytes)
+        needed, free = size_text(num_bytes), size_text(free_bytes)
         raise ConfigError(f"{path} takes {needed}; the disk of {path.parent} has {free} free")
-
-
-def _format_size(num_bytes: int) -> str:
-    unit, size = next((each for each in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= each[1]), ("KiB", 2**10))
-    return f"{num_bytes / size:,.1f} {unit}"
 
 
 def _publish(new: Path, path: Path) -> None:

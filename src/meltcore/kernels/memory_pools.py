@@ -17,6 +17,7 @@ import torch
 from torch.cuda import _POOL_HANDLE
 
 from meltcore.common.errors import MeltcoreError
+from meltcore.common.sizes import size_text
 from meltcore.kernels.virtual_memory import CudaMemoryDriver, VirtualMemory
 
 # weights: may be copied to the host; kv_cache: zeros after waking; graphs: what kernels of CUDA graphs write first.
@@ -30,7 +31,6 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, 
 _current: ContextVar[MemoryPools | None] = ContextVar("memory_pools", default=None)
 _tags_of_pools: dict[tuple[int, int], MemoryTag] = {}  # of this process, by their ids
 _DEFAULT_POOL = (0, 0)
-_GIB = 2**30
 
 
 class MemoryPools:
@@ -131,8 +131,8 @@ def describe_pools() -> str:
         tag = "default" if pool == _DEFAULT_POOL else _tags_of_pools.get(pool, "graphs")
         sizes[tag][0] += segment["total_size"]
         sizes[tag][1] += segment["allocated_size"]
-    pools = (f"{tag} {held / _GIB:.2f} ({used / _GIB:.2f})" for tag, (held, used) in sizes.items())
-    return f"GiB reserved by torch (allocated) in each pool: {', '.join(pools)}"
+    pools = (f"{tag} {size_text(held)} ({size_text(used)})" for tag, (held, used) in sizes.items())
+    return f"Reserved by torch (allocated) in each pool: {', '.join(pools)}"
 
 
 def graph_pool() -> _POOL_HANDLE:

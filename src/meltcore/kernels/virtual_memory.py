@@ -14,8 +14,7 @@ import torch
 
 from meltcore.common.errors import MeltcoreError, SleepError
 from meltcore.common.host_memory import host_available_bytes
-
-_GIB = 2**30
+from meltcore.common.sizes import size_text
 
 
 class OutOfMemoryError(MeltcoreError):
@@ -156,8 +155,8 @@ class VirtualMemory:
         available_bytes = self._available_host_bytes() if unpinned else 0
         if needed_bytes > available_bytes:  # a host overcommits, and later ends a process
             raise SleepError(
-                f"the copy of the weights takes {needed_bytes / _GIB:,.2f} GiB of pinned host memory, and "
-                f"{available_bytes / _GIB:,.2f} GiB are available; sleep with keep disk needs none"
+                f"the copy of the weights takes {size_text(needed_bytes)} of pinned host memory, and "
+                f"{size_text(available_bytes)} are available; sleep with keep disk needs none"
             )
         pinned: list[Segment] = []
         try:
@@ -170,8 +169,7 @@ class VirtualMemory:
                 self._driver.free_pinned(segment.host_address)
                 segment.host_address = None
             raise SleepError(
-                f"{needed_bytes / _GIB:,.2f} GiB of host memory cannot be pinned: {error}; sleep with keep disk needs "
-                "none"
+                f"{size_text(needed_bytes)} of host memory cannot be pinned: {error}; sleep with keep disk needs none"
             ) from error
 
     def _map(self, segment: Segment) -> None:
@@ -192,7 +190,7 @@ class VirtualMemory:
 
 def _too_little_memory(needed_bytes: int, free_bytes: int) -> SleepError:
     return SleepError(
-        f"waking takes {needed_bytes / _GIB:,.2f} GiB of device memory, and {free_bytes / _GIB:,.2f} GiB are free; "
+        f"waking takes {size_text(needed_bytes)} of device memory, and {size_text(free_bytes)} are free; "
         "let another model sleep, then wake this one again"
     )
 

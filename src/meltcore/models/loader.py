@@ -15,6 +15,7 @@ from torch import nn
 
 from meltcore.common.errors import ConfigError, ShardError
 from meltcore.common.host_memory import host_available_bytes
+from meltcore.common.sizes import size_text
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import random_blocks
@@ -22,7 +23,7 @@ from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_parts, stored_dtypes
-from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.fairseq_weights import FairseqWeights
 from meltcore.models.checkpoints.finite_check import FiniteCheck
 from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
@@ -36,12 +37,10 @@ from meltcore.models.quantized.quantization import quantize_as_stored, quantize_
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.settings.config import DType, Quantization
 
-Progress = Callable[[str, float], None]
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # The standard deviation that published models are initialized with (initializer_range in config.json).
 DUMMY_WEIGHT_STD = 0.02
-GIB = 2**30
 _TIED_ROWS = 64  # of a tied head that are compared with the embedding, at each end
 _MAX_NAMES_SHOWN = 5
 # Threads that read some tens of megabytes each: one thread copies from the page cache at 4 GB/s, and a disk is faster
@@ -222,8 +221,7 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
         return
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"{name}: the weights take {needed_bytes / GIB:,.1f} GiB, "
-            f"and {free_bytes / GIB:,.1f} GiB {location}; {advice}"
+            f"{name}: the weights take {size_text(needed_bytes)}, and {size_text(free_bytes)} {location}; {advice}"
         )
 
 

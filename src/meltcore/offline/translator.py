@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.sizes import size_text
 from meltcore.engine.host.device import byte_budget, choose_device
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
@@ -165,8 +166,8 @@ class Translator:
         slot_bytes = BeamSearch.slot_bytes(model, options, longest)
         if free_bytes < 2 * slot_bytes:
             raise ConfigError(
-                f"a sentence of {longest} tokens takes {slot_bytes / 2**20:,.1f} MiB for {options.num_beams} beams of "
+                f"a sentence of {longest} tokens takes {size_text(slot_bytes)} for {options.num_beams} beams of "
                 f"{options.max_new_tokens} tokens, and a spare slot as much; "
-                f"{max(free_bytes, 0) / 2**20:,.1f} MiB are left beside the weights"
+                f"{size_text(max(free_bytes, 0))} are left beside the weights"
             )
         return min(free_bytes // slot_bytes - 1, _GPU_SLOTS if self._device.type == "cuda" else _CPU_SLOTS)

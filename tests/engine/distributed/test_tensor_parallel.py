@@ -320,7 +320,7 @@ def test_model_that_cannot_be_sharded_is_refused_before_ranks_start(
             {"max_model_len": 1025},
             "^--max-model-len must be from 2 to the model's 1024; got 1025\\. For a longer context state",
         ),
-        ({"memory_bytes": 2**16}, "^0.1 MiB must hold the weights .* Raise --memory.$"),
+        ({"memory_bytes": 2**16}, "^64 KiB must hold the weights .* Raise --memory.$"),
         ({"quantization": "fp8"}, "^--quantization fp8 needs sizes that are multiples of 16"),
     ],
 )

@@ -125,8 +125,8 @@ def test_start_without_memory_says_what_each_pool_holds(
     with pytest.raises(torch.OutOfMemoryError) as caught:
         build_within_budget(config_of(mib), build)(lambda *_: None)
     assert str(caught.value) == (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GiB reserved by torch (allocated) in each pool: "
-        "default 1.50 (0.14), weights 2.00 (2.00), kv_cache 0.50 (0.50), graphs 0.12 (0.06)"
+        "CUDA out of memory. Tried to allocate 2.00 GiB. Reserved by torch (allocated) in each pool: "
+        "default 1.50 GiB (148 MiB), weights 2 GiB (2 GiB), kv_cache 512 MiB (512 MiB), graphs 128 MiB (64 MiB)"
     )
 
 

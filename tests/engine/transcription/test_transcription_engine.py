@@ -152,7 +152,7 @@ def test_longest_clip_is_transcribed(task: TranscriptionTask) -> None:
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: transcription does not support it"),
         ({"quantization": "fp8"}, "--quantization fp8: transcription does not support it"),
         ({"max_model_len": 100}, "--max-model-len 100"),
-        ({"memory_bytes": 2**20}, r"0\.00 GiB must hold the weights and a clip of 45 s"),
+        ({"memory_bytes": 2**20}, r"1 MiB must hold the weights and a clip of 45 s"),
     ],
 )
 def test_options_that_cannot_work_are_refused(archive: Path, changes: dict[str, Any], message: str) -> None:

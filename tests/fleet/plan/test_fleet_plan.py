@@ -21,6 +21,7 @@ from meltcore.cli import main
 from meltcore.cli.fleet import fleet as fleet_command
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
+from meltcore.common.sizes import GIB
 from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan import nearest as nearest_plan
 from meltcore.fleet.plan import needs
@@ -29,7 +30,7 @@ from meltcore.fleet.plan.first_fit import Engine, Gpu, place
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
-from meltcore.fleet.plan.plan import GIB, plan_fleet, with_plan
+from meltcore.fleet.plan.plan import plan_fleet, with_plan
 from meltcore.fleet.plan.planned import FleetPlanner, does_not_fit, find_plan
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
@@ -421,13 +422,13 @@ def test_plan_says_what_it_takes_of_the_host(tmp_path: Path, capsys: pytest.Capt
     assert main.main(["plan", str(path), "--vram", "34", "--host-memory", "8"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "Host memory: 2.75 GiB for models on the CPU and 3.4" in output
-    assert "pinned for weights that sleep, of 8.00 GiB that are available." in output
+    assert "pinned for weights that sleep, of 8 GiB that are available." in output
     assert "NCCL, assumed" not in output
     assert main.main(["plan", str(path), "--vram", "34", "--host-memory", "6"]) == 1
     path.write_text(MODELS + "  big: {checkpoint: x, shapes: Qwen/Qwen3-0.6B, tensor_parallel_size: 2}\n")
     assert main.main(["plan", str(path), "--vram", "80,80"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "takes 1024 MiB more for NCCL, assumed, and 68 MiB of two ranks to 80 MiB of eight" in output
+    assert "takes 1 GiB more for NCCL, assumed, and 68 MiB of two ranks to 80 MiB of eight" in output
 
 
 def test_plan_shows_the_concurrency_that_a_step_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

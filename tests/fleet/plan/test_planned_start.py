@@ -16,11 +16,11 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
+from meltcore.common.sizes import GIB
 from meltcore.fleet.admin.operations import check_unchanged
 from meltcore.fleet.plan import measured
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.placement import place_replicas, placed_gpus
-from meltcore.fleet.plan.plan import GIB
 from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
 from meltcore.fleet.plan.running_fleet import Running, planned_places
 from meltcore.settings.config import EngineConfig, ModelConfig
@@ -78,7 +78,7 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     assert "on GPUs it needs a 2" in str(error.value)
     assert "GPU 0 20.62 GiB (others use 3.38 GiB more)" in str(error.value)
     assert "The nearest plan that fits: models.a.max_num_seqs: " in str(error.value)
-    with pytest.raises(ConfigError, match=r"there is GPU 0 8\.00 GiB \(its `memory` under `gpus` is the limit\)"):
+    with pytest.raises(ConfigError, match=r"there is GPU 0 8 GiB \(its `memory` under `gpus` is the limit\)"):
         planned(f"gpus: [{{id: 0, memory: 8GiB}}]\n{text}", machine(24, used_gib=4))
     with pytest.raises(ConfigError, match=r"No plan fits, .*: remove a model or add a GPU"):
         planned("models: {a: {checkpoint: meltcore/sums, memory: 90GiB}}", machine(80))
@@ -95,7 +95,7 @@ def test_more_memory_than_there_is_ends_before_anything_starts(tmp_path: Path) -
     command = [sys.executable, "-m", "meltcore.cli.main", "up", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=_environment(state), check=False)
     assert done.returncode == 2
-    assert "its models on the CPU need 4000.75 GiB of host memory" in done.stderr
+    assert "its models on the CPU need 4,000.75 GiB of host memory" in done.stderr
     assert done.stdout == ""
     assert not state.exists()
 
@@ -273,13 +273,11 @@ def test_ps_shows_planned_bytes_beside_those_of_nvml(
     )
     assert main(["ps", "--nvml"]) == 0
     *table, total = capsys.readouterr().out.splitlines()
-    assert [re.findall(r"\d+\.\d+ GiB|-(?= )", line) for line in table[-3:]] == [
-        ["10.00 GiB", "10.78 GiB", "10.00 GiB"],
-        ["1.00 GiB", "1.78 GiB", "-"],
-        ["1.00 GiB", "-", "-"],
+    assert [re.findall(r"[\d.]+ GiB|-(?= )", line) for line in table[-3:]] == [
+        ["10 GiB", "10.78 GiB", "10 GiB"],
+        ["1 GiB", "1.78 GiB", "-"],
+        ["1 GiB", "-", "-"],
     ]
-    assert total.startswith(
-        "GPU: 13.19 GiB planned with driver and contexts, 13.00 GiB in use by NVML (-1.4%). Of each"
-    )
+    assert total.startswith("GPU: 13.19 GiB planned with driver and contexts, 13 GiB in use by NVML (-1.4%). Of each")
     monkeypatch.setattr(measured, "read_gpus", lambda: ((), ""))
     assert main(["ps", "--nvml"]) == 2

@@ -25,8 +25,8 @@ from meltcore import __version__
 from meltcore.cli.main import main
 from meltcore.common.code_version import code_version
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import GIB
 from meltcore.fleet.plan.cluster import Cluster
-from meltcore.fleet.plan.plan import GIB
 from meltcore.fleet.ray.client import run_on_nodes
 from meltcore.fleet.ray.nodes import connected
 from meltcore.protocol.cluster import DRIVER_MODULE, FromDriver, Nodes, ReadNodes, RunOnNodes

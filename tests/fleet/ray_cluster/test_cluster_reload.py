@@ -33,7 +33,7 @@ def test_reload_reads_the_cluster_anew_and_leaves_what_did_not_change(
         file.write_text(f"{text}  two: {{{model}, memory: 30GiB}}\n")
         assert main(["reload"]) == 2
         error = capsys.readouterr().err
-        assert "and there is GPU 0 40.00 GiB. Models that did not change stay where they are (one)." in error
+        assert "and there is GPU 0 40 GiB. Models that did not change stay where they are (one)." in error
         assert list(rows(server)) == ["one.0"]
 
         # A node has joined whose name comes first: by itself the plan would have the other model there.

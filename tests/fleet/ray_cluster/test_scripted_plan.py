@@ -222,7 +222,7 @@ def test_node_with_a_problem_is_left_out_and_named(tmp_path: Path, capsys: pytes
     assert FleetPlanner(file, ray=str(cluster.path)).config(reported.append).models[0].replica_nodes == ("b",)
     assert reported == [left_out]
     plan(f"a: {{{SUMS}, memory: 60GiB}}")
-    with pytest.raises(ConfigError, match=f"there is GPU 0 40.00 GiB; {left_out}"):
+    with pytest.raises(ConfigError, match=f"there is GPU 0 40 GiB; {left_out}"):
         FleetPlanner(file, ray=str(cluster.path)).config()
     # Numbers would be those of other GPUs without the node.
     numbers = f"numbers of GPUs count those of all nodes, and {left_out}"
@@ -296,7 +296,7 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
     assert elsewhere("small", [0], {("small", 0): Place("a", (0,))}, 1) == Place("c", (0,))
     assert elsewhere("pinned", [0], {}) is None, "its GPU 2 is gone, and only that one is allowed"
     assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 is gone"
-    assert planner.why_nowhere(start("big", [0])) == "no other node has 0.00 GiB free for it"
+    assert planner.why_nowhere(start("big", [0])) == "no other node has 0 B free for it"
     assert elsewhere("cpu", [], {}) == Place("c", ())
     assert elsewhere("cpu", [], {("other", 0): Place("c", ())}) == Place("c", ())
     assert elsewhere("gone", [0], {}) is None
@@ -304,7 +304,7 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
         there.nodes["b"] = lost
     nodes = Cluster.read(str(cluster.path)).nodes
     assert elsewhere("pinned", [0], {}) == Place("b", (0,)), "its number has stayed"
-    assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 has not 0.00 GiB free for it"
+    assert planner.why_nowhere(start("pinned", [0])) == "device: GPU 2 has not 0 B free for it"
     with cluster.change() as there:
         lost.problem = "it does not answer"
     read = Cluster.read(str(cluster.path))

@@ -16,7 +16,7 @@ from meltcore.measure.report.page.page import Cell, Column, Row, Table
 HEADS = ("model", "state", "pid", "memory")
 ROWS = (
     ("indictrans2-indic-indic", "waiting for another model", "4194304", "12.25 GiB"),
-    ("a [bold] name", "ready", "7", "1.00 KiB"),
+    ("a [bold] name", "ready", "7", "1 KiB"),
 )
 
 

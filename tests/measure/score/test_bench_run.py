@@ -360,7 +360,7 @@ def test_gpu_of_another_bench_is_refused(tmp_path: Path) -> None:
 def test_memory_in_use_by_others_is_noted(tmp_path: Path) -> None:
     _, result, _ = run(tmp_path, gpus(readings={"memory_used_bytes": 12 * GIB}), duration_s=2.0)
     assert result.score.devices[0].memory_in_use_bytes == 12 * GIB
-    assert any("12.0 GiB of its memory were in use before the run" in note for note in result.notes)
+    assert any("12 GiB of its memory were in use before the run" in note for note in result.notes)
 
 
 def test_invalid_settings_are_refused() -> None:

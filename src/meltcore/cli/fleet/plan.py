@@ -104,10 +104,11 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     Keys and programs are not looked for here.
     """
     from meltcore.common.gpus.machine import Machine, VisibleGpu
+    from meltcore.common.sizes import GIB
     from meltcore.fleet.admin.operations import check_config
     from meltcore.fleet.plan.context_memory import find_contexts
     from meltcore.fleet.plan.from_spec import server_config
-    from meltcore.fleet.plan.plan import GIB, empty_gpus, plan_fleet
+    from meltcore.fleet.plan.plan import empty_gpus, plan_fleet
     from meltcore.fleet.plan.planned import FoundPlan, check_devices
 
     check_config(server_config(spec))
@@ -124,11 +125,11 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
 def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
     """Return the plan that `meltcore up` would follow now, on this machine or on a cluster, and what is there."""
     from meltcore.common.errors import ConfigError
+    from meltcore.common.sizes import GIB
     from meltcore.fleet.admin.operations import check_config, check_startable
     from meltcore.fleet.plan.cluster import Cluster, node_checkpoints
     from meltcore.fleet.plan.from_spec import server_config
     from meltcore.fleet.plan.machine import read_machine
-    from meltcore.fleet.plan.plan import GIB
     from meltcore.fleet.plan.planned import find_plan, print_unplanned
 
     if args.ray:

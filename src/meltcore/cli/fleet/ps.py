@@ -56,7 +56,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     from rich.console import Console
 
-    from meltcore.fleet.run.console import size_text
+    from meltcore.common.sizes import size_text
     from meltcore.measure.report.page.console import print_table
     from meltcore.measure.report.page.page import Cell, Column, Row, Table, numeric_columns
 

@@ -22,8 +22,8 @@ from meltcore.engine.worker.sampler import Sampler, SampleResult
 from meltcore.engine.worker.transfer import to_device, to_device_together
 from meltcore.kernels.sampling.draw import argmax_candidates, candidate_tokens, sampled_candidates
 from meltcore.layers.tensor_parallel import TensorParallelGroup
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.model import Model
-from meltcore.models.loader import Progress
 
 
 class GroupRunner(ModelRunner):

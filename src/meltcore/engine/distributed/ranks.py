@@ -44,7 +44,7 @@ from meltcore.engine.worker.model_runner import ModelRunnerConfig
 from meltcore.engine.worker.transfer import cuda_event
 from meltcore.engine.worker.warm_up import StepLimits
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.loader import Progress
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.settings.config import EngineConfig
 
 START_LIMIT_S = 120.0  # for a process to start; importing torch from a slow disk takes its time

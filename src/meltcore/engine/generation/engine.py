@@ -31,9 +31,8 @@ from meltcore.engine.worker.sampler import Sampler
 from meltcore.engine.worker.warm_up import KernelCompiler, StepLimits, make_compiler, warm_up
 from meltcore.kernels.launch import force_implementation
 from meltcore.layers.uniform_routing import set_uniform_routing
-from meltcore.models.checkpoints.checkpoint import CheckpointFiles, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import CheckpointFiles, Progress, open_checkpoint
 from meltcore.models.decoders.kv_cache_specs import group_layers
-from meltcore.models.loader import Progress
 from meltcore.models.quantized.quantization import weight_dtypes
 from meltcore.protocol.generation import (
     AddRequest,

@@ -14,12 +14,11 @@ from typing import Protocol, TypeVar
 import torch
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.engine.host.device import choose_device, has_budget
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import describe_pools
 from meltcore.settings.config import EngineConfig
-
-_MIB = 2**20
 
 
 class BudgetedEngine(Protocol):
@@ -88,15 +87,15 @@ def hold_budget(config: EngineConfig, device: torch.device, outside_bytes: int =
         missing_bytes = config.memory_bytes - outside_bytes - torch.cuda.memory_reserved(device)
     if missing_bytes < -outside_bytes:
         raise ConfigError(
-            f"{config.model} needs {-missing_bytes / _MIB:,.0f} MiB more than its budget of "
-            f"{config.memory_bytes / _MIB:,.0f} MiB: raise --memory, or lower --max-num-seqs"
+            f"{config.model} needs {size_text(-missing_bytes)} more than its budget of "
+            f"{size_text(config.memory_bytes)}: raise --memory, or lower --max-num-seqs"
         )
     if missing_bytes < 0:  # torch is within the budget, and what it planned for graphs may be more than they took
-        print(f"meltcore: {config.model} may exceed its budget by {-missing_bytes / _MIB:,.0f} MiB", file=sys.stderr)
+        print(f"meltcore: {config.model} may exceed its budget by {size_text(-missing_bytes)}", file=sys.stderr)
     try:
         hold_memory(missing_bytes, device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"the GPU has no {missing_bytes / _MIB:,.0f} MiB left of the budget of {config.model}: "
+            f"the GPU has no {size_text(missing_bytes)} left of the budget of {config.model}: "
             "another process uses its memory"
         ) from error

@@ -12,6 +12,7 @@ import torch
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import visible_gpus
 from meltcore.common.host_memory import host_available_bytes, host_total_bytes
+from meltcore.common.sizes import size_text
 from meltcore.engine.memory.workspace import sleep_rounding_bytes
 from meltcore.settings.config import EngineConfig
 
@@ -112,8 +113,7 @@ def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int
         if config.memory_bytes > total_bytes:
             name = torch.cuda.get_device_name(device) if is_cuda else "the host"
             raise ConfigError(
-                f"--memory {config.memory_bytes / 2**30:,.2f} GiB is more than {name} has: "
-                f"{total_bytes / 2**30:,.2f} GiB"
+                f"--memory {size_text(config.memory_bytes)} is more than {name} has: {size_text(total_bytes)}"
             )
         lost_bytes = sleep_rounding_bytes(allocated_bytes) if is_cuda and config.enable_sleep_mode else 0
         return config.memory_bytes - lost_bytes

@@ -16,17 +16,17 @@ from torch import nn
 
 from meltcore.common.errors import ConfigError, MeltcoreError, SleepError
 from meltcore.common.host_memory import drop_pages, host_available_bytes
+from meltcore.common.sizes import size_text
 from meltcore.engine.host.sleep import Slept
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import MemoryPools
-from meltcore.models.loader import Progress
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 
 Keep = Literal["host", "disk"]
 _Module = TypeVar("_Module", bound=nn.Module)
 _LoadedModule = TypeVar("_LoadedModule", bound=nn.Module, covariant=True)
-_GIB = 2**30
 
 
 # Returns the weights of an engine and its caches.
@@ -159,7 +159,7 @@ class CpuSleepMemory:
         needed_bytes, available_bytes = sum(storage.nbytes() for storage in dropped), self._available_bytes()
         if needed_bytes > available_bytes:
             raise SleepError(
-                f"waking takes {needed_bytes / _GIB:,.2f} GiB of host memory, and {available_bytes / _GIB:,.2f} GiB "
+                f"waking takes {size_text(needed_bytes)} of host memory, and {size_text(available_bytes)} "
                 "are available; let another model sleep, then wake this one again"
             )
         if self._keep == "host":

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
 from meltcore.engine.memory.workspace import LOGIT_BYTES, MAX_LOGIT_ROWS, PENALTY_BYTES, Workspace, plan_workspace
 from meltcore.models.decoders.kv_cache_specs import KVCacheGroups
@@ -202,7 +203,7 @@ def _rows(
     layout: PageLayout,
 ) -> list[MemoryRow]:
     """Return the table for the user."""
-    penalty_size = _size(penalty_slots * PENALTY_BYTES * model.vocab_size)
+    penalty_size = size_text(penalty_slots * PENALTY_BYTES * model.vocab_size)
     penalty_note = f"penalties of {penalty_slots:,} sequences ({penalty_size})"
     rows = [
         MemoryRow("weights", model.weight_bytes),
@@ -212,7 +213,7 @@ def _rows(
         MemoryRow("reserve", budget.reserve, f"activations, workspaces, {penalty_note}"),
     ]
     if slots:
-        note = f"{slots:,} slots of {_size(budget.slot)}: {max_num_seqs:,} to run, the rest for snapshots"
+        note = f"{slots:,} slots of {size_text(budget.slot)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
     if budget.tables:
         rows.insert(-1, MemoryRow("page tables", budget.tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
@@ -274,23 +275,21 @@ def _memory_error(
     """
     needed_pages = budget.page * pages
     advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []
-    tables = f", page tables ({_size(budget.tables)})" if budget.tables else ""
-    tables += f", scratch of quantized weights ({_size(budget.scratch)})" if budget.scratch else ""
+    tables = f", page tables ({size_text(budget.tables)})" if budget.tables else ""
+    tables += f", scratch of quantized weights ({size_text(budget.scratch)})" if budget.scratch else ""
     states = ""
     if slots:
-        states = f", the recurrent states of {max_num_seqs} sequences and of snapshots ({_size(budget.states(slots))})"
+        states = (
+            f", the recurrent states of {max_num_seqs} sequences and of snapshots ({size_text(budget.states(slots))})"
+        )
         fitting_pages = max(0, (budget.available_bytes - needed_pages) // budget.slot - 1)
         max_slots = max(
             (count for count in range(fitting_pages) if count + _min_snapshots(count) <= fitting_pages), default=0
         )
         advice += [f"--max-num-seqs {max_slots} or less"] if 0 < max_slots < max_num_seqs else []
     return (
-        f"{_size(budget.total)} must hold the weights ({_size(budget.weights)}){states}{tables} and a reserve of "
-        f"{_size(budget.reserve)}, which leaves pages for {max_fitting_len} tokens; --max-model-len {max_model_len} "
-        f"needs {_size(needed_pages)} of pages. "
+        f"{size_text(budget.total)} must hold the weights ({size_text(budget.weights)}){states}{tables} and a reserve "
+        f"of {size_text(budget.reserve)}, which leaves pages for {max_fitting_len} tokens; --max-model-len "
+        f"{max_model_len} needs {size_text(needed_pages)} of pages. "
         + (f"Set {' or '.join(advice)}, or raise --memory." if advice else "Raise --memory.")
     )
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.engine.core.waiting import shape_buckets
 from meltcore.engine.memory.workspace import GRAPH_LAYER_BYTES, LIBRARY_BYTES
 from meltcore.models.configs.task_configs import (
@@ -111,8 +112,8 @@ def plan_slots(
         needed_bytes = weight_bytes + 2 * slot_bytes + workspace(1)
     if slots < 1:
         raise ConfigError(
-            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights, a slot for one sentence and a spare one: "
-            f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
+            f"{size_text(memory_bytes)} must hold the weights, a slot for one sentence and a spare one: "
+            f"{size_text(needed_bytes)}. Raise --memory."
         )
     return slots
 
@@ -156,8 +157,8 @@ def plan_transcription(
         convolutions = min(part_bytes, max_shape * subsampled_bytes)
         needed_bytes = (weight_bytes + position_bytes + workspace + convolutions + max_shape * frame_bytes) / factor
         raise ConfigError(
-            f"{memory_bytes / 2**30:.2f} GiB must hold the weights and a clip of {MAX_CLIP_S} s, which take "
-            f"{needed_bytes / 2**30:.2f} GiB. Raise --memory."
+            f"{size_text(memory_bytes)} must hold the weights and a clip of {MAX_CLIP_S} s, which take "
+            f"{size_text(needed_bytes)}. Raise --memory."
         )
     return max_cost, [
         MemoryRow("weights", weight_bytes),
@@ -261,8 +262,8 @@ def plan_synthesis(
         least_bytes = weight_bytes + graph_bytes + workspace + max_shape * (frame_bytes + state_bytes)
         needed_bytes = least_bytes / factor
         raise ConfigError(
-            f"{memory_bytes / 2**20:,.1f} MiB must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
-            f"{needed_bytes / 2**20:,.1f} MiB. Raise --memory."
+            f"{size_text(memory_bytes)} must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
+            f"{size_text(needed_bytes)}. Raise --memory."
         )
     max_cost = min(limits[1], (available_bytes - max_batch_frames * frame_bytes) // state_bytes)
     seconds = config.mel.hop / config.mel.sample_rate

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from meltcore.engine.synthesis.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.configs.task_configs import SYNTHESIS_GRAPHS, IndicF5Config
-from meltcore.models.loader import Progress, allocate, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.loader import allocate, check_memory, fill_dummy_weights, load_weights
 from meltcore.models.tasks.indicf5 import FILLER, IndicF5
 
 # Accepted numbers of steps; the first is the default.

@@ -26,10 +26,10 @@ from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
 from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
 from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
 from meltcore.engine.transcription.transducer import TransducerGraphs, transducer_greedy
-from meltcore.models.checkpoints.checkpoint import find_transcriber, has_assets
+from meltcore.models.checkpoints.checkpoint import Progress, find_transcriber, has_assets
 from meltcore.models.checkpoints.nemo_archive import NemoArchive
 from meltcore.models.configs.task_configs import IndicConformerConfig
-from meltcore.models.loader import Progress, allocate, check_memory, task_dtype
+from meltcore.models.loader import allocate, check_memory, task_dtype
 from meltcore.models.tasks.indicconformer import IndicConformer, TranscriberFiles
 from meltcore.models.tasks.transcriber_assets import PublishedAssets
 from meltcore.protocol.batch import BatchStats, TaskFinishReason

@@ -9,8 +9,8 @@ import torch
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
 from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.models.checkpoints.checkpoint import Checkpoint
-from meltcore.models.loader import Progress, allocate, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
+from meltcore.models.loader import allocate, check_memory, fill_dummy_weights, load_weights
 from meltcore.models.tasks.indictrans2 import IndicTrans2
 
 

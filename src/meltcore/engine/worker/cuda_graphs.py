@@ -18,7 +18,7 @@ from meltcore.engine.core.batch import NewPages
 from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, aligned, pinned
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates, finish_step
-from meltcore.models.loader import Progress
+from meltcore.models.checkpoints.checkpoint import Progress
 
 # From rows and positions of a padded batch, [sequences] int64 each, to logits [sequences, vocab] and greedy tokens
 # [sequences] int64.

@@ -12,20 +12,20 @@ import torch
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.host_memory import trim_memory
+from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
 from meltcore.engine.memory.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.configs.config_fields import MAX_POSITIONS
 from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.decoders.model import Model
 from meltcore.models.decoders.rope import apply_overrides, scaling_for
 from meltcore.models.loader import (
     TORCH_DTYPES,
-    Progress,
     build_meta_model,
     build_model,
     fill_dummy_weights,
@@ -120,8 +120,8 @@ def _choose_host_weights(
     plan = _plan(config, model, device, max_model_len, cache_dtype)
     if held is None:
         return None, next(row.note for row in plan.rows if row.name == "weights")
-    missing_mib = (held.total_bytes - weight_bytes(model)) / 2**20
-    note = f"converted at each step, which is slow: {note} they need {missing_mib:,.0f} MiB more"
+    missing = size_text(held.total_bytes - weight_bytes(model))
+    note = f"converted at each step, which is slow: {note} they need {missing} more"
     print(f"meltcore: weights of {checkpoint.name} are {note}", file=sys.stderr)
     return None, note
 
@@ -135,7 +135,7 @@ def _report_formats(gguf: GGUFModel, dtype: torch.dtype, note: str, held: HostWe
 
     lines = [use.describe() for use in restored_formats(gguf.tensors, dtype.itemsize) if held is None or use.loss]
     if held is not None:
-        lines.append(f"weights: {note}, take {held.total_bytes * ranks / 1e6:,.1f} MB")
+        lines.append(f"weights: {note}, take {size_text(held.total_bytes * ranks)}")
     for line in lines:
         print(f"meltcore: {gguf.path.name}: {line}", file=sys.stderr)
 

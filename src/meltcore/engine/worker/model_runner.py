@@ -30,9 +30,9 @@ from meltcore.engine.worker.transfer import cuda_event, to_device, to_device_tog
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.kernels.memory_pools import memory_pool
 from meltcore.kernels.sampling.argmax import argmax
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.decoders.model import Model
-from meltcore.models.loader import Progress
 from meltcore.protocol.generation import TokenLogprobs
 
 # On GPUs of less memory the largest prefill graph has an eighth of the tokens: they cannot spare its memory.

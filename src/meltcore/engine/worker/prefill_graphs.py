@@ -25,7 +25,7 @@ from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates
-from meltcore.models.loader import Progress
+from meltcore.models.checkpoints.checkpoint import Progress
 
 # Instead of a token id that the host does not know yet: the newest token of the row.
 ON_DEVICE = -1

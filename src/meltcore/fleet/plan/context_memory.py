@@ -11,10 +11,10 @@ from importlib import resources
 
 import msgspec
 
+from meltcore.common.sizes import MIB, size_text
 from meltcore.engine.memory.memory_needs import peer_bytes
 from meltcore.settings.fleet_spec import FleetTask
 
-_MIB = 2**20
 _TABLE = "context_memory.json"
 
 
@@ -30,7 +30,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     driver: str = ""
     driver_bytes: int
     processes: Mapping[FleetTask, int]
-    nccl_bytes: int = 1024 * _MIB
+    nccl_bytes: int = 1024 * MIB
     measured: str = ""
     is_other_driver: bool = False
 
@@ -44,21 +44,18 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def nccl_note(self) -> str:
         """What ranks of tensor-parallel engines take besides, in a sentence."""
-        two, eight = (f"{peer_bytes(ranks) / _MIB:.0f} MiB" for ranks in (2, 8))
+        two, eight = (size_text(peer_bytes(ranks)) for ranks in (2, 8))
         return (
-            f"Each rank of a tensor-parallel engine takes {self.nccl_bytes / _MIB:.0f} MiB more for NCCL, assumed, "
+            f"Each rank of a tensor-parallel engine takes {size_text(self.nccl_bytes)} more for NCCL, assumed, "
             f"and {two} of two ranks to {eight} of eight for what its peers write."
         )
 
     @property
     def note(self) -> str:
         """Where the numbers come from, in a sentence."""
-        sizes = {task: size / _MIB for task, size in self.processes.items()}
-        low, high = min(sizes.values()), max(sizes.values())
-        each = f"{low:.0f} MiB" if round(low) == round(high) else f"{low:.0f} to {high:.0f} MiB"
-        what = (
-            f"Of each process {each} for its CUDA context and kernels, and {self.driver_bytes / _MIB:.0f} MiB of a GPU"
-        )
+        low, high = (size_text(pick(self.processes.values())) for pick in (min, max))
+        each = low if low == high else f"{low} to {high}"
+        what = f"Of each process {each} for its CUDA context and kernels, and {size_text(self.driver_bytes)} of a GPU"
         if not self.gpu:
             return f"{what} for the driver, are assumed, not measured."
         other = "; this machine has another one" if self.is_other_driver else ""
@@ -66,8 +63,8 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 ASSUMED = ContextMemory(
-    driver_bytes=640 * _MIB,  # a little more than what was measured on any GPU
-    processes=dict.fromkeys(("generation", "translation", "transcription", "synthesis"), 800 * _MIB),
+    driver_bytes=640 * MIB,  # a little more than what was measured on any GPU
+    processes=dict.fromkeys(("generation", "translation", "transcription", "synthesis"), 800 * MIB),
 )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.fleet.plan.context_memory import find_contexts
 from meltcore.fleet.plan.machine import process_bytes, read_gpus
-
-_GIB = 2**30
 
 
 def add_measured(rows: list[dict[str, Any]]) -> str:
@@ -33,6 +32,6 @@ def add_measured(rows: list[dict[str, Any]]) -> str:
     used = sum(gpu.used_bytes for gpu in gpus)
     where = "GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
     return (
-        f"{where}: {planned / _GIB:.2f} GiB planned with driver and contexts, {used / _GIB:.2f} GiB in use by NVML "
+        f"{where}: {size_text(planned)} planned with driver and contexts, {size_text(used)} in use by NVML "
         f"({(used - planned) / planned:+.1%}). {contexts.note}"
     )

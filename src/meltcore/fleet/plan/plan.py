@@ -21,7 +21,6 @@ from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 from meltcore.settings.fleet_spec import FleetSpec, Size
 
-GIB = 2**30
 # Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
 MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8, 7)}
 MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g"), ("1g",) * 7)

@@ -13,6 +13,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu, visible_gpus
+from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError
 from meltcore.fleet.plan.cluster import (
     Cluster,
@@ -39,7 +40,6 @@ from meltcore.settings.config import ModelConfig, ServerConfig
 from meltcore.settings.fleet_file import load_fleet
 from meltcore.settings.fleet_spec import FleetSpec
 
-_GIB = 2**30
 _MAX_SIZES_SHOWN = 16
 
 
@@ -188,7 +188,7 @@ class FleetPlanner:
         spec, cluster = self._running_spec, self._cluster
         assert spec is not None
         assert cluster is not None
-        model, size = spec.models.get(start.model), f"{(start.config.memory_bytes or 0) / _GIB:.2f} GiB free for it"
+        model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
         groups = [] if model is None or model.kind == "url" else replica_gpus(model)
         pinned = groups[start.replica] if start.replica < len(groups) else ()
         if not pinned:
@@ -430,10 +430,10 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
 def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
     """Return what a fleet may use of a GPU, and what keeps it from the rest."""
     if limit_bytes is not None and limit_bytes < free_bytes:
-        return f"{limit_bytes / _GIB:.2f} GiB (its `memory` under `gpus` is the limit)"
+        return f"{size_text(limit_bytes)} (its `memory` under `gpus` is the limit)"
     used_bytes = gpu.total_bytes - free_bytes
-    others = f" (others use {used_bytes / _GIB:.2f} GiB more)" if used_bytes > 0 else ""
-    return f"{free_bytes / _GIB:.2f} GiB{others}"
+    others = f" (others use {size_text(used_bytes)} more)" if used_bytes > 0 else ""
+    return f"{size_text(free_bytes)}{others}"
 
 
 def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
@@ -460,7 +460,7 @@ def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
         if model.device != "cpu" and model.kind != "url":
             size = needs[name].budget_bytes if name in needs else int(model.memory or 0)
             count = model.replicas * model.tensor_parallel_size
-            texts.append(f"{name} {f'{count} x ' if count > 1 else ''}{size / _GIB:.2f} GiB")
+            texts.append(f"{name} {f'{count} x ' if count > 1 else ''}{size_text(size)}")
     return ", ".join(texts)
 
 
@@ -474,11 +474,11 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         parts.append(f"on GPUs it needs {on_gpus}, and there {'are' if there[:1].isdigit() else 'is'} {there}")
     cpu_bytes, pinned_bytes = host_needs(spec, needs)
     if cpu_bytes + pinned_bytes > machine.host_bytes or not parts:
-        pinned = f", and weights of models that sleep {pinned_bytes / _GIB:.2f} GiB pinned" if pinned_bytes else ""
+        pinned = f", and weights of models that sleep {size_text(pinned_bytes)} pinned" if pinned_bytes else ""
         drop = "; with `residency: {keep: disk}` those are read again instead" if pinned_bytes else ""
         parts.append(
-            f"its models on the CPU need {cpu_bytes / _GIB:.2f} GiB of host memory{pinned}, "
-            f"and {machine.host_bytes / _GIB:.2f} GiB are available{drop}"
+            f"its models on the CPU need {size_text(cpu_bytes)} of host memory{pinned}, "
+            f"and {size_text(machine.host_bytes)} are available{drop}"
         )
     if nearest is None:
         advice = "No plan fits, also with one sequence, short contexts, sleep and the CPU: remove a model or add a GPU."

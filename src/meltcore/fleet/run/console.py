@@ -13,6 +13,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
+from meltcore.common.sizes import size_text
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.synthesis import SynthesisReady
@@ -21,7 +22,6 @@ from meltcore.protocol.translation import TranslationReady
 from meltcore.settings.config import ModelConfig, ServerConfig
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
@@ -128,11 +128,3 @@ def _limits(engine: ServedReady) -> str:
         )
     clip_s = engine.max_samples / engine.sample_rate
     return f"transcription in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"
-
-
-def size_text(size_bytes: int) -> str:
-    """Format a size in bytes: 1536 as "1.50 KiB"."""
-    for unit, name in _UNITS:
-        if abs(size_bytes) >= unit:
-            return f"{size_bytes / unit:.2f} {name}"
-    return f"{size_bytes} B"

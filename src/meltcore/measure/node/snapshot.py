@@ -10,13 +10,13 @@ from pynvml import NVMLError
 
 from meltcore.common.gpus.driver import Nvml, map_concurrently
 from meltcore.common.gpus.select import GpuDevice
+from meltcore.common.sizes import GIB
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.snapshot import UNKNOWN, Fact, GpuSnapshot, NvLinkState, Snapshot
 from meltcore.measure.documents.values.formatting import fingerprint_rows
 from meltcore.measure.node.facts import FACT_BY_KEY, FACTS, pcie_path, read_fact
 from meltcore.measure.node.node import Node
 
-_GIB = 2**30
 # pip packages that come with torch; a torch built against the system's NCCL has none for it.
 _LIBRARIES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cublas", "nvidia-cuda-runtime", "nvidia-ml-py")
 # Rows of a fingerprint that describe a run, or that the snapshot prints in more detail.
@@ -120,7 +120,7 @@ def _fact_lines(gpu: GpuSnapshot) -> list[str]:
     for key, value in gpu.facts.items():
         fact = FACT_BY_KEY.get(key)
         name, unit = (fact.name, fact.unit) if fact is not None else (key.replace("_", " "), "")
-        text, unit = (f"{value / _GIB:.0f}", "GiB") if unit == "bytes" and isinstance(value, int) else (value, unit)
+        text, unit = (f"{value / GIB:.0f}", "GiB") if unit == "bytes" and isinstance(value, int) else (value, unit)
         lines.append(f"  {name:<36}{text} {unit}".rstrip())
     groups = Counter((link.state, link.speed_gbps, link.peer) for link in gpu.links)
     for (state, speed, peer), count in groups.items():
@@ -147,7 +147,7 @@ def shared_facts(snapshot: Snapshot) -> dict[str, str]:
     facts = {"driver": snapshot.driver, "CUDA of the driver": snapshot.cuda_driver}
     for field, name in _HOST.items():
         value = getattr(snapshot.fingerprint, field)
-        facts |= {"host memory, GiB": f"{value / _GIB:.0f}"} if field == "memory_bytes" else {name: str(value)}
+        facts |= {"host memory, GiB": f"{value / GIB:.0f}"} if field == "memory_bytes" else {name: str(value)}
     facts |= snapshot.fingerprint.versions | snapshot.libraries
     for gpu in snapshot.gpus:
         for key, value in gpu.facts.items():

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meltcore.common.sizes import size_text
 from meltcore.measure.documents.schema import Fingerprint, Verdict
 from meltcore.measure.documents.score import GpuScore, Score, ScoredRun, ScoreLevel, TimeSeries
 from meltcore.measure.documents.served_model import public_name
-from meltcore.measure.documents.values.formatting import format_gib
 from meltcore.measure.documents.values.score_summary import expectations, totals
 from meltcore.measure.node.monitor.recording import Recording
 from meltcore.measure.score import workload
@@ -176,7 +176,7 @@ def _notes(devices: Sequence[GpuScore], ready: ReadyLine) -> list[str]:
     for device in devices:
         if device.shared and device.memory_in_use_bytes is not None:
             notes.append(
-                f"{device.label}: {format_gib(device.memory_in_use_bytes)} of its memory were in use before the run "
+                f"{device.label}: {size_text(device.memory_in_use_bytes)} of its memory were in use before the run "
                 f"by other programs, so the score may be too low."
             )
         if device.spread is not None and device.spread.drifts and device.spread.change is not None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meltcore.common.sizes import GIB
+
 
 class Precision(NamedTuple):
     """A class of results: the workload's name, the dtype that the engine reports, and settings of EngineConfig."""
@@ -54,12 +56,11 @@ _GAMMA = 0x9E3779B97F4A7C15
 _NUM_DRAWS = 1 + MAX_PROMPT  # the length and the tokens of a request
 _STEPS = np.arange(1, _NUM_DRAWS + 1, dtype=np.uint64) * np.uint64(_GAMMA)
 
-_GIB = 2**30
 _USABLE_FRACTION = 0.92  # the engine keeps 8 % free
-_MODEL_AND_CONTEXT = 2.25 * _GIB  # 1.1 GiB of weights; the rest for CUDA, activations and graphs
+_MODEL_AND_CONTEXT = 2.25 * GIB  # 1.1 GiB of weights; the rest for CUDA, activations and graphs
 # Qwen3-0.6B, a request halfway through its answer: 28 layers x 2 x 8 heads x 128 x 2 bytes per token, 640 tokens.
 _REQUEST_BYTES = 114_688 * 640
-_LARGE_GPU = 16 * _GIB  # below it, activations of a step of 8,192 tokens would take memory from requests
+_LARGE_GPU = 16 * GIB  # below it, activations of a step of 8,192 tokens would take memory from requests
 _MAX_SEQS, _MIN_SEQS = 1024, 16
 
 
@@ -110,7 +111,7 @@ def cpu_settings(model: str | None) -> dict[str, Any]:
         "device": "cpu",
         "max_model_len": CONTEXT,
         "max_num_seqs": _CPU_MAX_NUM_SEQS,
-        "memory_bytes": 2 * _GIB,
+        "memory_bytes": 2 * GIB,
         "enable_prefix_caching": False,
     }
 

@@ -40,6 +40,8 @@ from meltcore.models.configs.json_file import read_json
 if TYPE_CHECKING:
     from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 
+# Told while loading or converting: what is done now, and which part of it has ended.
+Progress = Callable[[str, float], None]
 BUNDLED_MODEL = "meltcore/sums"
 BUNDLED_HYBRID = "meltcore/sums-hybrid"
 BUNDLED_GEMMA = "meltcore/sums-gemma"

@@ -25,9 +25,9 @@ from meltcore.layers.half_weights import HalfWeight, half_weight, stored_values
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseWeight
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.model import Model
-from meltcore.models.loader import Progress
 from meltcore.models.quantized.quantization import tensors_of_layers
 
 

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import atomic_output, check_disk_space, write_atomic
 from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, quantize
-from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.tensor_file import TensorFile
-from meltcore.models.loader import Progress, build_meta_model
+from meltcore.models.loader import build_meta_model
 from meltcore.models.writers.rounding_loss import RoundingLoss
 from meltcore.models.writers.source_tensors import SourceTensor, SourceTensors, open_tensors
 

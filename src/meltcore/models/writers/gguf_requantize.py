@@ -18,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import atomic_output, check_disk_space
+from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, GGUFTensor
 from meltcore.models.checkpoints.gguf.gguf_formats import (
     DENSE_TYPES,
@@ -27,7 +28,6 @@ from meltcore.models.checkpoints.gguf.gguf_formats import (
     count_formats,
     experts_together,
 )
-from meltcore.models.loader import Progress
 from meltcore.models.writers.rounding_loss import RoundingLoss
 
 # Of the formats that are written, the types of their files, and magnitudes beyond which a scale would be infinite.

@@ -22,7 +22,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.files import atomic_output, check_disk_space
 from meltcore.kernels.rope_scaling import Llama3Scaling, LongRopeScaling, YarnScaling
 from meltcore.kernels.rotary import inverse_frequencies
-from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.gguf.gguf_config import (
     EXPERT_KEYS,
     FAMILIES,
@@ -39,7 +39,6 @@ from meltcore.models.checkpoints.gguf.gguf_formats import EMBEDDING, HEAD, ROUTE
 from meltcore.models.checkpoints.gguf_weights import gguf_name, has_permuted_rows, includes_one, stored_rows
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.decoder_config import DecoderConfig
-from meltcore.models.loader import Progress
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.writers.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION
 from meltcore.models.writers.rounding_loss import RoundingLoss

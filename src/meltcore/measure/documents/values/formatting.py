@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from meltcore.common.sizes import size_text
 from meltcore.measure.documents.schema import (
     ClientLoad,
     Distribution,
@@ -96,11 +97,6 @@ def format_setting(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def format_gib(size_bytes: int) -> str:
-    """Formats a size in GiB."""
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
 def format_counts(names: Sequence[str], separator: str = ", ") -> str:
     """Formats names with their counts ("2 × NVIDIA H200, NVIDIA L4"), in order of appearance; empty for none."""
     return separator.join(
@@ -127,10 +123,10 @@ def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
     """Returns a fingerprint as (name, value) pairs, one row per GPU."""
     rows = [
         ("CPU", f"{fingerprint.cpu}, {fingerprint.cores} cores usable"),
-        ("Memory", format_gib(fingerprint.memory_bytes)),
+        ("Memory", size_text(fingerprint.memory_bytes)),
     ]
     for index, gpu in enumerate(fingerprint.gpus):
-        rows.append((f"GPU {index}", f"{gpu.name}, {format_gib(gpu.memory_bytes)}, {gpu.uuid}"))
+        rows.append((f"GPU {index}", f"{gpu.name}, {size_text(gpu.memory_bytes)}, {gpu.uuid}"))
     if not fingerprint.gpus:
         rows.append(("GPU", "none"))
     if fingerprint.gpu_driver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import geometric_mean
 
+from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.documents.backends import (
     MOST_FAILED,
     START_OF,
@@ -21,7 +22,6 @@ LEAST_LEAD = 0.05  # each level is one run: a smaller lead is no lead
 MOST_TTFT_MS, MOST_ITL_MS = 2000.0, 100.0  # of interactive use, 95th percentiles
 UNMEASURED = "not measured"
 _LONGEST_REASON = 60  # characters, in a cell of the aspects
-_GIB = 2**30
 
 
 def best_backends(comparison: BackendComparison) -> list[BestBackend]:
@@ -198,7 +198,7 @@ def _hardware(comparison: BackendComparison, backend: str) -> str:
         return unmeasured(run)
     sizes = {"GPUs": run.gpu_memory_bytes, "host": run.host_memory_bytes}
     return ", ".join(
-        f"{name} {UNMEASURED}" if size is None else f"{name} {size / _GIB:.1f} GiB" for name, size in sizes.items()
+        f"{name} {UNMEASURED}" if size is None else f"{name} {size_text(size)}" for name, size in sizes.items()
     )
 
 
@@ -239,4 +239,4 @@ def _memory(comparison: BackendComparison, backend: str) -> str:
         return unmeasured(run, (high,))
     if not run.gpu_memory_bytes:
         return f"{UNMEASURED}: no reading of a GPU's memory"
-    return f"{format_number(level.output_tokens_per_s / (run.gpu_memory_bytes / _GIB))} tok/s per GiB"
+    return f"{format_number(level.output_tokens_per_s / (run.gpu_memory_bytes / GIB))} tok/s per GiB"

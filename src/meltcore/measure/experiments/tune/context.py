@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.measure.documents.tuning import Fact, TuningPoint
 from meltcore.measure.experiments.compare.server import RunningServer
 from meltcore.measure.experiments.evals.api import Api, ApiError
@@ -141,8 +142,8 @@ class ContextSearch:
             num_sequences = max_sequences(self.capacity, self.options.seq_len, self.page_size)
             rows.append((f"sequences of {seq_len} that fit in it", f"{num_sequences:,}", "calculated"))
             if self.bytes_per_token is not None:
-                size = self.capacity * self.bytes_per_token / 2**20
-                text = f"{self.bytes_per_token:,} bytes per token, {size:,.1f} MiB in all"
+                size = size_text(self.capacity * self.bytes_per_token)
+                text = f"{self.bytes_per_token:,} bytes per token, {size} in all"
                 rows.append(("keys and values", text, "calculated from config.json"))
         return [Fact(name=name, value=value, source=source) for name, value, source in rows]
 

@@ -14,10 +14,10 @@ from meltcore.common.gpus.metrics import (
 from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.select import GpuInfo
 from meltcore.common.gpus.xid import describe
+from meltcore.common.sizes import GIB
 from meltcore.measure.node.monitor.health import HealthReport
 from meltcore.measure.node.monitor.summary import GpuSummary, MetricSummary, numbers
 
-_GIB = 2**30
 _UNREADABLE = "?"
 # Contents of a line: key, text before the number, text after it.
 _COLUMNS = (
@@ -67,7 +67,7 @@ def _mean(samples: Sequence[Sample], key: str) -> str | None:
     readings = numbers(samples, key)
     if not readings:
         return _UNREADABLE
-    return f"{fmean(readings) / _GIB:.1f}" if key.endswith("_bytes") else f"{fmean(readings):.0f}"
+    return f"{fmean(readings) / GIB:.1f}" if key.endswith("_bytes") else f"{fmean(readings):.0f}"
 
 
 def summary_lines(gpu: GpuInfo, summary: GpuSummary, health: HealthReport) -> list[str]:
@@ -93,7 +93,7 @@ def _row(metric: GpuMetric, summary: MetricSummary) -> str:
         return f"{name}{summary.absent:>14}"
     if summary.increase is not None:
         return f"{name}{f'+{_number(summary.increase)} {metric.unit}'.rstrip():>28}"
-    unit, scale = ("GiB", 1 / _GIB) if metric.unit == "bytes" else (metric.unit, 1.0)
+    unit, scale = ("GiB", 1 / GIB) if metric.unit == "bytes" else (metric.unit, 1.0)
     levels = (summary.mean, summary.maximum)
     return name + "".join(f"{f'{_number(level * scale)} {unit}'.rstrip():>14}" for level in levels if level is not None)
 

@@ -10,6 +10,8 @@ from statistics import median
 import msgspec
 
 from meltcore.common.files import write_document
+from meltcore.common.options import size_bytes
+from meltcore.common.sizes import size_text
 from meltcore.measure.documents.certificate import (
     CERTIFICATE_FILE,
     CERTIFICATE_PAGE,
@@ -70,7 +72,6 @@ _TILE_KEYS = (
     ("Peer copy, unidirectional", "peers/unidirectional"),
 )
 _SUBJECT_SEPARATOR = re.compile(r" (?:->|<->|\+) ")  # between the names of two GPUs
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _ROW_NOTE = Text(
     "Set by: which of baseline, prior (shipped numbers of the product) and topology gave the strictest floor. "
     "RECORDED: a healthy number that nothing is known to compare with.",
@@ -162,7 +163,7 @@ def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
     all_reduce_rows = [row for row in rows if row.key.startswith("collectives/all_reduce/")]
     if all_reduce_rows:
         largest_all_reduce = max(
-            all_reduce_rows, key=lambda row: (len(row.gpus), parse_size(row.key.rpartition("/")[2]))
+            all_reduce_rows, key=lambda row: (len(row.gpus), size_bytes(row.key.rpartition("/")[2]))
         )
         tile_rows.append((f"All-reduce, {largest_all_reduce.subject}", [largest_all_reduce]))
     return [_tile(label, key_rows) for label, key_rows in tile_rows if key_rows]
@@ -196,18 +197,12 @@ def certificate_charts(certificate: Certificate) -> list[Figure]:
     lines = _bandwidth_lines([row for row in rows if row.key.startswith("collectives/")])
     if max((len(check_index.marks) for check_index in lines), default=0) >= 3:
         chart = line_chart(
-            lines, label="bus bandwidth by size", x_title="bytes per GPU", frame=WIDE, format_x=_format_size
+            lines, label="bus bandwidth by size", x_title="bytes per GPU", frame=WIDE, format_x=size_text
         )
         legend = [(check_index.name, check_index.color, False) for check_index in lines]
         assert chart is not None, "measured bandwidths are drawn"
         figures.append(Figure("Collectives by size", chart, legend, "Bus bandwidth in GB/s of all GPUs together."))
     return figures
-
-
-def parse_size(size: str) -> float:
-    """Returns the number of bytes of a size such as "64MiB", as in the keys of collectives."""
-    unit, factor = next((unit, factor) for unit, factor in _UNITS if size.endswith(unit))
-    return float(size.removesuffix(unit)) * factor
 
 
 def _gpu_names(certificate: Certificate) -> str:
@@ -246,8 +241,8 @@ def _bandwidth_lines(rows: Sequence[CertificateRow]) -> list[Line]:
     for row in rows:
         _, operation, _, size = row.key.split("/")
         if len(row.gpus) == max_gpus and row.measured is not None:
-            tooltip = f"{operation} {_format_size(parse_size(size))}: {row.measured:.3g} GB/s"
-            series.setdefault(operation, []).append(Mark(parse_size(size), row.measured, tooltip))
+            tooltip = f"{operation} {size_text(size_bytes(size))}: {row.measured:.3g} GB/s"
+            series.setdefault(operation, []).append(Mark(size_bytes(size), row.measured, tooltip))
     return [
         Line(name.replace("_", "-"), index % NUM_COLORS + 1, sorted(marks, key=lambda mark: mark.x))
         for index, (name, marks) in enumerate(series.items())
@@ -359,14 +354,9 @@ def _gpu_facts(gpu: GpuSnapshot) -> list[tuple[str, str]]:
     facts = {**gpu.facts}
     memory = facts.get("memory_bytes")
     if isinstance(memory, int):
-        facts["memory_bytes"] = f"{memory / 2**30:.0f} GiB"
+        facts["memory_bytes"] = size_text(memory)
     fact_pairs = [(key.replace("_", " "), str(value)) for key, value in facts.items()]
     return [("uuid", gpu.uuid), *fact_pairs, ("NVLinks up", str(len(gpu.links_up())))]
-
-
-def _format_size(size: float) -> str:
-    unit, factor = next((unit, factor) for unit, factor in _UNITS if size >= factor)
-    return f"{size / factor:g} {unit}"
 
 
 def _format_value(value: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meltcore.common.sizes import GIB, size_text
 from meltcore.measure.report.page.charts import NUM_COLORS, stacked_bar
 from meltcore.measure.report.page.page import (
     Box,
@@ -18,7 +19,6 @@ from meltcore.measure.report.page.page import (
 )
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, other_changes_text
 
-_GIB = 2**30
 _NOTE = "Budgets are those of the engines' own memory plans."
 _MIG_NOTE = (
     "MIG cuts compute and memory bandwidth with the memory, and idle slices are not lent. Sharing with budgets keeps "
@@ -89,11 +89,11 @@ def _is_idle(gpu: PlannedGpu) -> bool:
 
 
 def _is_shared(gpu: PlannedGpu) -> bool:
-    return gpu.others_bytes >= _GIB / 100
+    return gpu.others_bytes >= GIB / 100
 
 
 def _others_text(gpu: PlannedGpu) -> str:
-    return f"Other processes use {gpu.others_bytes / _GIB:.2f} GiB of {_name(gpu)}, which the plan leaves to them."
+    return f"Other processes use {size_text(gpu.others_bytes)} of {_name(gpu)}, which the plan leaves to them."
 
 
 def _numbers_text(gpus: list[PlannedGpu]) -> str:
@@ -132,16 +132,16 @@ def _picture(gpu: PlannedGpu) -> Figure:
         for index, part in enumerate(gpu.parts)
     ]
     idle = ", idle" if _is_idle(gpu) else ""
-    title = f"{_name(gpu)}{idle}: {gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
-    legend = ", ".join(f"{part.name} {part.size_bytes / _GIB:.1f} GiB" for part in gpu.parts)
+    title = f"{_name(gpu)}{idle}: {size_text(gpu.used_bytes)} of {size_text(gpu.total_bytes)}"
+    legend = ", ".join(f"{part.name} {size_text(part.size_bytes)}" for part in gpu.parts)
     return Figure(title, stacked_bar(parts, float(gpu.total_bytes), title), caption=legend)
 
 
 def _host_text(host: PlannedHost) -> str:
     """Return a sentence about the host memory of a machine."""
     parts = [(host.engine_bytes, "for models on the CPU"), (host.pinned_bytes, "pinned for weights that sleep")]
-    text = " and ".join(f"{size / _GIB:.2f} GiB {what}" for size, what in parts if size)
-    there = "" if host.total_bytes is None else f", of {host.total_bytes / _GIB:.2f} GiB that are available"
+    text = " and ".join(f"{size_text(size)} {what}" for size, what in parts if size)
+    there = "" if host.total_bytes is None else f", of {size_text(host.total_bytes)} that are available"
     return f"{host.node or 'Host memory'}: {text}{there}."
 
 
@@ -189,4 +189,4 @@ def _model_row(model: PlannedModel) -> Row:
 
 
 def _gib(size_bytes: int) -> Cell:
-    return Cell(f"{size_bytes / _GIB:,.2f}")
+    return Cell(f"{size_bytes / GIB:,.2f}")

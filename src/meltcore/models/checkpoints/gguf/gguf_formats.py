@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gguf.constants import GGMLQuantizationType
 
+from meltcore.common.sizes import size_text
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, GGUFTensor
 
@@ -98,7 +99,7 @@ def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> 
 
 def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
     """Describe the weights of a file and the form in which a CPU holds them."""
-    return f"{sum(tensor.num_bytes for tensor in tensors.values()) / 1e6:,.1f} MB of the file, {form}"
+    return f"{size_text(sum(tensor.num_bytes for tensor in tensors.values()))} of the file, {form}"
 
 
 class FormatUse(NamedTuple):
@@ -114,7 +115,7 @@ class FormatUse(NamedTuple):
     def describe(self) -> str:
         """Describe it in one line."""
         held = "values in the model's type" if self.held is None else self.held.name
-        sizes = f"{self.stored_bytes / 1e6:,.1f} MB of the file take {self.held_bytes / 1e6:,.1f} MB"
+        sizes = f"{size_text(self.stored_bytes)} of the file take {size_text(self.held_bytes)}"
         return f"{self.tensors} tensors of {self.stored.name} are held as {held}: {sizes}, loss: {self.loss or 'none'}"
 
 

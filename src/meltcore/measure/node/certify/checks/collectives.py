@@ -16,6 +16,7 @@ from typing import Any
 
 from meltcore.common.process import ended_within, start
 from meltcore.common.process_output import last_error, log_tail
+from meltcore.common.sizes import GIB, KIB, MIB, size_text
 from meltcore.measure.documents.certificate import Expectation
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.check import MeasuredCheck
@@ -24,11 +25,10 @@ from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.judge import Judgement
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult, decode_request, decode_result, encode
 
-_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
-_JUDGED_FROM = _GIB  # smaller ones are limited by latency, for which there is no expectation
+_JUDGED_FROM = GIB  # smaller ones are limited by latency, for which there is no expectation
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
-_ALL_SIZES = (*(4 * _KIB * 4**step for step in range(9)), _GIB, 4 * _GIB)  # 4 KiB to 256 MiB, 1 GiB, 4 GiB
-_SIZES = {"quick": (_GIB,), "standard": (4 * _KIB, _MIB, 64 * _MIB, 256 * _MIB, _GIB)}
+_ALL_SIZES = (*(4 * KIB * 4**step for step in range(9)), GIB, 4 * GIB)  # 4 KiB to 256 MiB, 1 GiB, 4 GiB
+_SIZES = {"quick": (GIB,), "standard": (4 * KIB, MIB, 64 * MIB, 256 * MIB, GIB)}
 _GROUP_S = 15.0  # starting the processes of a group and connecting them
 _EXIT_LIMIT_S = 10.0
 
@@ -97,10 +97,7 @@ def _group_sizes(context: CertifyContext) -> list[int]:
 
 def format_size(size: int) -> str:
     """Formats a number of bytes for keys, such as 64MiB."""
-    for unit, name in ((_GIB, "GiB"), (_MIB, "MiB"), (_KIB, "KiB")):
-        if size >= unit:
-            return f"{size // unit}{name}"
-    return f"{size}B"
+    return size_text(size).replace(" ", "")
 
 
 class RankGroup:
