@@ -36,7 +36,7 @@ def test_named_after_model_and_format(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["quantize", BUNDLED_MODEL, "--to", "q8_0"]) == 0
-    assert "sums-Q8_0.gguf: 2.1 MB" in capsys.readouterr().out
+    assert "sums-Q8_0.gguf: 1.99 MiB" in capsys.readouterr().out
     assert accuracy(tmp_path / "sums-Q8_0.gguf", 4) == 1.0
     assert main(["quantize", BUNDLED_MODEL, "--to", "q8_0"]) == 2
     assert "sums-Q8_0.gguf exists already; --overwrite replaces it" in capsys.readouterr().err
@@ -47,7 +47,7 @@ def test_named_after_model_and_format(
     assert main(["quantize", BUNDLED_MODEL, "--to", "q4_0", "--out", "m"]) == 2
     assert "--out m: the name of a GGUF file ends with .gguf" in capsys.readouterr().err
     assert main(["quantize", BUNDLED_MODEL, "--to", "fp8"]) == 0
-    assert "sums-FP8: 2.2 MB" in capsys.readouterr().out
+    assert "sums-FP8: 2.07 MiB" in capsys.readouterr().out
     assert (tmp_path / "sums-FP8" / "model.safetensors").exists()
 
 

@@ -403,7 +403,7 @@ def test_dummy_biases_are_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "needed"), [(1, "129.11"), (2, "129.16")])
+@pytest.mark.parametrize(("ranks", "needed"), [(1, "129.12"), (2, "129.20")])
 def test_weights_that_do_not_fit_are_refused_before_they_are_allocated(
     monkeypatch: pytest.MonkeyPatch, ranks: int, needed: str
 ) -> None:
