@@ -35,7 +35,7 @@ def command_file(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_sweep_finds_the_knee_within_the_slo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--concurrency", "4", "--num-prompts", "12", "--workload", "random:in=8,out=8"]
-    sweep = ["batching", "--run", command_file(tmp_path), "--max-num-seqs", "1,4,8", "--goodput", "e2e:150"]
+    sweep = ["batching", "--run", command_file(tmp_path), "--max-num-seqs", "1,4,8", "--goodput", "e2e:140"]
     found = tune([*sweep, *load], tmp_path, capsys)
     assert [point.settings for point in found.points] == [
         {},
