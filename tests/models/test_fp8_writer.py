@@ -199,7 +199,7 @@ def test_refusals_leave_what_is_there(tmp_path: Path, monkeypatch: pytest.Monkey
     write(source, tmp_path / "fp8", overwrite=True)
     assert not (tmp_path / "fp8" / "extra").exists()
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(ConfigError, match=r"new takes [\d.]*[1-9][\d.]* [MK]iB; the disk of .* has 1 KiB free"):
+    with pytest.raises(ConfigError, match=r"new takes [\d.]*[1-9][\d.]* [MK]iB; the disk of .* has 1000 B free"):
         write(source, tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "fp8", "notes"}
 

@@ -311,7 +311,7 @@ def test_full_disk_and_interruption_leave_nothing(tmp_path: Path, monkeypatch: p
         write(tmp_path / "source", progress=interrupt)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(
-        ConfigError, match=r"written\.gguf takes [\d.]*[1-9][\d.]* [MK]iB; the disk of .* has 1 KiB free"
+        ConfigError, match=r"written\.gguf takes [\d.]*[1-9][\d.]* [MK]iB; the disk of .* has 1000 B free"
     ):
         write(tmp_path / "source")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
