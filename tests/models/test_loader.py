@@ -106,6 +106,61 @@ def test_missing_tensor_is_named(folder: Path) -> None:
         load(folder)
 
 
+def without_prefix(folder: Path) -> list[str]:
+    """Save the tensors under the names that transformers gives a model without a head, in two files of an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards: tuple[dict[str, torch.Tensor], ...] = ({}, {})
+    for name, tensor in tensors.items():
+        shards["norm" in name][name.removeprefix("model.")] = tensor
+    for index, shard in enumerate(shards):
+        save_file(shard, folder / f"{index}.safetensors")
+    places = {name: f"{index}.safetensors" for index, shard in enumerate(shards) for name in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return list(places)
+
+
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"] * 2, "sliding_window": 64}
+BASE_MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "phi": {"architectures": ["Phi3ForCausalLM"], "head_dim": None, "num_key_value_heads": 2},
+    "gemma": GEMMA,
+    "gemma with vision": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": CONFIG | GEMMA | {"model_type": "gemma3_text"},
+    },
+    "hybrid": HYBRID,
+}
+
+
+@pytest.mark.parametrize("name", BASE_MODELS)
+def test_tied_model_may_be_saved_without_its_head(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path, **BASE_MODELS[name], tie_word_embeddings=True)
+    checkpoint = open_checkpoint(str(tmp_path), files="text")
+    model = build_model(checkpoint, torch.float32, torch.device("cpu"))
+    tensors = {name: torch.randn(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert not any(stored.startswith("model.") for stored in without_prefix(tmp_path))
+    load_weights(model, checkpoint, lambda stage, fraction: None)
+    loaded = {each: target for each, target in model.checkpoint_tensors().items() if isinstance(target, torch.Tensor)}
+    assert "mlp" in " ".join(loaded)
+    for each, target in loaded.items():
+        assert torch.equal(target, tensors[each]), each
+
+
+def test_model_without_head_is_refused_by_the_names_of_its_files(folder: Path) -> None:
+    change(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    without_prefix(folder)
+    with pytest.raises(ConfigError, match=r": 1 missing tensors: lm_head\.weight$"):
+        load(folder)
+    tensors = load_file(folder / "0.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors.pop("layers.0.mlp.up_proj.weight")
+    save_file(tensors, folder / "0.safetensors")  # of some names that have the prefix, none is completed
+    with pytest.raises(ConfigError, match=r"24 missing .* 23 unexpected tensors: embed_tokens\.weight, layers\.0\."):
+        load(folder)
+
+
 def test_unexpected_tensor_is_named(folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({"model.layers.2.extra.bias": torch.zeros(3)}))
     with pytest.raises(ConfigError, match=r"1 unexpected tensors: model\.layers\.2\.extra\.bias"):

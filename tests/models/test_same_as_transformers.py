@@ -10,6 +10,7 @@ from typing import Any
 import engine_tools as tools
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
@@ -51,6 +52,19 @@ def test_whole_model_decides_whether_the_head_is_tied(tmp_path: Path, outer: boo
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]) == (outer, inner)
     assert tools.error_against(reference, tmp_path, vocab=min(IMAGE_TOKENS.values())) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["olmo2", "qwen3_moe", "gemma3_text"])
+def test_base_model_with_a_tied_head_is_served(tmp_path: Path, family: str) -> None:
+    """Its names lack the prefix of a model with a head, which transformers' AutoModelForCausalLM adds."""
+    reference = tools.make_reference(family=family, tie_word_embeddings=True)
+    reference.tie_weights()
+    reference.model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [type(reference).__name__]}))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "layers.0.self_attn.q_proj.weight" in file.keys()  # noqa: SIM118 - the file is no mapping
+    assert tools.error_against(reference, tmp_path) <= TOLERANCE
 
 
 def no_share(text: dict[str, Any]) -> None:

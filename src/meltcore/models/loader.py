@@ -26,7 +26,7 @@ from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.fairseq_weights import FairseqWeights
 from meltcore.models.checkpoints.finite_check import FiniteCheck
-from meltcore.models.checkpoints.safetensors_file import SafetensorsFile
+from meltcore.models.checkpoints.safetensors_file import SafetensorsFile, open_decoder_files
 from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile, is_derived
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.quantization_config import AwqConfig, GptqConfig, read_quantization_config
@@ -280,7 +280,8 @@ def open_files(checkpoint: Checkpoint) -> Iterator[TensorFile]:
     paths = checkpoint.weight_files
     if not paths:
         raise ConfigError(f"{checkpoint.folder} {checkpoint.no_weights_reason}")
-    yield from map(SafetensorsFile, paths)
+    is_decoder = any(name in ARCHITECTURES for name in Fields(checkpoint.config).optional("architectures", []))
+    yield from open_decoder_files(paths) if is_decoder else map(SafetensorsFile, paths)
 
 
 def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[TensorFile]) -> list[list[_Part]]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +21,10 @@ from meltcore.common.errors import ConfigError
 from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# A decoder that transformers saves without its head calls its tensors so: the prefix of their usual names is missing.
+_PREFIX, _WITHOUT_PREFIX = "model.", re.compile(r"(language_model\.)?(layers\.\d+|embed_tokens|norm)\.")
+_HAS_PREFIX = re.compile(r"(^|\.)model\.")
+_NEVER_PREFIXED = ("lm_head.", "mtp.")
 
 
 class SafetensorsFile(TensorFile):
@@ -35,6 +42,18 @@ class SafetensorsFile(TensorFile):
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             os.close(self._file)
             raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        self._added_prefix = ""
+
+    def add_prefix(self, prefix: str) -> None:
+        """Give the tensors of a decoder the prefix that their usual names have. Errors name them as the file does."""
+        self._added_prefix = prefix
+        self.entries = {
+            name if name.startswith(_NEVER_PREFIXED) else prefix + name: entry for name, entry in self.entries.items()
+        }
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that the file gives the tensor `name` of the model."""
+        return name.removeprefix(self._added_prefix)
 
     def _read_header(self) -> dict[str, TensorEntry]:
         size = os.fstat(self._file).st_size
@@ -55,3 +74,18 @@ class SafetensorsFile(TensorFile):
                 raise ValueError(f"{name} stands from {begin} to {end} in a file of {size} bytes")
             entries[name] = TensorEntry(dtype_name, shape, 8 + header_bytes + begin)
         return entries
+
+
+def open_decoder_files(paths: Sequence[Path]) -> list[SafetensorsFile]:
+    """Open the files of a decoder. Where all names lack the prefix of a model with a head, as transformers, add it.
+
+    Raises ConfigError as `SafetensorsFile` does.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in paths]
+        names = [name for file in files for name in file.entries]
+        if any(map(_WITHOUT_PREFIX.match, names)) and not any(_HAS_PREFIX.search(name) for name in names):
+            for file in files:
+                file.add_prefix(_PREFIX)
+        stack.pop_all()
+    return files
