@@ -241,7 +241,7 @@ def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32"
         ({"tokenizer.ggml.tokens": None}, r"has no tokenizer \(tokenizer.ggml.tokens\); name one with --tokenizer"),
         ({"tokenizer.ggml.tokens": [f"t{i}" for i in range(41)]}, "has 41 tokens; token_embd.weight has 40"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokenizer.ggml.tokens must be an array of texts; got an array of 2 INT32"),
-        ({"tokenizer.ggml.eos_token_id": 40}, "eos_token_id must be from 0 to 39; got 40"),
+        ({"tokenizer.ggml.eot_token_id": 2.0}, "eot_token_id must be from 0 to 39; got 2.0"),
         ({"tokenizer.ggml.eos_token_id": "</s>"}, "eos_token_id must be from 0 to 39; got '</s>'"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "token_type has 2 values for 40 tokens"),
         ({"split.count": 2}, "split.count is 2, and the file's name asks for 1"),

@@ -20,7 +20,8 @@ from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, op
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.models.checkpoints.gguf.gguf_tokens import read_token_ids
 from meltcore.text.chat_template import ChatTemplate
-from meltcore.text.tokenizer import Tokenizer
+from meltcore.text.gguf_tokenizer import broken_reasons, special_tokens
+from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
 QWEN = SHARED / "data" / "qwen3-tokenizer"
 TEXTS = [
@@ -248,6 +249,75 @@ def test_normal_tokens_around_reasoning_are_read_whole(tmp_path: Path, model: st
     marks = [len(tokens) - 2, len(tokens) - 1]
     assert [each for each in ours.encode("a<think>a</think>", add_special_tokens=False) if each in marks] == marks
     assert ours.special_ids.isdisjoint(marks)
+
+
+@pytest.mark.parametrize("value", [5, 999_999, 2**32 - 1, -1])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown", "padding"])
+def test_special_token_beyond_the_vocabulary_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
+) -> None:
+    """As in llama.cpp, with one line. A turn then ends at the tokens that are known by their texts."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
+    add_tokenizer(writer, tokens=["a", "b", "ab", "<|im_end|>", "<s>"], types=[1, 1, 1, 3, 3], merges=["a b"], eos=3)
+    writer.add_bos_token_id(4)
+    writer.add_add_bos_token(True)
+    writer.kv_data[0].pop(f"tokenizer.ggml.{name}_token_id", None)
+    writer.add_key_value(f"tokenizer.ggml.{name}_token_id", value, gguf.GGUFValueType.INT64)
+    writer.add_tensor("token_embd.weight", np.zeros((5, 1), dtype=np.float32))
+    model = GGUFModel(finish(writer, tmp_path / "m.gguf"))
+    ours = tokenizer_of(model.path)
+    assert ours.encode("ab", add_special_tokens=True) == ([2] if name == "bos" else [4, 2])
+    note = f"special tokens beyond the vocabulary of 5: {name}_token_id {value} (taken: None)"
+    assert capsys.readouterr().err == f"meltcore: {model.path}: {note}\n"
+    assert read_token_ids(model, model.texts("tokenizer.ggml.tokens"))["eos_token_id"] == [3]
+    assert (f"{name}_token" in special_tokens(model)) is False
+
+
+def test_sentencepiece_has_default_ids_for_those_beyond_its_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beyond = {"bos_token_id": 561, "eos_token_id": 600, "unknown_token_id": 2**31 - 1, "eot_token_id": -1}
+    path = write_sentencepiece(tmp_path / "m.gguf", prefix=False, **beyond)
+    ours, plain = tokenizer_of(path), tokenizer_of(write_sentencepiece(tmp_path / "n.gguf", prefix=False))
+    assert ours.encode("ab é", add_special_tokens=True) == plain.encode("ab é", add_special_tokens=True)
+    notes = "bos_token_id 561 (taken: 1), eos_token_id 600 (taken: 2), eot_token_id -1 (taken: None)"
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.endswith(
+        f": special tokens beyond the vocabulary of 561: {notes}, unknown_token_id 2147483647 (taken: 0)"
+    )
+    assert others == []
+    texts = special_tokens(GGUFModel(path))
+    assert texts == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", [NORMAL, USER, CONTROL])
+@pytest.mark.parametrize("count", [1, 3])
+def test_empty_tokens_have_ids_that_no_text_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, kind: int, count: int
+) -> None:
+    sentencepiece = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"[EMPTY]0123456789x"]
+    words = [*byte_alphabet()] if model == "gpt2" else sentencepiece
+    types = [NORMAL] * 256 if model == "gpt2" else [UNKNOWN, *[BYTE] * 256, *[NORMAL] * 19]
+    tokens = [*words, *[""] * count, "</s>"]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    tokens += ["[E"] if model == "gpt2" else []
+    parts: dict[str, Any] = {"merges": ["[ E"], "pre": "llama-bpe"}  # which looks up whole words
+    parts = parts if model == "gpt2" else {"scores": [-float(i) for i in range(len(tokens))]}
+    types = [*types, *[kind] * count, CONTROL, *[NORMAL] * (len(tokens) - len(types) - count - 1)]
+    add_tokenizer(writer, tokens=tokens, types=types, model=model, eos=len(words) + count, **parts)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
+    path = finish(writer, tmp_path / "m.gguf")
+    ours = tokenizer_of(path)
+    ids = list(range(len(words), len(words) + count))
+    note = f"{count} empty tokens, which no text is encoded to, by id: {', '.join(map(str, ids))}"
+    assert capsys.readouterr().err == f"meltcore: {path}: {note}\n"
+    for each in ids:
+        text = ours.decode([each], skip_special_tokens=False)
+        assert text == f"[EMPTY {each}]"
+        for around in (text, f" {text}", f"x{text}</s>", text.replace(" ", "▁"), text.replace(" ", "Ġ")):
+            assert set(ids).isdisjoint(ours.encode(around, add_special_tokens=True)), around
+    assert broken_reasons(path) == []
 
 
 def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from tokenizers import decoders, models, normalizers, processors
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
-from meltcore.models.checkpoints.gguf.gguf_tokens import token_types
+from meltcore.models.checkpoints.gguf.gguf_tokens import ids_beyond, special_id, token_types
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
+_MAX_IDS_SHOWN = 5
 SPACE = "▁"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 _KINDS = ("gpt2", "llama")
@@ -35,10 +36,9 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
     if reasons := _kind_reasons(gguf):
         raise UnservableModelError(str(gguf.path), reasons)
     kind = gguf.metadata.get(f"{PREFIX}model")
-    vocab, types, retyped = _read_vocabulary(gguf)
-    if retyped:
-        names = ", ".join(retyped)
-        print(f"meltcore: {gguf.path}: control tokens, though of another type: {names}", file=sys.stderr, flush=True)
+    vocab, types, notes = _read_vocabulary(gguf)
+    for note in notes:
+        print(f"meltcore: {gguf.path}: {note}", file=sys.stderr, flush=True)
     try:
         tokenizer, add_bos = (_byte_level if kind == "gpt2" else _sentencepiece)(gguf, vocab, types)
     except ConfigError:
@@ -97,12 +97,8 @@ def _kind_reasons(gguf: GGUFModel) -> list[str]:
 def special_tokens(gguf: GGUFModel) -> dict[str, str]:
     """Return the texts of the special tokens by their names in a chat template, such as bos_token."""
     tokens = gguf.texts(f"{PREFIX}tokens") if f"{PREFIX}tokens" in gguf.metadata else []
-    ids = {f"{name}_token": gguf.metadata.get(f"{PREFIX}{key}_token_id") for name, key in SPECIAL_NAMES.items()}
-    return {
-        name: tokens[token_id]
-        for name, token_id in ids.items()
-        if type(token_id) is int and token_id in range(len(tokens))
-    }
+    ids = {f"{name}_token": special_id(gguf, key, len(tokens)) for name, key in SPECIAL_NAMES.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
 def template_source(gguf: GGUFModel) -> str | None:
@@ -114,19 +110,29 @@ def template_source(gguf: GGUFModel) -> str | None:
 
 
 def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, Any], list[str]]:
-    """Return the ids of tokens, the types of all rows, and tokens that the file has another type for.
+    """Return the ids of tokens, the types of all rows, and what is read otherwise than the file has it.
 
-    Raises ConfigError for a token that occurs twice.
+    Raises ConfigError for a token that occurs twice, over which llama.cpp ends. Empty tokens get names.
     """
     tokens = gguf.texts(f"{PREFIX}tokens")
     types, retyped = token_types(gguf, tokens)
+    beyond = ids_beyond(gguf, len(tokens))
     used = np.flatnonzero(types != TokenType.UNUSED)
     tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
+    empty = [token_id for token_id, token in enumerate(tokens) if not token]
+    types[empty] = TokenType.UNUSED
+    # llama.cpp names them so too. No text is encoded to these: a vocabulary has another character for their space.
+    tokens = [token or f"[EMPTY {token_id}]" for token_id, token in enumerate(tokens)]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
         raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {twice!r} twice")
-    return vocab, types, retyped
+    notes = {
+        "control tokens, though of another type": retyped,
+        f"special tokens beyond the vocabulary of {len(types)}": beyond,
+        f"{len(empty)} empty tokens, which no text is encoded to, by id": list(map(str, empty[:_MAX_IDS_SHOWN])),
+    }
+    return vocab, types, [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
 
 
 def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -177,7 +183,7 @@ def _sentencepiece(
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a BPE tokenizer with SentencePiece's spaces and byte tokens. It adds a BOS token by default."""
     scores = _read_scores(gguf, types)
-    unknown = gguf.metadata.get(f"{PREFIX}unknown_token_id", 0)
+    unknown = special_id(gguf, "unknown", len(types)) or 0
     unknown_token = next((token for token, token_id in vocab.items() if token_id == unknown), None)
     bpe = models.BPE(
         vocab, merges_from_scores(vocab, scores, types), unk_token=unknown_token, fuse_unk=True, byte_fallback=True
@@ -219,9 +225,9 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
     """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
     tokens = special_tokens(gguf)
     template, used = ["$A"], []
-    if gguf.metadata.get(f"{PREFIX}add_bos_token", add_bos) and "bos_token" in tokens:
+    if gguf.metadata.get(f"{PREFIX}add_bos_token", add_bos) and tokens.get("bos_token"):
         template, used = [tokens["bos_token"], *template], [tokens["bos_token"]]
-    if gguf.metadata.get(f"{PREFIX}add_eos_token", False) and "eos_token" in tokens:
+    if gguf.metadata.get(f"{PREFIX}add_eos_token", False) and tokens.get("eos_token"):
         template, used = [*template, tokens["eos_token"]], [*used, tokens["eos_token"]]
     if used:
         ids = [(token, tokenizer.token_to_id(token)) for token in used]

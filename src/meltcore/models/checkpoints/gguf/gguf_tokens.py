@@ -29,16 +29,19 @@ _TURN_TOKENS = END_TOKENS | {
 }
 # Their type is USER_DEFINED in files that have types: text, but whole tokens.
 _REASONING_TOKENS = ("<think>", "</think>")
-_STATED_KEYS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
+_STATED_KEYS = ("bos", "eos", "eot", "eom")
+_SPECIAL_KEYS = (*_STATED_KEYS, "unknown", "padding")
+# What llama.cpp takes for an id beyond the vocabulary. For byte-level BPE it takes 11, Falcon's end token, and we none.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
     """Return bos_token_id and eos_token_id: the stated end tokens, and control tokens that end a turn by their text."""
-    ids = {name: _stated_id(model, name, len(tokens)) for name in _STATED_KEYS}
+    ids = {name: special_id(model, name, len(tokens)) for name in _STATED_KEYS}
     types, _ = token_types(model, tokens)
     by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
     end_ids = [*(ids[name] for name in _STATED_KEYS[1:] if ids[name] is not None), *by_text]
-    return {"bos_token_id": ids["bos_token_id"], "eos_token_id": list(dict.fromkeys(end_ids))}
+    return {"bos_token_id": ids["bos"], "eos_token_id": list(dict.fromkeys(end_ids))}
 
 
 def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, Any], list[str]]:
@@ -58,20 +61,34 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     reasoning = [i for i, token in enumerate(tokens) if token in _REASONING_TOKENS and types[i] == TokenType.NORMAL]
     types[reasoning] = TokenType.USER_DEFINED
     candidates = {token_id for token_id, token in enumerate(tokens) if token in _TURN_TOKENS}
-    stated = [token_id for name in _STATED_KEYS if (token_id := _stated_id(model, name, len(tokens))) is not None]
+    stated = [token_id for name in _STATED_KEYS if (token_id := special_id(model, name, len(tokens))) is not None]
     candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
     wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
     types[wrong] = TokenType.CONTROL
     return types, [tokens[i] for i in wrong]
 
 
-def _stated_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
-    token_id = model.metadata.get(f"tokenizer.ggml.{name}")
-    if token_id is not None and (type(token_id) is not int or not 0 <= token_id < num_tokens):
-        raise ConfigError(
-            f"{model.path}: tokenizer.ggml.{name} must be from 0 to {num_tokens - 1}; got {describe_value(token_id)}"
-        )
-    return token_id
+def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
+    """Return the id of a special token, None where the file states none. Raises ConfigError for another value.
+
+    An id beyond the vocabulary is the default of llama.cpp for SentencePiece, and none for byte-level BPE.
+    """
+    key = f"tokenizer.ggml.{name}_token_id"
+    token_id = model.metadata.get(key)
+    if token_id is not None and type(token_id) is not int:
+        raise ConfigError(f"{model.path}: {key} must be from 0 to {num_tokens - 1}; got {describe_value(token_id)}")
+    if token_id is None or 0 <= token_id < num_tokens:
+        return token_id
+    default = _SENTENCEPIECE_IDS.get(name) if model.metadata.get("tokenizer.ggml.model") == "llama" else None
+    return None if default is None or default >= num_tokens else default
+
+
+def ids_beyond(model: GGUFModel, num_tokens: int) -> list[str]:
+    """Return the special tokens whose ids the vocabulary does not have, and what is taken instead."""
+    found = ((name, model.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in _SPECIAL_KEYS)
+    beyond = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}
+    taken = {name: special_id(model, name, num_tokens) for name in beyond}
+    return [f"{name}_token_id {value} (taken: {taken[name]})" for name, value in beyond.items()]
 
 
 def _is_in_brackets(token: str) -> bool:
