@@ -20,7 +20,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, find_gguf, is_translation_model, open_checkpoint
 from meltcore.models.checkpoints.gguf.gguf_config import read_config
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFModel
 
@@ -341,6 +341,101 @@ def test_parts_are_found_by_any_of_them(tmp_path: Path) -> None:
         GGUFModel(parts[0])
 
 
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "mmproj-a.gguf": ({"general.architecture": "clip"}, r"a multimodal projector \(general\.architecture is 'clip'\)"),
+    "gemma-3-4b-it-mmproj-f16.gguf": (
+        {"general.type": "mmproj"},
+        r"a multimodal projector \(general\.type is 'mmproj'",
+    ),
+    "vision.gguf": ({"general.architecture": "clip"}, "a multimodal projector"),
+    "imatrix.gguf": ({"general.type": "imatrix", "general.architecture": None}, "an importance matrix .*'imatrix'"),
+    "a-Q8_0.imatrix.GGUF": ({"general.type": "imatrix"}, "an importance matrix"),
+    "my-lora-f16.gguf": ({"general.type": "adapter"}, r"an adapter \(general\.type is 'adapter'\)"),
+    "happy.gguf": ({"general.architecture": "controlvector"}, "a control vector"),
+}
+
+
+def write_vocabulary(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen3")
+    add_tokenizer(writer, tokens=["a", "b"])
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_file_that_stands_beside_a_model_is_not_taken_for_it(tmp_path: Path, name: str) -> None:
+    change, message = KINDS[name]
+    write(tmp_path / "a.gguf")
+    write(tmp_path / name, change, tokens=False)
+    gguf_model = open_checkpoint(str(tmp_path), files="all").gguf
+    assert gguf_model is not None
+    assert gguf_model.path == tmp_path / "a.gguf"
+    with pytest.raises(ConfigError, match=rf"{name}: it is {message}.*, and no model$"):
+        open_checkpoint(str(tmp_path / name), files="all")
+    (tmp_path / "a.gguf").unlink()
+    with pytest.raises(ConfigError, match=rf"{name}: it is {message}.*, and no model$"):
+        open_checkpoint(str(tmp_path), files="all")
+    write_vocabulary(tmp_path / "vocab.gguf")
+    with pytest.raises(
+        ConfigError, match=r"has no GGUF file of a model: .*vocab\.gguf is a vocabulary \(it has no ten"
+    ):
+        open_checkpoint(str(tmp_path), files="all")
+    (tmp_path / "config.json").write_text('{"architectures": []}')  # of random weights
+    assert open_checkpoint(str(tmp_path), files="text").gguf is None
+
+
+def test_name_of_a_model_does_not_make_it_a_projector(tmp_path: Path) -> None:
+    """The header counts. A file that cannot be read is told by its name, and so is one of two models."""
+    write(tmp_path / "merged-mmproj-imatrix.gguf")
+    for name in ("m-MMPROJ-f16.gguf", "m.imatrix.gguf"):
+        (tmp_path / name).write_bytes(b"cut short")
+    opened = open_checkpoint(str(tmp_path), files="all").gguf
+    assert opened is not None
+    assert opened.path.name == "merged-mmproj-imatrix.gguf"
+    write(tmp_path / "m.gguf")
+    opened = open_checkpoint(str(tmp_path), files="all").gguf
+    assert opened is not None
+    assert opened.path.name == "m.gguf"
+
+
+def test_first_part_without_tensors_is_no_vocabulary(tmp_path: Path) -> None:
+    """As llama-gguf-split writes it with --no-tensor-first-split; beside parts of a projector."""
+    write(tmp_path / "m-00002-of-00002.gguf", {"split.no": 1, "split.count": 2}, tokens=False)
+    keys = {"split.no": 0, "split.count": 2}
+    path = write(tmp_path / "m-00001-of-00002.gguf", keys)
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + struct.pack("<Q", 0) + content[16 : content.index(b"token_embd.weight") - 8])
+    for part in (1, 2):
+        change = {"split.no": part - 1, "split.count": 2, "general.architecture": "clip"}
+        file = write(tmp_path / f"p-0000{part}-of-00002.gguf", change, tokens=False)
+        file.write_bytes(
+            file.read_bytes().replace(b"token_embd", f"v.part{part}___".encode()).replace(b"blk.0", b"blk.%d" % part)
+        )
+    write_vocabulary(tmp_path / "ggml-vocab-a.gguf")
+    opened = open_checkpoint(str(tmp_path), files="all").gguf
+    assert opened is not None
+    assert [file.path.name for file in opened.files] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    with pytest.raises(ConfigError, match=r"p-00002-of-00002\.gguf: it is a multimodal projector"):
+        open_checkpoint(str(tmp_path / "p-00002-of-00002.gguf"), files="all")
+
+
+@pytest.mark.parametrize("name", ["sha256-0f9a", "MODEL.GGUF", "model.bin", "m-00001-of-00001.GGUF"])
+def test_file_of_any_name_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+    """Ollama's blobs have no suffix. A folder with one is that file, beside others that are no GGUF."""
+    write(tmp_path / "m.gguf").rename(tmp_path / name)
+    (tmp_path / "sha256-ffff").write_text('{"temperature": 0.6}')
+    for model in (tmp_path / name, tmp_path):
+        opened = open_checkpoint(str(model), files="all")
+        assert opened.gguf is not None
+        assert opened.gguf.path == tmp_path / name
+        assert find_gguf(str(model), "all") == tmp_path / name
+        assert not is_translation_model(str(model))
+    with pytest.raises(ConfigError, match=r"sha256-ffff is a file, and not in GGUF; name the folder of a checkpoint"):
+        open_checkpoint(str(tmp_path / "sha256-ffff"), files="all")
+    (tmp_path / "sha256-ffff").write_bytes(b"FUGG" + bytes(60))
+    with pytest.raises(ConfigError, match="sha256-ffff: the file is big-endian GGUF"):
+        open_checkpoint(str(tmp_path / "sha256-ffff"), files="all")
+
+
 def test_folder_with_one_checkpoint_is_opened_and_several_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf")
     (tmp_path / "mmproj-a.gguf").write_bytes(b"of a vision projector")
@@ -350,8 +445,9 @@ def test_folder_with_one_checkpoint_is_opened_and_several_are_named(tmp_path: Pa
     write(tmp_path / "b.gguf")
     with pytest.raises(ConfigError, match=r"has 2 GGUF checkpoints, so name one of them: a\.gguf, b\.gguf"):
         open_checkpoint(str(tmp_path), files="all")
-    with pytest.raises(ConfigError, match=r"none\.gguf: no such file"):
-        open_checkpoint(str(tmp_path / "none.gguf"), files="all")
+    for name in ("none.gguf", "NONE.GGUF"):
+        with pytest.raises(ConfigError, match=rf"{name}: no such file"):
+            open_checkpoint(str(tmp_path / name), files="all")
 
 
 def test_damaged_headers_give_config_errors(tmp_path: Path) -> None:

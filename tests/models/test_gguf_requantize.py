@@ -109,6 +109,15 @@ def test_quantized_input_needs_the_flag(tmp_path: Path, capsys: pytest.CaptureFi
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+@pytest.mark.parametrize("kind", ["imatrix", "adapter", "controlvector"])
+def test_only_networks_are_quantized_again(tmp_path: Path, kind: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", kind)
+    writer.add_tensor("v.w.weight", np.ones((8, 32), dtype=np.float32))
+    model = GGUFModel(finish(writer, tmp_path / "a.gguf"))
+    with pytest.raises(ConfigError, match=rf"a\.gguf is an? .* \(general\.architecture is '{kind}'\), and no model"):
+        check_requantizable(model, allow_requantize=False)
+
+
 def test_what_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
     source = write(tmp_path / "model.gguf", {"token_embd.weight": "Q5_0", "blk.0.w.weight": "F32"})
     with pytest.raises(ConfigError, match=r"model\.gguf is the source, so it is not replaced"):

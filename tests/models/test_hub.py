@@ -23,6 +23,11 @@ SEVERAL = ["README.md", "config.json", "M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-UD-Q4_
 REPOSITORIES = {
     "owner/several-GGUF": SEVERAL,
     "owner/one-gguf": ["README.md", "m-q4_0.gguf", "mmproj-model-f16-27B.gguf"],
+    "owner/beside": [
+        *("M-imatrix-Q4_K_M.gguf", "M.imatrix.gguf", "imatrix_M.gguf", "M-mmproj-F16.gguf", "MMPROJ-BF16.gguf"),
+        *("x/M-mmproj-f16.gguf", "imatrix-Q8_0.gguf"),
+    ],
+    "owner/upper-gguf": ["M-Q8_0.GGUF", "imatrix.GGUF"],
     "owner/both": ["config.json", "model.safetensors", "m-Q8_0.gguf"],
     "owner/usual": ["config.json", "model.safetensors"],
 }
@@ -65,6 +70,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
         ("owner/several-GGUF:M-BF16-00001-of-00002.gguf", SPLIT),
         ("owner/several-GGUF:BF16/M-BF16-00001-of-00002.gguf", SPLIT),
         ("owner/both:Q8_0", ["m-Q8_0.gguf"]),
+        ("owner/beside", ["M-imatrix-Q4_K_M.gguf"]),
+        ("owner/beside:q4_k_m", ["M-imatrix-Q4_K_M.gguf"]),
+        ("owner/upper-gguf", ["M-Q8_0.GGUF"]),
+        ("owner/upper-gguf:M-Q8_0.GGUF", ["M-Q8_0.GGUF"]),
+        ("owner/upper-gguf:q8_0", ["M-Q8_0.GGUF"]),
     ],
 )
 def test_only_the_chosen_file_is_downloaded(asked: Asked, tmp_path: Path, model: str, files: list[str]) -> None:
@@ -93,6 +103,21 @@ def test_choice_of_none_or_several_is_refused_with_the_files(asked: Asked, model
     with pytest.raises(ConfigError, match=message) as refused:
         open_checkpoint(model, files="all")
     assert "mmproj" not in str(refused.value)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("M-mmproj-F16.gguf", "M-mmproj-F16.gguf is a multimodal projector by its name, and no model"),
+        ("bf16", "MMPROJ-BF16.gguf is a multimodal projector by its name, and no model"),
+        ("M.imatrix.gguf", "M.imatrix.gguf is an importance matrix by its name, and no model"),
+        ("Q8_0", "imatrix-Q8_0.gguf is an importance matrix by its name, and no model"),
+    ],
+)
+def test_choice_of_what_stands_beside_a_model_is_refused_as_such(asked: Asked, choice: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(f"owner/beside:{choice}", files="all")
     assert asked == []
 
 

@@ -22,6 +22,20 @@ REQUESTS_FILE = "requests.jsonl"  # streamed during a run, before there is a res
 Content = TypeVar("Content", bound=msgspec.Struct)
 
 
+def is_gguf(name: str | Path) -> bool:
+    """Return whether a file is GGUF, by the end of its name or by its first bytes: other programs store any name."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        if not path.is_file():  # opening a named pipe waits for a writer
+            return False
+        with path.open("rb") as file:
+            return file.read(4) in (b"GGUF", b"FUGG")  # little-endian and big-endian
+    except OSError:
+        return False
+
+
 @contextmanager
 def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
     """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.

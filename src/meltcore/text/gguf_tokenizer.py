@@ -130,7 +130,10 @@ def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, A
     notes = {
         "control tokens, though of another type": retyped,
         f"special tokens beyond the vocabulary of {len(types)}": beyond,
-        f"{len(empty)} empty tokens, which no text is encoded to, by id": list(map(str, empty[:_MAX_IDS_SHOWN])),
+        "empty tokens, which no text is encoded to, by id": [
+            *map(str, empty[:_MAX_IDS_SHOWN]),
+            *([f"and {len(empty) - _MAX_IDS_SHOWN} more"] if len(empty) > _MAX_IDS_SHOWN else []),
+        ],
     }
     return vocab, types, [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
 

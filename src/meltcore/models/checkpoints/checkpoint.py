@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meltcore.common.errors import ConfigError
+from meltcore.common.errors import ConfigError, UnservableModelError
+from meltcore.common.files import is_gguf
 from meltcore.models.checkpoints.fairseq_config import TOKENIZER_FOLDER
 from meltcore.models.checkpoints.fairseq_config import find_checkpoint as find_fairseq
 from meltcore.models.checkpoints.fairseq_config import read_config as read_fairseq_config
@@ -356,7 +357,7 @@ def is_synthesis_model(model: str, *, dummy: bool = False) -> bool:
 
 def _architectures(model: str, dummy: bool) -> list[str]:
     """Return the names in config.json; none for what cannot be opened, which the engine of text generation reports."""
-    if model.endswith(".gguf"):
+    if is_gguf(model):
         return []
     try:
         return open_checkpoint(model, files="config" if dummy else "text").config.get("architectures") or []
@@ -371,36 +372,59 @@ def is_on_hub(model: str) -> bool:
 
 
 def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
-    """Return the GGUF file that `model` names, locally or on the hub, or that is the only one of a folder, else None.
+    """Return the GGUF file that `model` names, locally or on the hub, or the only model of a folder, else None.
 
-    Raises ConfigError for a missing file, and for several to choose from.
+    Raises ConfigError for a missing file, for several to choose from, and for a folder with other GGUF files alone.
     """
     path = Path(model).expanduser()
     is_here = files == "config" and model in PUBLISHED_CONFIG_FOLDERS
     if is_on_hub(model) and not is_here:
         return download_gguf(model)
-    if model.endswith(".gguf") and not path.is_dir():
+    if not path.is_dir():
+        if not is_gguf(path):
+            return None
         if not path.exists():
             raise ConfigError(f"{model}: no such file")
         return path
-    if not path.is_dir() or not any(path.glob("*.gguf")) or has_weights(file.name for file in path.iterdir()):
+    if has_weights(file.name for file in path.iterdir()):
         return None
-    from meltcore.models.checkpoints.gguf.gguf_file import gguf_checkpoints
+    found = [file.name for file in path.iterdir() if not file.is_dir() and is_gguf(file)]
+    usual = [name for name in found if name.lower().endswith(".gguf")]  # others may be downloads that did not end
+    return _only_gguf_model(model, path, usual or found) if found else None
 
-    candidates = list(gguf_checkpoints(file.name for file in path.iterdir()))
-    if len(candidates) > 1:
-        raise ConfigError(
-            f"{model} has {len(candidates)} GGUF checkpoints, so name one of them: {', '.join(candidates)}"
-        )
-    return path / candidates[0] if candidates else None
+
+def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
+    """Return the only model among the GGUF files of a folder; None where a config.json stands beside none."""
+    # Imported here: they take 0.2 s, which other checkpoints do not need.
+    from meltcore.models.checkpoints.gguf.gguf_file import gguf_checkpoints
+    from meltcore.models.checkpoints.gguf.gguf_kinds import kind_by_name, other_kinds
+
+    checkpoints, has_config = gguf_checkpoints(names), (folder / "config.json").exists()
+    if len(checkpoints) == 1 and not has_config:  # which is read once, when it is opened
+        return folder / next(iter(checkpoints))
+    others = other_kinds(folder, checkpoints)
+    models = [name for name in checkpoints if name not in others]
+    models = [name for name in models if kind_by_name(name) is None] or models
+    if len(models) > 1:
+        raise ConfigError(f"{model} has {len(models)} GGUF checkpoints, so name one of them: {', '.join(models)}")
+    if models:
+        return folder / models[0]
+    if has_config:
+        return None
+    shown = "; ".join(f"{name} is {kind}" for name, kind in others.items())
+    raise ConfigError(f"{model} has no GGUF file of a model: {shown}")
 
 
 def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoint:
     # Imported here: they take 0.2 s, which other checkpoints do not need.
     from meltcore.models.checkpoints.gguf.gguf_config import read_servable_config
     from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
+    from meltcore.models.checkpoints.gguf.gguf_kinds import other_kind
 
     gguf = GGUFModel(path)
+    kind = other_kind(gguf)
+    if kind is not None:
+        raise UnservableModelError(str(path), [f"it is {kind}, and no model"])
     config = read_servable_config(gguf, has_tokenizer=tokenizer_folder is not None)
     checkpoint = Checkpoint(name, path.parent, config, {}, gguf, tokenizer_folder)
     _ = checkpoint.eos_token_ids
@@ -417,6 +441,8 @@ def find_folder(model: str, files: CheckpointFiles) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if folder.exists():
+        raise ConfigError(f"{model} is a file, and not in GGUF; name the folder of a checkpoint")
     is_local_path = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
     if is_local_path:
         raise ConfigError(

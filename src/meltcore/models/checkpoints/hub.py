@@ -38,7 +38,7 @@ class HubId(NamedTuple):
         """Return the parts of "owner/name" or "owner/name:CHOICE", None for anything else, such as a local file."""
         repository, colon, choice = model.partition(":")
         is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", repository) is not None
-        if not is_id or repository.endswith(".gguf") or (colon and not choice):
+        if not is_id or repository.lower().endswith(".gguf") or (colon and not choice):
             return None
         return cls(repository, choice if colon else None)
 
@@ -158,18 +158,22 @@ def _find_gguf(model: str) -> list[str] | None:
     names = _list_files(hub_id)
     if hub_id.choice is None and has_weights(names):
         return None
-    from meltcore.models.checkpoints.gguf.gguf_file import (
-        gguf_checkpoints,  # which imports gguf, that other checkpoints do not need
-    )
+    # Imported here: they import gguf, which other checkpoints do not need.
+    from meltcore.models.checkpoints.gguf.gguf_file import gguf_checkpoints
+    from meltcore.models.checkpoints.gguf.gguf_kinds import kind_by_name
 
-    checkpoints = gguf_checkpoints(names)
-    if not checkpoints and hub_id.choice is None:
+    checkpoints = gguf_checkpoints(name for name in names if name.lower().endswith(".gguf"))
+    others = {name: kind for name in checkpoints if (kind := kind_by_name(name)) is not None}
+    models = [name for name in checkpoints if name not in others]
+    if not models and hub_id.choice is None:
         return None
     if not checkpoints:
         raise ConfigError(f"{model}: {hub_id.repository} has no *.gguf files to choose from")
-    chosen = [name for name in checkpoints if hub_id.choice is None or _matches(name, hub_id.choice)]
+    chosen = [name for name in models if hub_id.choice is None or _matches(name, hub_id.choice)]
     if len(chosen) != 1:
-        raise ConfigError(_choice_error(model, hub_id, list(checkpoints), chosen))
+        other = next((name for name in others if not chosen and _matches(name, str(hub_id.choice))), None)
+        error = _choice_error(model, hub_id, models, chosen)
+        raise ConfigError(error if other is None else f"{model}: {other} is {others[other]}, and no model")
     return [chosen[0], *(part for part in checkpoints[chosen[0]] if part != chosen[0])]
 
 
@@ -191,9 +195,9 @@ def _list_files(hub_id: HubId) -> list[str]:
 
 def _matches(name: str, choice: str) -> bool:
     """Return whether `choice` is a checkpoint's name, with or without its folder, or the format that it ends in."""
-    if choice.endswith(".gguf"):
+    if choice.lower().endswith(".gguf"):
         return choice in (name, name.rpartition("/")[2])
-    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+    stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE)
     return re.search(rf"(^|[-./]){re.escape(choice)}$", stem, re.IGNORECASE) is not None
 
 

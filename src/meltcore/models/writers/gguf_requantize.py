@@ -28,6 +28,7 @@ from meltcore.models.checkpoints.gguf.gguf_formats import (
     count_formats,
     experts_together,
 )
+from meltcore.models.checkpoints.gguf.gguf_kinds import other_kind
 from meltcore.models.writers.rounding_loss import RoundingLoss
 
 # Of the formats that are written, the types of their files, and magnitudes beyond which a scale would be infinite.
@@ -57,7 +58,13 @@ class _NewTensor(NamedTuple):
 
 
 def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
-    """Raise ConfigError for a quantized file, unless `allow_requantize`, and for formats that cannot be read."""
+    """Raise ConfigError for a quantized file, unless `allow_requantize`, and for formats that cannot be read.
+
+    A file that is no network, such as an importance matrix, is refused too. A projector is one.
+    """
+    kind = other_kind(model)
+    if kind is not None and model.metadata.get("general.architecture") != "clip":
+        raise ConfigError(f"{model.path} is {kind}, and no model")
     for file in model.files:
         for name, type_id in file.unknown_types.items():
             raise ConfigError(f"{file.path}: {name} has the type {type_id}, which cannot be read")

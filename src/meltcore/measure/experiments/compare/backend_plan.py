@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.files import is_gguf
 from meltcore.measure.documents.backends import START_OF, SetUp, StartKind
 from meltcore.measure.documents.served_model import public_name
 from meltcore.measure.experiments.compare.server import ARGS, PORT, ServerCommand
@@ -18,7 +19,6 @@ from meltcore.settings.server_templates import TEMPLATES, fill_command, find_pro
 OURS = "meltcore"
 MEMORY_FRACTION = 0.9  # of a GPU, for all engines on it where several share it
 MODEL_NAME = "m"  # in requests, the same for all
-_GGUF = ".gguf"
 _READ_GGUF = ("meltcore", "llama.cpp")  # SGLang and vLLM need a plugin or a flag: --command
 
 
@@ -149,9 +149,9 @@ class BackendsPlan:
         if not checkpoint:
             return "no quantized checkpoint was given (--quantized)"
         if options.command is None:
-            if name == "llama.cpp" and not checkpoint.endswith(_GGUF):
+            if name == "llama.cpp" and not is_gguf(checkpoint):
                 return f"llama.cpp reads GGUF files; got {public_name(checkpoint)} (--checkpoint llama.cpp=FILE.gguf)"
-            if name not in _READ_GGUF and checkpoint.endswith(_GGUF):
+            if name not in _READ_GGUF and is_gguf(checkpoint):
                 return f"its template reads no GGUF file; got {public_name(checkpoint)}"
         needed = {"data-parallel": "data_parallel_size", "split": "tensor_parallel_size"}.get(kind)
         if needed is None:

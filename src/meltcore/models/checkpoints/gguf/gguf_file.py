@@ -45,7 +45,7 @@ _NUMBERS = {
     GGUFValueType.FLOAT64: "<f8",
 }
 _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
-_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT_NAME = re.compile(r"(.+-)(\d{5})(-of-(\d{5})\.gguf)", re.IGNORECASE)
 
 
 class GGUFArray(NamedTuple):
@@ -335,8 +335,8 @@ def split_paths(path: Path) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    count = int(match[3])
-    parts = [path.with_name(f"{match[1]}-{index:05d}-of-{match[3]}.gguf") for index in range(1, count + 1)]
+    count = int(match[4])
+    parts = [path.with_name(f"{match[1]}{index:05d}{match[3]}") for index in range(1, count + 1)]
     missing = [part.name for part in parts if not part.exists()]
     if missing or not parts:
         raise ConfigError(f"{path} is one of {count} parts; missing: {', '.join(missing[:5]) or 'all'}")
@@ -344,16 +344,12 @@ def split_paths(path: Path) -> list[Path]:
 
 
 def gguf_checkpoints(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the GGUF checkpoints among file names: the parts of each, by the first one or the only one.
-
-    Files of vision projectors, which are no language models, are named mmproj-*.gguf.
-    """
+    """Return the checkpoints of GGUF files by their names: the parts of each, by the first one or the only one."""
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(names):
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
-            match = _SPLIT_NAME.fullmatch(name)
-            first = name if match is None else f"{match[1]}-00001-of-{match[3]}.gguf"
-            checkpoints.setdefault(first, []).append(name)
+        match = _SPLIT_NAME.fullmatch(name)
+        first = name if match is None else f"{match[1]}00001{match[3]}"
+        checkpoints.setdefault(first, []).append(name)
     return checkpoints
 
 
