@@ -25,8 +25,8 @@ from bench_output import Row, Target, need_gpu, write_result
 from meltcore.kernels.attention.decode import DecodeLaunch, decode_attention
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms, make_query_tiles
 from meltcore.kernels.attention.prefill import PrefillLaunch, prefill_attention
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.launch import force_implementation
-from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.rotary import rotary_table
 
 PAGE_SIZE = 64

@@ -21,11 +21,11 @@ from attention import check, median_us
 from bench_output import Row, Target, need_gpu, write_result
 from linear import READ_BYTES_PER_US
 
+from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
+from meltcore.kernels.fp8.block_fp8_experts import block_fp8_expert_outputs
+from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.moe.routing import Routing
-from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
-from meltcore.kernels.quant.block_fp8_experts import block_fp8_expert_outputs
-from meltcore.kernels.quant.block_fp8_linear import block_fp8_linear
-from meltcore.kernels.quant.fp8 import FP8
 
 LAYERS = 8
 TYPE = torch.bfloat16

@@ -22,10 +22,10 @@ from attention import CACHE_BYTES, check, median_us
 from bench_output import Row, need_gpu, write_result
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.fp8.fp8 import Fp8Tensor, quantize
+from meltcore.kernels.fp8.fp8_linear import fp8_linear
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant.fp8 import Fp8Tensor, quantize
-from meltcore.kernels.quant.fp8_linear import fp8_linear
 
 TOKENS = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128, 256, 400, 512, 1000)
 MANY_TOKENS = (2048, 4096, 8192, 16384)

@@ -71,11 +71,11 @@ IMPORTED_MODULES = 40  # 26 today; numpy alone brings 100
 # Numbers that may only fall (docs/decisions/package-layout.md has their goals). Lower one with the code that lowers it.
 MOST = {
     "rooms": 16,
-    "fullest folder": 20,
+    "fullest folder": 18,
     "import circles": 0,
     "two-way pairs of folders in engine": 0,
     "two-way pairs of folders": 1,
-    "files that name a task": 46,
+    "files that name a task": 45,
     "files that name synthesis": 50,
     "settings": 216,
     "forms of a chat request": 22,

@@ -128,7 +128,7 @@ EXCEPTIONS: tuple[Meant, ...] = (
     Meant("docs/architecture.md", "tests/test_layout.py", "the name of a test file"),
     Meant("src/meltcore/measure/experiments/evals/gsm8k.py", "chain of thought", "the name of the prompting method"),
     Meant("src/meltcore/kernels/attention/prefill.py", "the compiler's choice", "nothing about experts here"),
-    Meant("src/meltcore/kernels/quant/fp8_gemv.py", "Products of e4m3", "scalar products of two numbers"),
+    Meant("src/meltcore/kernels/fp8/fp8_gemv.py", "Products of e4m3", "scalar products of two numbers"),
 )
 
 

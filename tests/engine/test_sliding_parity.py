@@ -18,8 +18,8 @@ from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Scheduler
 from meltcore.engine.worker.caches import allocate_caches
 from meltcore.kernels.attention import paged as attention_kernel
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.norm import add_rms_norm
-from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers import attention as attention_layer
 from meltcore.layers import embedding as embedding_layer
 from meltcore.layers import feed_forward

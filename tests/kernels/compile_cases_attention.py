@@ -12,10 +12,10 @@ from meltcore.kernels import activation, embedding, grouped_convolution, layer_n
 from meltcore.kernels.attention import beam, decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionMetadata, AttentionParams, HeadNorms
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
+from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import CHUNK, GatedDeltaParams, GatedDeltaShape, chunk_rows
-from meltcore.kernels.quant.fp8 import FP8, FP8_CAPABILITY
 from meltcore.kernels.sampling import argmax, beam_top_k, draw, penalties, top_k_top_p
 
 Cases = list[CompileCase]

@@ -14,21 +14,18 @@ from kernel_tools import CompileCase, ModelShape
 from meltcore.kernels.capability import capability
 from meltcore.kernels.comm import all_reduce, staged_all_reduce
 from meltcore.kernels.comm.symmetric_memory import SymmetricMemory
-from meltcore.kernels.gemm import gemv, split_k, tma
-from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
-from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant import (
+from meltcore.kernels.fp8 import (
     block_fp8,
     block_fp8_experts,
     block_fp8_gemm,
     fp8,
     fp8_gemv,
     fp8_split_k,
-    ggml,
-    ggml_decode,
-    ggml_experts,
-    ggml_gemm,
 )
+from meltcore.kernels.gemm import gemv, split_k, tma
+from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
+from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant import ggml, ggml_decode, ggml_experts, ggml_gemm
 from meltcore.kernels.quant.ggml_types import HELD_TYPES, GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
 

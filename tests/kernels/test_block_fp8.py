@@ -8,11 +8,7 @@ from kernel_tools import in_triton
 from test_fp8_linear import conversions_of_fp8
 from test_linear import assert_near, assert_rounded_once, moved, random_norm
 
-from meltcore.kernels.gemm.split_k import GemmConfig
-from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode
-from meltcore.kernels.moe.routing import Routing
-from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.block_fp8 import (
+from meltcore.kernels.fp8.block_fp8 import (
     BLOCK,
     BlockFp8Tensor,
     num_blocks,
@@ -20,14 +16,18 @@ from meltcore.kernels.quant.block_fp8 import (
     quantize_blocks_reference,
     quantize_tokens,
 )
-from meltcore.kernels.quant.block_fp8_experts import (
+from meltcore.kernels.fp8.block_fp8_experts import (
     block_fp8_expert_outputs,
     block_fp8_expert_outputs_reference,
     block_fp8_grouped_gemm,
 )
-from meltcore.kernels.quant.block_fp8_gemm import block_fp8_gemm
-from meltcore.kernels.quant.block_fp8_linear import block_fp8_linear
-from meltcore.kernels.quant.fp8 import FP8, FP8_MAX
+from meltcore.kernels.fp8.block_fp8_gemm import block_fp8_gemm
+from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
+from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX
+from meltcore.kernels.gemm.split_k import GemmConfig
+from meltcore.kernels.moe.grouped_gemm import Dispatch, Mode
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.norm import Norm
 
 assert conversions_of_fp8  # a fixture that every test here uses
 BF16 = torch.bfloat16

@@ -27,7 +27,7 @@ from meltcore.kernels.attention.kv_cache import store_kv
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms, make_query_tiles
 from meltcore.kernels.attention.prefill import prefill_attention
 from meltcore.kernels.attention.stream_k import StreamK
-from meltcore.kernels.quant.fp8 import FP8, FP8_MAX
+from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX
 from meltcore.kernels.rotary import rotary_table
 
 HEADS, KV_HEADS, PROMPT = 4, 2, 100

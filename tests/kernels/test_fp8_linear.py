@@ -12,14 +12,14 @@ from kernel_tools import in_triton
 from test_linear import assert_near, assert_rounded_once, moved, random_matmul, random_norm
 from triton.runtime import interpreter
 
+from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX, Fp8Tensor, quantize, quantize_reference
+from meltcore.kernels.fp8.fp8_gemv import fp8_gemv, fp8_skinny_gemm, supports
+from meltcore.kernels.fp8.fp8_linear import SIZE_MULTIPLE, fp8_linear, uses_tma
+from meltcore.kernels.fp8.fp8_split_k import fp8_split_k_gemm
 from meltcore.kernels.gemm import tma
 from meltcore.kernels.gemm.split_k import GemmConfig
 from meltcore.kernels.gemm.tma import tma_gemm
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, Fp8Tensor, quantize, quantize_reference
-from meltcore.kernels.quant.fp8_gemv import fp8_gemv, fp8_skinny_gemm, supports
-from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE, fp8_linear, uses_tma
-from meltcore.kernels.quant.fp8_split_k import fp8_split_k_gemm
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 SHAPES = pytest.mark.parametrize(

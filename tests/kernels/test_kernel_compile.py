@@ -17,6 +17,7 @@ from meltcore.kernels import activation, grouped_convolution, layer_norm, norm, 
 from meltcore.kernels.attention import decode, kv_cache, prefill, stream_k
 from meltcore.kernels.attention.metadata import AttentionParams, HeadNorms
 from meltcore.kernels.comm import all_reduce, staged_all_reduce
+from meltcore.kernels.fp8 import block_fp8, block_fp8_experts, block_fp8_gemm, fp8_gemv, fp8_split_k
 from meltcore.kernels.gated_delta import convolution, intra_chunk, state_scan
 from meltcore.kernels.gated_delta import decode as gated_delta_decode
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
@@ -24,16 +25,7 @@ from meltcore.kernels.gated_delta.prefill import gated_delta_prefill
 from meltcore.kernels.gemm import gemv, split_k, tma
 from meltcore.kernels.launch import force_implementation
 from meltcore.kernels.moe import align, combine, expert_gemv, grouped_gemm, grouped_gemm_tma, router, routing
-from meltcore.kernels.quant import (
-    block_fp8,
-    block_fp8_experts,
-    block_fp8_gemm,
-    fp8_gemv,
-    fp8_split_k,
-    ggml_decode,
-    ggml_experts,
-    ggml_gemm,
-)
+from meltcore.kernels.quant import ggml_decode, ggml_experts, ggml_gemm
 
 BY_NAME = compile_cases_attention.BY_NAME | compile_cases_gemm.BY_NAME
 MODELS = {

@@ -18,13 +18,13 @@ from meltcore.kernels.attention.prefill import PACKED_PAIRS, PrefillLaunch
 from meltcore.kernels.attention.prefill import select_launch as select_prefill_launch
 from meltcore.kernels.attention.stream_k import StreamK, stream_k_for
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.fp8 import fp8_split_k
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
 from meltcore.kernels.gemm import split_k
 from meltcore.kernels.gemm.split_k import GemmConfig
 from meltcore.kernels.launch import pdl_options
 from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma, router
-from meltcore.kernels.quant import fp8_split_k
 
 META = torch.device("meta")
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # Qwen3-0.6B

@@ -31,7 +31,7 @@ from meltcore import LLM, SamplingParams
 from meltcore.common.errors import ConfigError
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.engine.worker.loading import load
-from meltcore.kernels.quant.fp8 import FP8
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.quant.ggml import dequantize_reference
 from meltcore.kernels.quant.ggml_linear import scratch_values
 from meltcore.kernels.quant.ggml_types import GgmlType

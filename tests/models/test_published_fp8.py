@@ -15,7 +15,7 @@ from few_layers import open_few_layers
 from fp8_tools import FP8, SIZES, logits_error, write_fp8
 
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor
+from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor
 from meltcore.layers.fp8_weights import BlockFp8Weight, Fp8Experts, Fp8Weight
 from meltcore.layers.merged_weight import MergedWeight
 from meltcore.layers.quantization import DenseExperts, DenseWeight

@@ -11,7 +11,7 @@ from test_loader import write_config
 
 from meltcore import LLM, SamplingParams
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.quant.fp8 import FP8
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.layers.fp8_weights import Fp8Weight
 from meltcore.layers.linear import LinearBase
 from meltcore.measure.problems import evaluation_set, is_correct

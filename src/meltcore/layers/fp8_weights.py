@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
+from meltcore.kernels.fp8.block_fp8_experts import block_fp8_expert_outputs
+from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
+from meltcore.kernels.fp8.fp8 import FP8, Fp8Tensor, quantize
+from meltcore.kernels.fp8.fp8_linear import fp8_linear
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
-from meltcore.kernels.quant.block_fp8_experts import block_fp8_expert_outputs
-from meltcore.kernels.quant.block_fp8_linear import block_fp8_linear
-from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor, quantize
-from meltcore.kernels.quant.fp8_linear import fp8_linear
 from meltcore.layers.quantization import DenseWeight, QuantizationMethod
 from meltcore.layers.weight_loader import (
     ConvertingLoader,

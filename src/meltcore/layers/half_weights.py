@@ -7,9 +7,9 @@ from torch import nn
 
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.embedding import sharded_embedding
+from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor
 from meltcore.kernels.gemm.half_weight import PackedHalf, half_linear
 from meltcore.kernels.norm import Norm, rms_norm
-from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor
 from meltcore.kernels.quant.ggml_decode import dequantize
 from meltcore.layers.fp8_weights import BlockFp8Weight, Fp8Weight
 from meltcore.layers.ggml_weights import GgmlWeight

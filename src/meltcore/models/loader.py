@@ -16,8 +16,8 @@ from torch import nn
 from meltcore.common.errors import ConfigError, ShardError
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.sizes import size_text
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.memory_pools import memory_pool
-from meltcore.kernels.quant.fp8 import FP8
 from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS

@@ -24,15 +24,15 @@ from meltcore.engine.worker.warm_up import (
     warm_up,
 )
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
+from meltcore.kernels.fp8 import fp8_split_k
+from meltcore.kernels.fp8.fp8 import FP8, Fp8Tensor
+from meltcore.kernels.fp8.fp8_linear import uses_tma
 from meltcore.kernels.gated_delta.common import GatedDeltaShape
 from meltcore.kernels.gated_delta.state_scan import ScanLaunch, scan_launch
 from meltcore.kernels.gemm import tma
 from meltcore.kernels.moe import grouped_gemm, grouped_gemm_tma, grouped_gemm_wgmma
 from meltcore.kernels.moe.align import scan_size
 from meltcore.kernels.moe.grouped_gemm import select_configs, select_mode
-from meltcore.kernels.quant import fp8_split_k
-from meltcore.kernels.quant.fp8 import FP8, Fp8Tensor
-from meltcore.kernels.quant.fp8_linear import uses_tma
 
 
 @pytest.mark.parametrize("max_model_len", [20, 300])

@@ -16,8 +16,8 @@ from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
 from meltcore.engine.memory.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.kernels.quant.fp8 import FP8
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.configs.config_fields import MAX_POSITIONS

@@ -37,7 +37,7 @@ from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.settings.config import EngineConfig
 
 # One step each: GEMMs of one token, of few, and of all tile sizes (kernels/gemm/linear.py, kernels/gemm/tma.py and
-# kernels/quant/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.
+# kernels/fp8/fp8_split_k.py). The largest tiles of a weight of few rows are those of the largest step.
 PROMPT_TOKENS = (1, 2, 17, 33, 65, 129, 257, 1024, 2048)
 # Further ones for routed experts: every mode and alignment of kernels/moe/grouped_gemm.py, grouped_gemm_tma.py,
 # grouped_gemm_wgmma.py and kernels/quant/ggml_experts.py. Experts are dequantized in the largest step,

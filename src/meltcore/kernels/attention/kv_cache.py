@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.attention.metadata import AttentionParams
+from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import rms_norm_reference, round_before_weight
-from meltcore.kernels.quant.fp8 import FP8, FP8_MAX
 from meltcore.kernels.rotary import apply_rope
 
 # Elements of the heads that one program rotates. A thread then has 8 of each half of a head: 16-byte accesses in

@@ -31,9 +31,9 @@ from meltcore.kernels.attention.split_kv import (
     zero_queries,
 )
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait
-from meltcore.kernels.quant.fp8 import FP8
 
 # Every program adds up the blocks of this many sequences; more of them make even enough waves.
 MAX_SEQUENCES = 128

@@ -1,1 +1,1 @@
-"""Kernels for quantized formats and their matrix multiplications."""
+"""Kernels for block-quantized formats, those of GGUF files and INT4, and their matrix multiplications."""

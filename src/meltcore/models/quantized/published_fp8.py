@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.quant.block_fp8 import BLOCK
+from meltcore.kernels.fp8.block_fp8 import BLOCK
 from meltcore.layers.embedding import ParallelLMHead
 from meltcore.layers.feed_forward import SparseMoeBlock
 from meltcore.layers.fp8_weights import StoredScales, stored_fp8_method

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.quant.fp8 import FP8_CAPABILITY
-from meltcore.kernels.quant.fp8_linear import SIZE_MULTIPLE
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY
+from meltcore.kernels.fp8.fp8_linear import SIZE_MULTIPLE
 from meltcore.kernels.quant.ggml_linear import scratch_values
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.attention import Attention

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import atomic_output, check_disk_space, write_atomic
-from meltcore.kernels.quant.fp8 import FP8, FP8_MAX, quantize
+from meltcore.kernels.fp8.fp8 import FP8, FP8_MAX, quantize
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.tensor_file import TensorFile
 from meltcore.models.loader import build_meta_model

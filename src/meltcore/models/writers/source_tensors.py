@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meltcore.common.errors import ConfigError
-from meltcore.kernels.quant.block_fp8 import BLOCK
+from meltcore.kernels.fp8.block_fp8 import BLOCK
 from meltcore.layers.half_weights import stored_values
 from meltcore.layers.int4_weights import Int4Format, int4_method
 from meltcore.layers.quantization import QuantizationMethod

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.fp8 import fp8_gemv, fp8_split_k
+from meltcore.kernels.fp8.fp8 import Fp8Tensor, quantize
 from meltcore.kernels.gemm import tma
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant import fp8_gemv, fp8_split_k
-from meltcore.kernels.quant.fp8 import Fp8Tensor, quantize
 
 # Of both sizes of a weight: the tensor cores' instructions read 16 bytes at a time (torch._scaled_mm checks it).
 SIZE_MULTIPLE = 16

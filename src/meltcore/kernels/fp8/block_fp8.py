@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY, FP8_MAX, MIN_AMAX, quantize
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.fp8 import FP8, FP8_CAPABILITY, FP8_MAX, MIN_AMAX, quantize
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 BLOCK = 128

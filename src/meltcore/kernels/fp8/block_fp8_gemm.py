@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.capability import shared_memory_bytes, sm_count
+from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks, quantize_tile
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
 from meltcore.kernels.gemm.split_k import GemmConfig, reduce_splits, silu_and_mul, split_workspace, weight_row
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
-from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks, quantize_tile
-from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Up to how many tokens every program quantizes them itself: with more, they are read and quantized too often.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, Fp8Tensor
+from meltcore.kernels.fp8.fp8_gemv import output_or_residual
 from meltcore.kernels.gemm.split_k import (
     GemmConfig,
     reduce_splits,
@@ -21,8 +23,6 @@ from meltcore.kernels.gemm.split_k import (
 )
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, prefetch
-from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, Fp8Tensor
-from meltcore.kernels.quant.fp8_gemv import output_or_residual
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # Divides the columns of a split, so that no load needs a mask on columns.

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX, Fp8Tensor
 from meltcore.kernels.gemm.gemv import K_MULTIPLE, GemvConfig, load_columns, silu
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX, Fp8Tensor
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 # One side of a tensor core's tile: more tokens would need a second pass.

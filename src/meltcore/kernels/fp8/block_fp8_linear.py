@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from meltcore.kernels.activation import swiglu
+from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor, quantize_tokens
+from meltcore.kernels.fp8.block_fp8_gemm import MAX_UNQUANTIZED_TOKENS, block_fp8_gemm
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
-from meltcore.kernels.quant.block_fp8 import BlockFp8Tensor, quantize_tokens
-from meltcore.kernels.quant.block_fp8_gemm import MAX_UNQUANTIZED_TOKENS, block_fp8_gemm
 
 
 def block_fp8_linear(

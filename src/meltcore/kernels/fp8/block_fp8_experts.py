@@ -8,14 +8,14 @@ import torch
 
 from meltcore.kernels.activation import swiglu
 from meltcore.kernels.capability import shared_memory_bytes
+from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, quantize_tokens
+from meltcore.kernels.fp8.block_fp8_gemm import scaled_tile_matmul
+from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
 from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
 from meltcore.kernels.moe.routing import Routing, sort_by_expert
-from meltcore.kernels.quant.block_fp8 import BLOCK, BlockFp8Tensor, quantize_tokens
-from meltcore.kernels.quant.block_fp8_gemm import scaled_tile_matmul
-from meltcore.kernels.quant.fp8 import FP8_CAPABILITY, FP8_MAX, MIN_AMAX
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 _MAX_STAGES = 4
