@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from email import message_from_bytes
+from itertools import pairwise
 from typing import Any
 
 from starlette.datastructures import Headers, UploadFile
@@ -18,6 +20,9 @@ from meltcore.serve.requests.request_fields import shorten
 _PIECE_BYTES = 2**16
 _MAX_FIELD_BYTES = 64 * 1024
 _MAX_FIELDS = 32
+# Of a form that is searched for one field. The time to read the parameters of a part grows with the square of its head.
+_MAX_PARTS = 64
+_MAX_PART_HEAD_BYTES = 4 * 1024
 _NEEDS_NAME = 'a file needs filename="..." in its Content-Disposition'
 _FILE_NAME = re.compile(rb";\s*filename\s*=", re.IGNORECASE)
 _OTHER_FILE_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
@@ -63,6 +68,43 @@ def no_file_name(name: str) -> RequestError:
 def is_multipart(content_type: str | None) -> bool:
     """Return whether a body of this content type is a form with files."""
     return content_type is not None and content_type.lower().startswith("multipart/form-data")
+
+
+def find_field(body: bytes, content_type: str, name: str) -> slice | None:
+    """Return where the value of the first field of this name stands in a form; None for a form without it.
+
+    Nothing is copied or decoded, so that a form can be passed on in its own bytes. The standard library reads the
+    parameters: a server that only forwards forms need not have the package that parses them.
+    """
+    boundary = _parameter(b"content-type: " + content_type.encode("latin-1"), "content-type", "boundary")
+    if not boundary:
+        return None
+    delimiter = b"--" + boundary.encode("latin-1", "replace")
+    for start, end in pairwise(_places(body, delimiter)):
+        first = start + len(delimiter)
+        head, blank, _ = body[first : min(first + _MAX_PART_HEAD_BYTES, end - 2)].partition(b"\r\n\r\n")
+        if blank and _parameter(head.partition(b"\r\n")[2], "content-disposition", "name") == name:
+            return slice(first + len(head) + 4, end - 2)
+    return None
+
+
+def _places(body: bytes, delimiter: bytes) -> Iterator[int]:
+    """Yield where the parts of a form begin, and last its end. A longer line that begins alike is data."""
+    place = body.find(delimiter)
+    for _ in range(_MAX_PARTS):
+        if place < 0:
+            return
+        next_byte = place + len(delimiter)
+        if body.startswith((b"\r\n", b"--", b" ", b"\t"), next_byte):
+            yield place
+        place = body.find(b"\r\n" + delimiter, next_byte)
+        place += 2 if place >= 0 else 0
+
+
+def _parameter(head: bytes, header: str, name: str) -> str | None:
+    """Return a parameter of a header in either of its forms: a token, or a quoted string."""
+    value = message_from_bytes(head).get_param(name, header=header)
+    return value if isinstance(value, str) else None
 
 
 async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> list[tuple[str, str | bytes]]:

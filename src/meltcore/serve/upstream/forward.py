@@ -7,7 +7,6 @@ model's name, and passes the request to its backend, or to the other endpoint.
 from __future__ import annotations
 
 import codecs
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
+from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.http.http import ClientDisconnectedError, Headers, discard_body, read_body, request_id, send_error
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.requests.log import Log
@@ -33,8 +33,6 @@ FORWARDED_PATHS = (
     *("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/translate"),
     *FOREIGN_PATHS,
 )
-_MULTIPART_MODEL = b'name="model"'
-_FIELD_VALUE = re.compile(rb'name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n([^\r\n]{0,512})\r\n--')
 
 
 class _Fields(msgspec.Struct):
@@ -203,10 +201,9 @@ class _Exchange:
 
 def read_fields(body: bytes, content_type: str) -> _Fields | None:
     """Return the fields that the API needs of a JSON body or a form. None means that it is neither."""
-    if content_type.startswith("multipart/"):
-        position = body.find(_MULTIPART_MODEL)
-        found = None if position < 0 else _FIELD_VALUE.match(body, position)
-        return _Fields() if found is None else _Fields(found[1].decode(errors="replace"))
+    if is_multipart(content_type):
+        place = find_field(body, content_type, "model")
+        return _Fields() if place is None else _Fields(body[place].decode(errors="replace"))
     try:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

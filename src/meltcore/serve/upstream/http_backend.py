@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import time
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.protocol.shell import ProfileDone
+from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import SERVING, Health
 from meltcore.serve.requests.fair_queue import Waiting
@@ -45,7 +45,6 @@ SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortes
 # Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
 # would double the load of servers that are too slow already.
 _RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
-_MULTIPART_MODEL = re.compile(rb'(name="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n){0,8}\r\n)[^\r\n]{0,512}(\r\n--)')
 _TASKS = {  # by a path that a model is forwarded at
     "/v1/translate": "translation",
     "/v1/audio/transcriptions": "transcription",
@@ -226,7 +225,7 @@ class HttpBackend:
             self.stats.add("accepted")
             self.stats.set_in_flight(len(self._exchanges))
 
-        tokens = 0.0 if request.content_type.startswith("multipart/") else len(request.body) / BYTES_PER_TOKEN
+        tokens = 0.0 if is_multipart(request.content_type) else len(request.body) / BYTES_PER_TOKEN
         waiting = exchange.waiting = Waiting(
             terms.class_of(self.config.priority_class, request.priority),
             exchange.start,
@@ -354,9 +353,11 @@ class HttpBackend:
         name = self.config.upstream_model or self.names[0]
         if name == request.model:
             return request.body
-        if request.content_type.startswith("multipart/"):
-            return _MULTIPART_MODEL.sub(lambda found: found[1] + name.encode() + found[2], request.body, count=1)
-        fields = _decode_fields(request.body)
+        body = request.body
+        if is_multipart(request.content_type):
+            place = find_field(body, request.content_type, "model")
+            return body if place is None else body[: place.start] + name.encode() + body[place.stop :]
+        fields = _decode_fields(body)
         fields["model"] = msgspec.Raw(msgspec.json.encode(name))
         return msgspec.json.encode(fields)
 

@@ -1,0 +1,87 @@
+"""What is read of requests and answers that pass through: the model of a form."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import uvloop
+from foreign_tools import Upstream, answer, sends, served
+
+from meltcore.serve.upstream.forward import read_fields
+
+SPEECH = "/v1/audio/transcriptions"
+TEXT = b'{"text":"x"}'
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "B", head: str = "") -> bytes:
+    """A form of parts, each with its header and its data."""
+    lines = [f"--{boundary}\r\n{head}Content-Disposition: {each}\r\n\r\n".encode() + data for each, data in parts]
+    return b"\r\n".join([*lines, f"--{boundary}--\r\n".encode()])
+
+
+FILE = ("form-data; name=file; filename=a.wav; filename*=utf-8''a.wav", b"RIFF\r\n\r\n--Bx\r\n--")
+FORM = ("form-data; name=model", b"m")
+OTHER = b"\r\nContent-Disposition: form-data; name=model\r\n\r\nother"
+FORMS = {
+    "token": form(FILE, ("form-data; name=model", b"m")),
+    "quoted": form(('form-data; name="model"', b"m"), FILE),
+    "other case and spaces": form(FILE, ('Form-Data ; NAME = "model"', b"m"), head="X-Other: name=model\r\n"),
+    "parameters in another order": form(("form-data; charset=utf-8; name=model", b"m")),
+    "file called model": form(('form-data; name="file"; filename="model"', b"RIFF"), ("form-data; name=model", b"m")),
+    "file with a name inside": form(('form-data; filename="a; name=model"; name=file', b"no"), FORM),
+    "names in data": form(("form-data; name=prompt", b'name="model"\r\n\r\nother\r\n--'), FORM),
+    "longer line in data": form(("form-data; name=prompt", b"\r\n--Bx" + OTHER), FORM),
+    "preamble": b"Some text\r\n" + form(FORM),
+}
+TYPES = ("multipart/form-data; boundary=B", 'Multipart/Form-Data; charset=utf-8; Boundary="B"')
+
+
+@pytest.mark.parametrize("content_type", TYPES)
+@pytest.mark.parametrize("body", FORMS.values(), ids=FORMS)
+def test_model_of_a_form_is_read_as_our_own_models_read_it(body: bytes, content_type: str) -> None:
+    fields = read_fields(body, content_type)
+    assert fields is not None
+    assert fields.model == "m"
+    if not body.startswith(b"Some"):  # which starlette's parser refuses
+        pytest.importorskip("python_multipart", reason="the extra audio has it")
+        from meltcore.serve.http.forms import read_multipart
+
+        assert ("model", "m") in asyncio.run(read_multipart(body, content_type))
+
+
+@pytest.mark.parametrize(
+    ("body", "model"),
+    [
+        (form(('form-data; name="file"; filename="model"', b"m")), None),
+        (form(("form-data; name=models", b"m")), None),
+        (form(("form-data; name*=utf-8''model", b"m")), None),
+        (form(FORM, boundary="C"), None),
+        (form(FORM).removesuffix(b"\r\n--B--\r\n"), None),  # cut off
+        (b"--B\r\n\r\n--B\r\n--B--" * 40, None),
+        (b'--B\r\nContent-Disposition: form-data; name="model' + b'";' * 5000 + b"\r\n\r\nm\r\n--B--", None),
+        (form(("form-data; name=model", b"")), ""),
+        (form(("form-data; name=model", "mödel".encode())), "mödel"),
+    ],
+)
+def test_form_without_the_field_has_no_model(body: bytes, model: str | None) -> None:
+    fields = read_fields(body, TYPES[0])
+    assert fields is not None
+    assert fields.model == model
+
+
+@pytest.mark.parametrize("name", ["token", "file called model", "names in data", "longer line in data"])
+@pytest.mark.parametrize("content_type", TYPES)
+def test_only_the_model_of_a_form_changes(name: str, content_type: str) -> None:
+    async def check() -> None:
+        upstream = Upstream(sends(answer(TEXT)))
+        async with served(upstream, upstream_model="org/big", paths=(SPEECH,)) as server:
+            headers = {"content-type": content_type}
+            async with server.session.post(server.url + SPEECH, data=FORMS[name], headers=headers) as response:
+                assert (response.status, await response.read()) == (200, TEXT)
+        [received] = upstream.received
+        at = FORMS[name].rindex(b"\r\n\r\nm\r\n--B") + 4
+        assert received.body == FORMS[name][:at] + b"org/big" + FORMS[name][at + 1 :]
+        assert received.headers["content-type"] == content_type
+
+    uvloop.run(check())
