@@ -1,13 +1,16 @@
-"""What is read of requests and answers that pass through: the model of a form."""
+"""What is read of requests and answers that pass through: the model of a form, and the encoding of a body."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 
 import pytest
 import uvloop
-from foreign_tools import Upstream, answer, sends, served
+from foreign_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
+from meltcore.common.errors import RequestError
+from meltcore.serve.upstream.foreign_chat import ask_foreign
 from meltcore.serve.upstream.forward import read_fields
 
 SPEECH = "/v1/audio/transcriptions"
@@ -74,7 +77,7 @@ def test_form_without_the_field_has_no_model(body: bytes, model: str | None) -> 
 @pytest.mark.parametrize("content_type", TYPES)
 def test_only_the_model_of_a_form_changes(name: str, content_type: str) -> None:
     async def check() -> None:
-        upstream = Upstream(sends(answer(TEXT)))
+        upstream = Upstream(sends(_encoded(TEXT, "identity")))
         async with served(upstream, upstream_model="org/big", paths=(SPEECH,)) as server:
             headers = {"content-type": content_type}
             async with server.session.post(server.url + SPEECH, data=FORMS[name], headers=headers) as response:
@@ -83,5 +86,63 @@ def test_only_the_model_of_a_form_changes(name: str, content_type: str) -> None:
         at = FORMS[name].rindex(b"\r\n\r\nm\r\n--B") + 4
         assert received.body == FORMS[name][:at] + b"org/big" + FORMS[name][at + 1 :]
         assert received.headers["content-type"] == content_type
+
+    uvloop.run(check())
+
+
+def _encoded(body: bytes, encoding: str, *, status: str = "200 OK", content_type: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Encoding: {encoding}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(("status", "encoding"), [("200 OK", "gzip"), ("400 Bad Request", "x-own"), ("200 OK", "br")])
+def test_encoding_that_was_not_asked_for_is_named_to_the_client(status: str, encoding: str) -> None:
+    data = gzip.compress(TEXT)
+
+    async def check() -> None:
+        upstream = Upstream(sends(_encoded(data, encoding, status=status)))
+        async with served(upstream) as server:
+            url, body = server.url + CHAT, {"model": "m"}
+            async with server.session.post(url, json=body, auto_decompress=False) as response:
+                assert (response.headers["content-encoding"], response.status) == (encoding, int(status[:3]))
+                assert await response.read() == data
+        assert upstream.received[0].headers["accept-encoding"] == "identity"
+
+    uvloop.run(check())
+
+
+@pytest.mark.parametrize("then", ["keep", "close"])
+def test_encoded_stream_is_passed_on_as_it_comes(then: str) -> None:
+    """With its encoding. One that breaks off ends without its last chunk, as no event can be added to it."""
+    data = gzip.compress(EVENT + DONE)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: GZip\r\n"
+    parts = [head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(data[:9]), chunk(data[9:])]
+
+    async def check() -> None:
+        upstream = Upstream(sends(*parts, *[chunk(b"")] * (then == "keep"), then=then))
+        async with served(upstream) as server:
+            if then == "close":
+                body = await server.broken_stream()
+                assert data[:9] in body
+                assert b"error" not in body
+            else:
+                url, fields = server.url + CHAT, {"model": "m", "stream": True}
+                async with server.session.post(url, json=fields, auto_decompress=False) as response:
+                    assert await response.read() == data
+                    assert response.headers["content-encoding"] == "GZip"
+                    assert response.headers["x-accel-buffering"] == "no"
+            server.check_no_leak()
+
+    uvloop.run(check())
+
+
+@pytest.mark.parametrize(("status", "encoding"), [("200 OK", "gzip"), ("500 No", "br")])
+def test_encoded_answer_that_the_server_reads_itself_is_502_and_named(status: str, encoding: str) -> None:
+    async def check() -> None:
+        upstream = Upstream(sends(_encoded(gzip.compress(TEXT), encoding, status=status)))
+        async with served(upstream) as server:
+            with pytest.raises(RequestError, match=f"m answered with Content-Encoding '{encoding}'") as caught:
+                await ask_foreign(server.backend, {"model": "m"}, "r1")
+            assert (caught.value.status, caught.value.code) == (502, "upstream_failed")
 
     uvloop.run(check())

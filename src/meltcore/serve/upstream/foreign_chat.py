@@ -61,12 +61,13 @@ async def ask_foreign(backend: ForwardingBackend, fields: dict[str, Any], reques
 
     Raises RequestError: what the backend raises, and 502 for an answer that is no chat completion.
     """
-    status, parts, size = 0, list[bytes](), 0
+    status, parts, size, encoding = 0, list[bytes](), 0, "identity"
 
     async def send(message: Message) -> None:
-        nonlocal status, size
+        nonlocal status, size, encoding
         if message["type"] == "http.response.start":
             status = message["status"]
+            encoding = dict(message["headers"]).get(b"content-encoding", b"identity").decode("latin-1")
             return
         body = message.get("body", b"")
         size += len(body)
@@ -90,6 +91,9 @@ async def ask_foreign(backend: ForwardingBackend, fields: dict[str, Any], reques
     if outcome.error is not None or size > _MAX_ANSWER_BYTES:
         reason = outcome.error or f"it has more than {_MAX_ANSWER_BYTES} bytes"
         raise RequestError(f"the answer of {name} broke off: {reason}", status=502, code="upstream_failed")
+    if encoding.lower() != "identity":
+        message = f"{name} answered with Content-Encoding {encoding[:80]!r}, which cannot be read here; send identity"
+        raise RequestError(message, status=502, code="upstream_failed")
     if status != 200:
         shown = answer[:300].decode(errors="replace")
         code = status if status in (400, 429, 503, 504) else 502

@@ -40,7 +40,7 @@ CLOSE_LIMIT_S = 5.0  # for a client to read the end of an answer that broke off
 _BUSY = (429, 503)  # an upstream that refuses a request: it has computed nothing
 _FAULTY = (500, 502, 504)
 _JSON_PATHS = ("completions", "embeddings", "translate", "translations", "tokenize", "rerank", "score", "responses")
-_RELAYED_HEADERS = (b"content-type", b"cache-control", b"retry-after", b"content-disposition")
+_RELAYED_HEADERS = (b"content-type", b"content-encoding", b"cache-control", b"retry-after", b"content-disposition")
 
 
 _USAGE_MARK = b'"usage"'
@@ -303,6 +303,11 @@ class Attempt:
         if not is_stream:
             raise _wrong_type(status, content_type, "text/event-stream")
         assert self._events is not None
+        if connection.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._events = None  # compressed although it should not be: its events cannot be found
+            if data := await connection.read():
+                return data, False
+            raise UpstreamError("closed", "its stream ended before the first byte", had_bytes=True)
         while data := await connection.read():
             if events := self._events.add(data):
                 return events, False
@@ -402,7 +407,7 @@ class Attempt:
     def _headers(self, connection: UpstreamConnection) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer, its content type first."""
         headers = [(name, connection.headers[name]) for name in _RELAYED_HEADERS if name in connection.headers]
-        if self._events is not None:
+        if connection.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
             headers.append((b"x-accel-buffering", b"no"))  # nginx would gather events into blocks
         return headers + self._request.headers
 
