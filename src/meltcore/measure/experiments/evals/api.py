@@ -19,6 +19,7 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.schema import Evaluation
 from meltcore.measure.load.wire.connection import HttpRequestError, Response, parse_target, request, run_coroutine
 from meltcore.measure.load.wire.probe import served_model
+from meltcore.measure.load.wire.response import whole_text
 from meltcore.measure.load.workloads.workload import CHAT_PATH
 
 REQUEST_TIMEOUT_S = 120.0  # from connecting to the last byte of the response
@@ -42,14 +43,14 @@ class ApiResponse(Response):
         """Parse the body. Raises ApiError where it is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(f"status {self.status} with a body that is not JSON: {self.body[:80]!r}") from error
 
     def events(self) -> list[str]:
         """Return the data of each server-sent event, "[DONE]" included. Raises ApiError for another content type."""
         if not self.headers.get("content-type", "").startswith("text/event-stream"):
             raise ApiError(f"content-type is {self.headers.get('content-type')!r}, not text/event-stream")
-        event_texts = self.body.decode().replace("\r\n", "\n").split("\n\n")
+        event_texts = self.body.decode(errors="replace").replace("\r\n", "\n").split("\n\n")
         lines = [line for block in event_texts for line in block.split("\n") if line.startswith("data:")]
         return [line.removeprefix("data:").lstrip() for line in lines]
 
@@ -161,7 +162,7 @@ def _ask(api: Api, body: dict[str, Any]) -> Answer:
         return _failed_answer(str(error))
     except (KeyError, IndexError, TypeError):
         return _failed_answer(f"not in OpenAI's form: {response.body[:_MAX_BODY_CHARS].decode(errors='replace')}")
-    return Answer(content) if isinstance(content, str) else _failed_answer("content is not text")
+    return Answer(whole_text(content)) if isinstance(content, str) else _failed_answer("content is not text")
 
 
 def _failed_answer(reason: str) -> Answer:

@@ -13,6 +13,7 @@ from meltcore.measure.documents.fleet_load import FleetTask
 from meltcore.measure.load.config import RANDOM_HIGH_ID, IntRange
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, request
 from meltcore.measure.load.wire.probe import PROBE_TIMEOUT_S
+from meltcore.measure.load.wire.response import BadJsonError, decode_json
 
 _TASK_WORDS = {"text": "generation"}  # of cards of other servers
 _PREFERRED = ("kan_Knda", "hin_Deva")
@@ -55,9 +56,9 @@ async def find_models(target: Target, names: Sequence[str] = ()) -> list[ServedM
     except HttpRequestError as error:
         raise ConfigError(f"{target.url} does not answer: {error}") from error
     try:
-        cards = msgspec.json.decode(response.body)["data"] if response.status == 200 else []
+        cards = decode_json(msgspec.json.Decoder(), response.body)["data"] if response.status == 200 else []
         ids = {str(card["id"]) for card in cards}
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
+    except (BadJsonError, KeyError, TypeError) as error:
         raise ConfigError(f"/v1/models of {target.url} is no list of models: {response.body[:80]!r}") from error
     unknown = [name for name in names if name not in ids]
     if unknown:

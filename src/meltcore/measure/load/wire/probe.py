@@ -13,10 +13,12 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.served_model import model_facts
 from meltcore.measure.load.wire.connection import HttpRequestError, Target, get, request
+from meltcore.measure.load.wire.response import BadJsonError, decode_json
 
 PROBE_TIMEOUT_S = 10.0
 SAMPLE_S = 0.5
 
+_decoder = msgspec.json.Decoder(Any)
 _GAUGE_LINE = re.compile(r"^(?:meltcore|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE)
 
 
@@ -29,8 +31,8 @@ async def served_model(target: Target, model: str | None, timeout_s: float) -> t
     response = await request(target, "GET", "/v1/models", timeout_s=timeout_s)
     model_list = None
     if response.status == 200:
-        with suppress(msgspec.DecodeError):
-            model_list = msgspec.json.decode(response.body)
+        with suppress(BadJsonError):
+            model_list = decode_json(_decoder, response.body)
     try:
         model_name = model or str(model_list["data"][0]["id"])  # type: ignore[index]  # whatever it is
     except (KeyError, IndexError, TypeError) as error:

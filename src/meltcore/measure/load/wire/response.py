@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from meltcore.common.errors import MeltcoreError
 from meltcore.common.options import is_number
 from meltcore.measure.load.record import RequestRecord
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
 REFUSALS = (429, 503)  # of which a server may say when to come again
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_Document = TypeVar("_Document")
+
+
+class BadJsonError(MeltcoreError):
+    """Reports bytes that are no JSON document of the expected form."""
+
+
+def decode_json(decoder: msgspec.json.Decoder[_Document], data: bytes) -> _Document:
+    """Return a JSON document. Raises BadJsonError for other bytes.
+
+    JSON's grammar allows one half of a surrogate pair without the other, which msgspec refuses: gateways in JavaScript
+    cut texts between the two. `whole_text` joins them again.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _SURROGATE.search(data) is None:
+            raise BadJsonError(str(error)) from error
+    try:
+        return msgspec.convert(json.loads(data.decode(), parse_constant=_refuse), decoder.type)
+    except (ValueError, RecursionError) as error:
+        raise BadJsonError(str(error)) from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"JSON has no {constant}")
+
+
+def whole_text(text: str) -> str:
+    """Return a text with joined surrogate pairs. Half a pair becomes U+FFFD, since no file can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def whole_count(count: float | None) -> int | None:
+    """Return a count of tokens as an integer; -1 for a fraction, which no count is."""
+    if isinstance(count, float):
+        return int(count) if count.is_integer() else -1
+    return count
 
 
 class _ErrorText(msgspec.Struct):
@@ -26,7 +73,7 @@ class _ErrorBody(msgspec.Struct):
     detail: str | None = None
 
 
-_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+_error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 class BaseResponse:
@@ -97,7 +144,7 @@ class BaseResponse:
         record = self.record
         record.ended_s = self.now_s or time.monotonic()
         record.failure = failure
-        record.detail = None if detail is None else detail[:MAX_DETAIL_CHARS]
+        record.detail = None if detail is None else whole_text(detail[:MAX_DETAIL_CHARS])
         self._complete_record()
         on_done(self)
 
@@ -113,8 +160,8 @@ def _seconds(retry_after: str) -> float | None:
 def error_message(body: str) -> str:
     """Return the message of an error object in OpenAI's or a similar form, else the start of `body`."""
     try:
-        error_body = _decode_error(body.encode())
-    except msgspec.DecodeError:
+        error_body = decode_json(_error_decoder, body.encode())
+    except BadJsonError:
         return body[:MAX_DETAIL_CHARS] or "empty body"
     message = error_body.error if isinstance(error_body.error, str) else error_body.error.message
     return message or error_body.message or error_body.detail or body[:MAX_DETAIL_CHARS]

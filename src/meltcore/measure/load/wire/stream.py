@@ -11,7 +11,14 @@ import msgspec
 from meltcore.measure.load.config import AnswerRules
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.wire.http import ErrorEvent, EventParser, HttpError, NamedEvent
-from meltcore.measure.load.wire.response import BaseResponse, error_message
+from meltcore.measure.load.wire.response import (
+    BadJsonError,
+    BaseResponse,
+    decode_json,
+    error_message,
+    whole_count,
+    whole_text,
+)
 
 MAX_TOKENS = 2**24  # of one request; the longest context of a published model has 10 million
 IMPLAUSIBLE_USAGE = "implausible usage"
@@ -52,7 +59,7 @@ _NO_CHOICE = _Choice()
 
 
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: int | float | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -67,10 +74,12 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | list[Any] | None = None
     error: Any = None
-    object: Any = None  # "error" where the fields of an error stand beside it
+    object: Any = None  # this or `type` is "error" where the fields of an error stand beside it
+    type: Any = None
+    detail: Any = None  # FastAPI's error, which has no choices
 
 
-_decode_event = msgspec.json.Decoder(_Event).decode
+_event_decoder = msgspec.json.Decoder(_Event)
 
 
 def _has_text(value: Any) -> bool:
@@ -90,13 +99,6 @@ def _has_text(value: Any) -> bool:
 def _is_error(error: Any) -> bool:
     """Return whether this tells an error: gateways add an empty one, or one of empty fields, to events without."""
     return any(error.values()) if isinstance(error, dict) else bool(error)
-
-
-def _whole(count: float | None) -> int | None:
-    """Return a count of tokens as an integer; -1 for a fraction, which no count is."""
-    if isinstance(count, float):
-        return int(count) if count.is_integer() else -1
-    return count
 
 
 def _text_of(content: str | list[Any] | None) -> str | None:
@@ -163,12 +165,12 @@ class StreamedResponse(BaseResponse):
     @property
     def content(self) -> str:
         """Return the answer without the text that the server marks as reasoning."""
-        return "".join(self._content or ())
+        return whole_text("".join(self._content or ()))
 
     @property
     def reasoning(self) -> str:
         """Return the text that the server marks as reasoning."""
-        return "".join(self._reasoning)
+        return whole_text("".join(self._reasoning))
 
     @property
     def is_text(self) -> bool:
@@ -202,19 +204,20 @@ class StreamedResponse(BaseResponse):
             self._saw_done = True
             return
         try:
-            event = _decode_event(data)
-        except msgspec.DecodeError as error:
-            if self._saw_done or isinstance(data, NamedEvent):  # of a gateway, not of the answer
+            event = decode_json(_event_decoder, data)
+        except BadJsonError as error:
+            if self._is_aside(data):
                 return
             self._finish("bad json", f"{error}: {data[:80]!r}")
             return
         choice = event.choices[0] if event.choices else _NO_CHOICE
-        is_error = _is_error(event.error) or _is_error(choice.error) or event.object == "error"
-        if is_error or isinstance(data, ErrorEvent):
+        is_error = _is_error(event.error) or _is_error(choice.error) or "error" in (event.object, event.type)
+        is_detail = _is_error(event.detail) and event.choices is None and event.usage is None
+        if is_error or isinstance(data, ErrorEvent) or (is_detail and not self._is_aside(data)):
             self._finish("error event", error_message(data.decode("utf-8", "replace")))
             return
         usage = event.usage if isinstance(event.usage, _Usage) else None
-        count = None if usage is None else _whole(usage.completion_tokens)
+        count = None if usage is None else whole_count(usage.completion_tokens)
         if usage is not None and count is not None and not 0 <= count <= self._max_output_tokens:
             self._finish(IMPLAUSIBLE_USAGE, self._wrong_completion_tokens(usage.completion_tokens))
             return
@@ -222,6 +225,10 @@ class StreamedResponse(BaseResponse):
             self._on_choice(choice, count)
         if usage is not None:
             self._on_usage(usage)
+
+    def _is_aside(self, data: bytes) -> bool:
+        """Return whether an event may be a gateway's own, not the answer's."""
+        return self._saw_done or isinstance(data, NamedEvent)
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:
         """Note what came of an answer. count: its tokens up to here. None means that the event does not say."""
@@ -241,20 +248,20 @@ class StreamedResponse(BaseResponse):
         if reasoning and self._content is not None:
             self._reasoning.append(reasoning)
         if choice.finish_reason or (choice.finish_reason is not None and self.record.finish_reason is None):
-            self.record.finish_reason = choice.finish_reason
+            self.record.finish_reason = whole_text(choice.finish_reason)
 
     def _on_usage(self, usage: _Usage) -> None:
-        output_tokens, prompt_tokens = _whole(usage.completion_tokens), _whole(usage.prompt_tokens)
+        output_tokens, prompt_tokens = whole_count(usage.completion_tokens), whole_count(usage.prompt_tokens)
         if output_tokens is not None:
             self._saw_usage = True
             self.record.output_tokens = output_tokens
         if prompt_tokens is not None:
             self.record.prompt_tokens = prompt_tokens
         if isinstance(usage.prompt_tokens_details, _PromptDetails):
-            self.record.cached_tokens = usage.prompt_tokens_details.cached_tokens
+            self.record.cached_tokens = whole_count(usage.prompt_tokens_details.cached_tokens)
 
     def _wrong_completion_tokens(self, count: float | None) -> str:
-        limit = f", the request allows at most {self._max_output_tokens}" if (_whole(count) or 0) > 0 else ""
+        limit = f", the request allows at most {self._max_output_tokens}" if (whole_count(count) or 0) > 0 else ""
         return f"completion_tokens {count}{limit}"
 
     def _wrong_usage(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from meltcore.measure.load.record import RequestRecord, TaskWork
-from meltcore.measure.load.wire.response import BaseResponse
+from meltcore.measure.load.wire.response import BadJsonError, BaseResponse, decode_json, whole_count, whole_text
 from meltcore.measure.load.workloads.wav import WavReader
 
 MAX_JSON_BYTES = 16 * 2**20  # a transcript of three hours has 0.2 MB
@@ -21,7 +21,7 @@ COMPLETE: Failure = (None, None)
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
+    prompt_tokens: int | float | None = None
 
 
 class _Translations(msgspec.Struct):
@@ -79,16 +79,16 @@ class _JsonResponse(BaseResponse):
         data = b"".join(self._parts)
         try:
             texts, failure = self._read(data)
-        except msgspec.DecodeError as error:
+        except BadJsonError as error:
             return "bad json", f"{error}: {data[:80]!r}"
         if all(texts):
             self.record.first_text_s = self.now_s
         if self._keep_text:
-            self._content = "\n".join(texts)
+            self._content = whole_text("\n".join(texts))
         return failure
 
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        """Return the texts of the answer and its failure. Raises msgspec.DecodeError for another document."""
+        """Return the texts of the answer and its failure. Raises BadJsonError for another document."""
         raise NotImplementedError
 
 
@@ -101,12 +101,13 @@ class TranslationResponse(_JsonResponse):
     __slots__ = ()
 
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        answer = _decode_translations(data)
+        answer = decode_json(_translations_decoder, data)
         num_sentences = 0 if self.record.work is None else self.record.work.sentences
         if len(answer.translations) != num_sentences:
             return [], ("wrong answer", f"{len(answer.translations)} translations of {num_sentences} sentences")
-        if answer.usage is not None and answer.usage.prompt_tokens is not None:
-            self.record.prompt_tokens, self.record.saw_usage = answer.usage.prompt_tokens, True
+        prompt_tokens = None if answer.usage is None else whole_count(answer.usage.prompt_tokens)
+        if prompt_tokens is not None:
+            self.record.prompt_tokens, self.record.saw_usage = prompt_tokens, True
             if self.record.prompt_tokens <= 0:
                 return [], ("implausible usage", f"prompt_tokens {self.record.prompt_tokens}")
         return answer.translations, COMPLETE
@@ -118,7 +119,7 @@ class TranscriptionResponse(_JsonResponse):
     __slots__ = ()
 
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        return [_decode_transcript(data).text], COMPLETE
+        return [decode_json(_transcript_decoder, data).text], COMPLETE
 
 
 class SpeechResponse(BaseResponse):
@@ -177,5 +178,5 @@ class SpeechResponse(BaseResponse):
         self.record.work = TaskWork(audio_s=self.audio_s)
 
 
-_decode_translations = msgspec.json.Decoder(_Translations).decode
-_decode_transcript = msgspec.json.Decoder(_Transcript).decode
+_translations_decoder = msgspec.json.Decoder(_Translations)
+_transcript_decoder = msgspec.json.Decoder(_Transcript)
