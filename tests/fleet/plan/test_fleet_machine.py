@@ -26,7 +26,7 @@ class Memory(NamedTuple):
 
 @dataclass(eq=False)
 class Card:
-    """A GPU as NVML describes it. gib: None where it tells no memory; mig: the UUIDs of its parts."""
+    """A GPU as NVML describes it. gib: None where it tells no memory. mig: UUIDs of its parts, "" where unused."""
 
     name: str = "NVIDIA H200"
     gib: float | None = 141
@@ -66,7 +66,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
         "nvmlDeviceGetMigMode": lambda card: (1, 1) if card.mig else fail(pynvml.NVML_ERROR_NOT_SUPPORTED),
         "nvmlDeviceGetMaxMigDeviceCount": lambda card: 7,
         "nvmlDeviceGetMigDeviceHandleByIndex": lambda card, index: (
-            card.mig[index] if index < len(card.mig) else fail(pynvml.NVML_ERROR_NOT_FOUND)
+            card.mig[index] if index < len(card.mig) and card.mig[index] else fail(pynvml.NVML_ERROR_NOT_FOUND)
         ),
     }.items():
         monkeypatch.setattr(pynvml, name, answer)
@@ -164,6 +164,20 @@ def test_gpu_in_mig_mode_is_named_by_its_parts(nvml: list[Card], monkeypatch: py
     assert [gpu.total_bytes for gpu in read_gpus()[0]] == [10 * GIB]
 
 
+@pytest.mark.parametrize("parts", [["", "MIG-b", "", "MIG-d"], ["", "", "MIG-b", "gone", "MIG-d"]])
+def test_unused_mig_index_hides_no_other_device(
+    nvml: list[Card], monkeypatch: pytest.MonkeyPatch, parts: list[str]
+) -> None:
+    """Nor does a MIG device that is destroyed before its UUID is read."""
+    nvml += [Card("NVIDIA H100", 80, mig=parts)]
+    read_uuid = pynvml.nvmlDeviceGetUUID
+    monkeypatch.setattr(
+        pynvml, "nvmlDeviceGetUUID", lambda card: fail(pynvml.NVML_ERROR_UNKNOWN) if card == "gone" else read_uuid(card)
+    )
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES: MIG-b, MIG-d$"):
+        read_gpus()
+
+
 BROKEN = [
     (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "version mismatch"),
     (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded"),
@@ -207,11 +221,12 @@ def test_gpu_that_is_lost_is_named(nvml: list[Card]) -> None:
     assert read_machine().problem.startswith("GPU 1 cannot be used: ")
 
 
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])
 def test_gpu_that_is_lost_while_it_is_read_is_not_planned_with(
-    nvml: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    nvml: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
 ) -> None:
     nvml += [Card()]
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda card: fail(pynvml.NVML_ERROR_GPU_IS_LOST))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda card: fail(code))
     path = fleet(tmp_path, f"gpus: [{{id: 0, memory: 100GiB}}]\nmodels: {{a: {{{DUMMY}, memory: 20GiB}}}}")
     with pytest.raises(ConfigError, match=r"GPU 0 \(NVIDIA H200\) cannot be used"):
         FleetPlanner(path).config()

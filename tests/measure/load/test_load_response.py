@@ -28,6 +28,7 @@ def play(kind: Any, body: bytes) -> BaseResponse:
     response.on_body(body)
     response.on_end()
     assert ended == [response]
+    assert msgspec.msgpack.encode(record)
     for text in (response.content, response.reasoning, msgspec.json.encode(record).decode()):
         assert text.encode().decode() == text
     return response
@@ -116,6 +117,15 @@ def test_counts_in_details_may_be_floats(cached: float, read: int, failure: str 
     counts = usage(prompt_tokens=10.0, completion_tokens=1.0, prompt_tokens_details=details)
     record = play(StreamedResponse, event(b"a") + END + counts + DONE).record
     assert (record.failure, record.cached_tokens) == (failure, read)
+
+
+@pytest.mark.parametrize("count", [1e300, 10**30, -(10**30)])
+def test_count_of_any_size_reaches_the_parent_process(count: float) -> None:
+    stream = event(b"a") + END + usage(prompt_tokens=count, completion_tokens=1) + DONE
+    assert play(StreamedResponse, stream).record.failure == "implausible usage"
+    cached = {"cached_tokens": count}
+    stream = event(b"a") + END + usage(prompt_tokens=1, completion_tokens=1, prompt_tokens_details=cached) + DONE
+    assert play(StreamedResponse, stream).record.failure == "implausible usage"
 
 
 @pytest.mark.parametrize(("tokens", "failure"), [(7.0, None), (7, None), (0.5, "implausible usage")])

@@ -80,16 +80,23 @@ def test_gpus_denied_by_cgroup_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert Nvml().gpus() == ["handle 0", "handle 2"]
 
 
-def test_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (driver.pynvml.NVML_ERROR_GPU_IS_LOST, "is lost: it fell off the bus"),
+        (driver.pynvml.NVML_ERROR_RESET_REQUIRED, "needs a reset"),
+    ],
+)
+def test_gpu_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
     pynvml = driver.pynvml
 
     def handle(index: int) -> str:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        raise pynvml.NVMLError(code)
 
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
-    with pytest.raises(GpuLostError, match="GPU 0 is lost: it fell off the bus"):
+    with pytest.raises(GpuLostError, match=f"GPU 0 {reason}"):
         Nvml().gpus()
 
 

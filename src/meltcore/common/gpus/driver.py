@@ -20,6 +20,14 @@ Reading: TypeAlias = float | NVMLError  # one of several values that are read in
 START_LIMIT_S = 60.0  # NVML takes several seconds on a machine of eight GPUs without persistence mode
 CALL_LIMIT_S = 10.0  # NVML returns within milliseconds; waking a sleeping GPU takes two or three seconds
 
+# A GPU that no program can use, by NVML's error, and what to do about it.
+UNUSABLE = {
+    pynvml.NVML_ERROR_GPU_IS_LOST: (
+        "is lost: it fell off the bus, or the driver gave up on it; drain and reboot the node"
+    ),
+    pynvml.NVML_ERROR_RESET_REQUIRED: "needs a reset: drain the node, then run `nvidia-smi --gpu-reset` or reboot",
+}
+
 _FIELD_TYPES = {
     pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
@@ -39,7 +47,7 @@ class NoDriverError(MeltcoreError):
 
 
 class GpuLostError(MeltcoreError):
-    """The driver lists a GPU that it can no longer reach."""
+    """The driver lists a GPU that it can no longer reach, or that needs a reset."""
 
 
 class Nvml:
@@ -81,18 +89,15 @@ class Nvml:
         """Returns handles of the GPUs in NVML's order, which is that of the PCI bus.
 
         NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
-        a lost GPU.
+        a GPU that is lost or needs a reset.
         """
         handles = []
         for index in range(self.count()):
             try:
                 handles.append(self.device(index))
             except NVMLError as error:
-                if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
-                    raise GpuLostError(
-                        f"GPU {index} is lost: it fell off the bus, or the driver gave up on it; drain and reboot the "
-                        "node"
-                    ) from error
+                if error.value in UNUSABLE:
+                    raise GpuLostError(f"GPU {index} {UNUSABLE[error.value]}") from error
                 if error.value != pynvml.NVML_ERROR_NO_PERMISSION:
                     raise
         return handles

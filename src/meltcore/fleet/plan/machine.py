@@ -16,7 +16,7 @@ import pynvml
 from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml
+from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, NoDriverError, Nvml
 from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, check_order, visible_gpus
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.options import is_number
@@ -145,9 +145,14 @@ def _check_mig(nvml: Nvml, handle: Any, name: str) -> None:
 
 
 def _mig_uuids(nvml: Nvml, handle: Any) -> list[str]:
+    """Return the UUIDs of a GPU's MIG devices. One that is being destroyed is left out."""
+    uuids, parts = list[str](), list[Any]()
     with suppress(NVMLError):
-        return [nvml.uuid(part) for part in nvml.mig_devices(handle)]
-    return []
+        parts = nvml.mig_devices(handle)
+    for part in parts:
+        with suppress(NVMLError):
+            uuids.append(nvml.uuid(part))
+    return uuids
 
 
 def _read(nvml: Nvml, number: int, handle: Any) -> VisibleGpu:
@@ -155,7 +160,7 @@ def _read(nvml: Nvml, number: int, handle: Any) -> VisibleGpu:
     try:
         used_bytes, total_bytes = nvml.memory_bytes(handle)
     except NVMLError as error:
-        if getattr(error, "value", None) == pynvml.NVML_ERROR_GPU_IS_LOST:
+        if getattr(error, "value", None) in UNUSABLE:
             raise ConfigError(f"GPU {number} ({name}) cannot be used: {error}") from error
         return VisibleGpu(number, name, 0, 0, f"the memory of GPU {number} ({name}) cannot be read: {error}")
     if not total_bytes:  # of unified memory, some drivers tell 0

@@ -16,6 +16,7 @@ from meltcore.measure.load.record import RequestRecord
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300
+_MAX_COUNT = 2**63 - 1
 REFUSALS = (429, 503)  # of which a server may say when to come again
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -57,10 +58,10 @@ def whole_text(text: str) -> str:
 
 
 def whole_count(count: float | None) -> int | None:
-    """Return a count of tokens as an integer; -1 for a fraction, which no count is."""
-    if isinstance(count, float):
-        return int(count) if count.is_integer() else -1
-    return count
+    """Return a count of tokens as an integer that messages between processes hold; -1 for a fraction, which is none."""
+    if count is None:
+        return None
+    return max(-_MAX_COUNT, min(int(count), _MAX_COUNT)) if isinstance(count, int) or count.is_integer() else -1
 
 
 class _ErrorText(msgspec.Struct):
