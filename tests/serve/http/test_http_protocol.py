@@ -175,6 +175,8 @@ def test_offer_that_ends_the_connection_ends_it() -> None:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nX-Host: a\r\nContent-Length: 3\r\n\r\nabc", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\n x: folded\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nx : space\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n", 400),

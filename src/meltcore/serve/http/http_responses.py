@@ -60,8 +60,8 @@ def head_problem(scope: Scope) -> RequestError | None:
         elif name == b"expect" and value.lower() != b"100-continue" and scope["http_version"] == "1.1":
             expectation = shorten(value.decode("latin-1"))
             return RequestError(f"Expect: {expectation!r} cannot be met; only 100-continue is known", status=417)
-    if hosts > 1:
-        return RequestError(f"a request has one header Host; this one has {hosts}")
+    if hosts > 1 or (hosts == 0 and scope["http_version"] == "1.1"):  # RFC 9112, 3.2
+        return RequestError(f"a request has one header Host; this one has {hosts or 'none'}")
     return None
 
 
