@@ -33,7 +33,10 @@ _ARABIC_LETTERS = {ord("ي"): "ی", ord("ى"): "ی", ord("ك"): "ک"}
 _VOWEL_SIGNS = dict.fromkeys([*range(0x64B, 0x653), *range(0x656, 0x660), 0x670])
 # Beside Moses' own: titles, what names of places begin with, and words that Moses does not expect before a number
 _ENGLISH_TITLES = "Smt Shri Sri Kum Pt Md Mohd Er Fr Mt Ft"
-_ENGLISH_BEFORE_NUMBERS = "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art"
+_ENGLISH_BEFORE_NUMBERS = (
+    "fig figs vol vols ch sec secs eq eqs Fig Figs Vol Vols Ch Sec Secs Eq Eqs Pp art para paras Para Paras "
+    "cl cls Cl Cls reg regs Reg Regs pg pgs Pg Pgs approx Approx ca dt Dt Sept Sl Ref"
+)
 _MOSES_LANGUAGES = ("hi", "mr", "gu", "pa", "kn", "ml", "ta", "te")
 # Short e and o, letters outside the range that all scripts share, and signs to leave out
 _LETTERS = str.maketrans(

@@ -23,7 +23,7 @@ _PERIODS = (".", "۔")
 _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
 _LAST_WORD = regex.compile(r"[\w\p{M}.-]*$")
 _LOWERCASE_NEXT = regex.compile(r"\s*[\"'“‘(\[]*\p{Ll}")
-_NUMBER_NEXT = regex.compile(r"\s+\p{N}")
+_NUMBER_NEXT = regex.compile(r"\s+(?:Nos?\.\s*)?\p{N}")  # also "Ref. No. 12"
 _NEXT_ALONE = regex.compile(r"\s*([\p{L}\p{M}]+)[.۔]")
 _MAX_WORD_CHARS = 40  # of an abbreviation
 
