@@ -158,6 +158,61 @@ def test_amr_wb_is_read_and_joined() -> None:
         duration_s(amr_wb(20) + b"\xff" * 3001)
 
 
+SPEECH_BYTES = {b"#!AMR\n": 32, b"#!AMR-WB\n": 61}  # of a frame at the highest bit rate
+
+
+def speech(mark: bytes, frames: int) -> list[bytes]:
+    rng, size = np.random.default_rng(0), SPEECH_BYTES[mark]
+    head = b"\x3c" if mark == b"#!AMR\n" else b"\x44"
+    return [head + rng.bytes(size - 1) for _ in range(frames)]
+
+
+def as_3gp(amr: bytes, frames: list[bytes], in_packet: int) -> bytes:
+    """A file of frames, of which each packet has several."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(amr)) as source, av.open(file, "w", format="3gp") as output:
+        stream = output.add_stream_from_template(source.streams.audio[0])
+        for first in range(0, len(frames), in_packet):
+            packet: Any = av.Packet(b"".join(frames[first : first + in_packet]))
+            packet.pts = packet.dts = first * 20
+            packet.time_base, packet.stream = Fraction(1, 1000), stream
+            output.mux(packet)
+    return file.getvalue()
+
+
+PAUSES = [(b"#!AMR\n", kind) for kind in range(8, 16)] + [(b"#!AMR-WB\n", kind) for kind in (9, 14, 15)]
+
+
+@pytest.mark.parametrize(("mark", "kind"), PAUSES)
+def test_pauses_of_amr_are_silence(mark: bytes, kind: int) -> None:
+    """Noise is described (SID) in some of their frames; others have no data, or were lost."""
+    pause = bytes([kind << 3 | 4]) + bytes(5 if (mark, kind) in (PAUSES[0], PAUSES[8]) else 0)
+    sound = speech(mark, 50)
+    for frames, first_s in ((sound + [pause] * 75 + sound, 0.0), ([pause] * 30 + sound + [pause], 0.6)):
+        amr = mark + b"".join(frames)
+        files = [amr, amr + ID3V1]
+        if mark == b"#!AMR-WB\n":  # FFmpeg writes neither several frames of AMR-NB in a packet, nor all their types
+            files += [as_3gp(amr, frames, 1), as_3gp(amr, frames, 5)]
+        elif kind in (8, 15):
+            files += [as_3gp(amr, frames, 1)]
+        for data in files:
+            assert duration_s(data) == pytest.approx(len(frames) / 50, abs=0.001)
+            assert is_loud(data, first_s + 0.2, first_s + 1.0)
+            if not first_s:
+                assert not is_loud(data, 1.1, 2.4)
+                assert is_loud(data, 2.6, 3.4)
+        with pytest.raises(RequestError, match="is truncated"):
+            decoded((amr + sound[0])[:-3])
+
+
+@pytest.mark.parametrize("head", [b"\xff", b"\x7f", b"\x45"])
+def test_damaged_packets_of_amr_are_no_pauses(head: bytes) -> None:
+    frames = speech(b"#!AMR\n", 50)
+    whole = as_3gp(b"#!AMR\n" + b"".join(frames), frames, 1)
+    with pytest.raises(RequestError, match=r"cannot be decoded after 0\.4 s"):
+        decoded(whole.replace(frames[20], head + frames[20][1:]))
+
+
 def with_video(container: str, audio_codec: str, video_codec: str, start_s: float, *, size: int = 32) -> bytes:
     """Six seconds of noise to see, and a second of tone from `start_s` on."""
     if not {audio_codec, video_codec} <= av.codecs_available:

@@ -346,6 +346,84 @@ def test_containers_round_their_duration(seconds: float) -> None:
     assert duration_s(file.getvalue()) == pytest.approx(seconds, abs=0.001)
 
 
+def cut(data: bytes, container: str, first: int, last: int | None = None) -> bytes:
+    """The packets from `first` on, before `last`, as `ffmpeg -ss TIME -c copy` writes them."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as output:
+        stream = output.add_stream_from_template(source.streams.audio[0])
+        for packet in list(source.demux())[first:last]:
+            if packet.dts is not None:
+                packet.stream = stream
+                output.mux(packet)
+    return file.getvalue()
+
+
+CUT = [
+    (*each, rate, first)
+    for each, first in ((("flac", "flac"), 7), (("mp3", "libmp3lame"), 20))
+    for rate in (16_000, 44_100)
+]
+CUT += [("ogg", "libopus", 48_000, 50), ("adts", "aac", 44_100, 20), ("wv", "wavpack", 44_100, 1)]
+
+
+@pytest.mark.parametrize(("container", "codec", "rate", "first"), CUT)
+def test_files_that_were_cut_at_their_beginning(container: str, codec: str, rate: int, first: int) -> None:
+    """FLAC keeps the total of the whole file, and MP3 announces a long delay of its encoder."""
+    if codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no encoder {codec}")
+    whole = recorded(tone(4.0, rate), container, codec, rate)
+    with av.open(io.BytesIO(whole)) as file:
+        lengths_s = [float((packet.duration or 0) * packet.time_base) for packet in file.demux()]
+    rest_s = sum(lengths_s[first:])
+    data = cut(whole, container, first)
+    assert duration_s(data) == pytest.approx(rest_s, abs=0.35 if codec == "libmp3lame" else 0.05)
+    assert is_loud(data, 0.1, rest_s - 0.4)
+    if container == "flac":
+        for end in (cut(whole, container, first, -2), cut(whole, container, 0, -2)):
+            with pytest.raises(RequestError, match="is truncated"):
+                decoded(end)
+
+
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+@pytest.mark.parametrize("first", [0, 30])
+def test_mp3_without_its_last_frames_is_truncated(rate: int, first: int) -> None:
+    mp3 = recorded(tone(6.0, rate), "mp3", "libmp3lame", rate)
+    data = cut(mp3, "mp3", first) if first else mp3
+    start = position = data.index(b"\xff", 10 + data[9] if data[:3] == b"ID3" else 0)
+    ends = []
+    while (size := frame_bytes(data[position : position + 6])) > 1:
+        position += size
+        ends.append(position)
+    assert duration_s(data[start : ends[-1]]) > 4
+    with pytest.raises(RequestError, match="is truncated"):
+        decoded(data[: ends[-9]])
+
+
+@pytest.mark.parametrize(("format", "blocks"), [("WAV", 13), ("WAV", 7), ("AIFF", 21), ("AIFF", 65)])
+def test_byte_behind_an_odd_number_of_blocks_is_none(format: str, blocks: int) -> None:
+    """Blocks of GSM 6.10 have 65 or 33 bytes. Some programs count the byte that makes the size even."""
+    seconds = blocks * (320 if format == "WAV" else 160) / 8000
+    data = encoded(tone(seconds, 8000), 8000, format, "GSM610")
+    if format == "WAV":
+        assert data[-1:] == b"\0"
+        data = claiming(data, b"data", 4, struct.pack("<I", 65 * blocks + 1))
+    assert duration_s(data) == pytest.approx(seconds)
+    with pytest.raises(RequestError, match="is truncated"):
+        decoded(data[:-34])
+
+
+def test_byte_behind_samples_of_two_bytes_is_none() -> None:
+    """It is a packet of its own where those before it are full."""
+    samples = 2**15
+    data = claiming(encoded(tone(samples / 8000, 8000), 8000), b"data", 4, struct.pack("<I", 2 * samples + 1))
+    assert duration_s(data + b"\0") == samples / 8000
+
+
+def test_adpcm_that_ffmpeg_takes_for_amr_is_refused() -> None:
+    with pytest.raises(RequestError, match="cannot be decoded after"):
+        decoded(encoded(tone(2.62, 8000), 8000, "WAV", "NMS_ADPCM_16"))
+
+
 def test_video_with_late_audio_keeps_its_times() -> None:
     file = Recorder()
     with av.open(file, "w", format="matroska") as output:

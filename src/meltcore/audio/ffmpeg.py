@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, OGG, WAV, WAVPACK, Container
+from meltcore.audio.containers import AAC, AIFF, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, OGG, WAV, WAVPACK, Container
+from meltcore.audio.media_files import amr_frames
 from meltcore.audio.mp4 import has_fragments
 from meltcore.audio.mpeg import announced_samples, frame_bytes
 from meltcore.audio.ogg import first_packets
@@ -19,13 +20,14 @@ from meltcore.audio.ogg import first_packets
 _BLOCK_S = 10.0  # of samples, which are yielded together
 # A container may announce a little more than its codec gives: encoders delay their signal and fill up frames.
 _MISSING_S, _MISSING_FRACTION = 0.5, 0.02
-_MP3_PADDING = 4 * 1152  # samples that the header counts and FFmpeg leaves out
+_MP3_PADDING = 3 * 1152  # samples at the end that the header counts and FFmpeg leaves out
 # Packet times are rounded, and the clocks of recorders jitter. ffmpeg's resampler fills gaps from this length on, too.
 _GAP_S = 0.1
 _JUMP_S = 1.0  # back in time: joined transport streams begin anew
 _MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its streams
 # These tell of a stream by its first packet alone, which may come after seconds of video.
 _FOUND_BY_PACKETS = (FLV, MPEG_TS)
+_AMR_CODECS, _AMR_FRAMES_PER_S = ("amrnb", "amrwb"), 50
 _PCM_PACKET_BYTES = 2**16  # of WAV: FFmpeg's own packets of 4096 bytes take twice the time
 _MATROSKA_DURATION, _MAX_HEADER_BYTES = b"\x44\x89", 4096
 
@@ -119,18 +121,22 @@ class FFmpegFile:
 
     def _announced_s(self, data: bytes) -> float:
         """Return when the audio ends as the header says, 0 where it does not. FFmpeg's own value may be an estimate."""
-        if self._container is MP3:
-            return announced_samples(data) / self.sample_rate
         if self._container is MATROSKA:
             # It has the duration of all streams together, a recording that was not closed has none.
             is_written = _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES] and len(self._file.streams) == 1
             return (self._file.duration or 0) / 1e6 if is_written else 0.0
-        if self._container not in (FLAC, MP4, WAVPACK):  # the size of the others is checked before
+        if self._container not in (FLAC, MP3, MP4, WAVPACK):  # the size of the others is checked before
             return 0.0
+        start_s, end_s = (
+            float((time or 0) * self._stream.time_base) for time in (self._stream.start_time, self._stream.duration)
+        )
+        if self._container in (FLAC, MP3):
+            # FFmpeg leaves out the encoder's delay of MP3. FLAC that was cut keeps the original's total and times.
+            total_s = announced_samples(data) / self.sample_rate if self._container is MP3 else end_s
+            return max(total_s - start_s, 0.0)
         # FFmpeg counts the duration of MP4 from the first packet, with fragments from zero.
         is_from_first = self._container is MP4 and not has_fragments(data)
-        start = max(self._stream.start_time or 0, 0) if is_from_first else 0
-        return float(((self._stream.duration or 0) + start) * self._stream.time_base)
+        return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
     def blocks(self) -> Iterator[Floats]:
         """Yield the samples. Raises RequestError for damaged data, and for less than announced."""
@@ -199,15 +205,17 @@ class FFmpegFile:
             return
 
     def _frames(self) -> Iterator[Any]:
-        """Yield decoded frames. Tags between and after the frames of MP3 and AAC are no packets."""
+        """Yield decoded frames. Tags of MP3 and AAC, and a byte that makes a size even, are no packets."""
         import av
 
-        has_frames = self._container in (MP3, AAC)
+        has_frames, is_amr = self._container in (MP3, AAC), self._stream.codec_context.name in _AMR_CODECS
+        is_padded = self._container in (WAV, AIFF) and not is_amr
+        is_amr &= self._container is not WAV  # whose NMS ADPCM FFmpeg takes for AMR: its decoder refuses that
         for packet in self._packets():
             try:
-                frames = packet.decode()
+                frames = self._amr_frames(packet) if is_amr and packet.size else packet.decode()
             except av.InvalidDataError:
-                if has_frames and frame_bytes(_head(packet)) == 0:
+                if (has_frames and frame_bytes(_head(packet)) == 0) or (is_padded and packet.size == 1):
                     continue
                 if has_frames and packet.size < frame_bytes(_head(packet)):
                     raise self._cut(packet) from None
@@ -215,6 +223,19 @@ class FFmpegFile:
             if has_frames and 0 < packet.size < frame_bytes(_head(packet)):
                 raise self._cut(packet)
             yield from frames
+
+    def _amr_frames(self, packet: Any) -> Iterator[Any]:
+        """Yield the frames of a packet of AMR, silent ones for its pauses, which FFmpeg does not decode."""
+        import av
+
+        codec, pts = self._stream.codec_context, packet.pts
+        silence = np.zeros((1, self.sample_rate // _AMR_FRAMES_PER_S), np.float32)
+        for data, is_pause in amr_frames(bytes(packet), codec.name == "amrwb"):
+            silent = [av.AudioFrame.from_ndarray(silence, format="fltp", layout="mono")] if is_pause else []
+            for frame in silent or codec.decode(av.Packet(data)):
+                frame.sample_rate, frame.time_base, frame.pts = self.sample_rate, packet.time_base, pts
+                pts = None  # of the first frame alone
+                yield frame
 
     def _cut(self, packet: Any) -> Exception:
         announced, at_s = frame_bytes(_head(packet)), self._num_read / self.sample_rate

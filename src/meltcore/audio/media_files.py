@@ -22,9 +22,10 @@ _ASF_LIVE_BYTES = 50  # of the head of the packets, which is the size that live 
 _FLV_TAGS = (8, 9, 18)  # audio, video and script
 _WAVPACK_FIRST = 0x800  # the first block of those with the same samples
 _TS_PACKET_BYTES, _M2TS_PACKET_BYTES = 188, 192
-# Bytes of a frame by its type, with the byte that holds it; 0 of those that files do not have
-_AMR_BYTES = (13, 14, 16, 18, 20, 21, 27, 32, 6, 0, 0, 0, 0, 0, 0, 1)
+# Bytes of a frame by its type, with the byte that holds it; 0 of those that files do not have. Pauses come last.
+_AMR_BYTES = (13, 14, 16, 18, 20, 21, 27, 32, 6, 1, 1, 1, 1, 1, 1, 1)
 _AMR_WB_BYTES = (18, 24, 33, 37, 41, 47, 51, 59, 61, 6, 0, 0, 0, 0, 1, 1)
+_AMR_PAUSE, _AMR_WB_PAUSE = 8, 9  # the first type without speech: noise (SID), lost, or no data
 _AMR_ZEROS, _AMR_GOOD = 0x83, 4  # bits that are 0 in the first byte of each frame, and the one of an undamaged frame
 
 
@@ -130,13 +131,29 @@ def split_amr(data: bytes) -> Iterator[int]:
             position, sizes = position + (9 if is_wide else 6), _AMR_WB_BYTES if is_wide else _AMR_BYTES
         if position >= len(data):
             return
-        size = 0 if data[position] & _AMR_ZEROS else sizes[data[position] >> 3]
+        size = _amr_bytes(data[position], sizes)
         is_odd = not data[position] & _AMR_GOOD and (
             is_start(data, position) or not any(data[position : position + size])
         )
-        if not size or is_odd:
+        if not size or is_odd or data.startswith(b"TAG", position):
             yield position
             return
         if position + size > len(data):
             raise cut(size, len(data) - position)
         position += size
+
+
+def amr_frames(packet: bytes, is_wide: bool) -> Iterator[tuple[bytes, bool]]:
+    """Yield the frames of a packet of AMR, and whether each is of a pause. Bytes of no frame are yielded together."""
+    sizes, first_pause = (_AMR_WB_BYTES, _AMR_WB_PAUSE) if is_wide else (_AMR_BYTES, _AMR_PAUSE)
+    position = 0
+    while position < len(packet):
+        size = _amr_bytes(packet[position], sizes)
+        end = position + (size or len(packet))
+        yield packet[position:end], size > 0 and packet[position] >> 3 >= first_pause
+        position = end
+
+
+def _amr_bytes(head: int, sizes: tuple[int, ...]) -> int:
+    """Return the length of a frame by its first byte, 0 for a byte that begins none."""
+    return 0 if head & _AMR_ZEROS else sizes[head >> 3]
