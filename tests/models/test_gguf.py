@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from meltcore import LLM, SamplingParams
 from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.engine.worker.loading import load
 from meltcore.kernels.fp8.fp8 import FP8
@@ -370,7 +371,7 @@ def test_planned_weights_are_those_that_are_held(
         tensors = [tensor for tensor in model.tensors.values() if tensor.type == kind]
         stored_bytes = sum(tensor.num_bytes for tensor in tensors)
         held = GgmlType(kind).held
-        text = f"{len(tensors)} tensors of {kind.name} are held as {held.type.name}: {stored_bytes / 1e6:,.1f} MB of"
+        text = f"{len(tensors)} tensors of {kind.name} are held as {held.type.name}: {size_text(stored_bytes)} of"
         assert text in row.note
         assert f"loss: {held.loss or 'none'}" in row.note
         # In float32 a CPU converts all of them once more, and only a loss is worth a line.
@@ -659,7 +660,7 @@ def test_sizes_that_the_tensors_contradict_are_not_allocated(tmp_path: Path, mon
     with pytest.raises(ConfigError, match=message):
         build_model(open_checkpoint(str(file), files="all"), torch.float32, CPU)
     monkeypatch.setattr(loader, "host_available_bytes", lambda: 2**20)
-    with pytest.raises(ConfigError, match=r"the weights take .* GiB of host memory are available"):
+    with pytest.raises(ConfigError, match=r"the weights take .* of host memory are available"):
         build_model(open_checkpoint(str(file), files="all"), torch.float32, CPU)
 
 

@@ -137,7 +137,7 @@ def test_option_outside_its_range_is_an_error(translator: Translator) -> None:
 
 def test_too_little_memory_is_named(folders: dict[str, str]) -> None:
     small = Translator(folders["en-indic"], device="cpu", memory_bytes=300_000)
-    with pytest.raises(ConfigError, match=r"a sentence of \d+ tokens takes .* MiB for 5 beams of 48 tokens"):
+    with pytest.raises(ConfigError, match=r"a sentence of \d+ tokens takes .* for 5 beams of 48 tokens"):
         small.translate("home", "en", "hi", max_new_tokens=48)
 
 

@@ -8,6 +8,7 @@ import engine_tools as tools
 import pytest
 import torch
 
+from meltcore.common.sizes import size_text
 from meltcore.engine.memory import memory_plan as memory
 from meltcore.engine.memory.memory_plan import PENALTY_FRACTION, RESERVE_FRACTION
 from meltcore.engine.worker.sampler import PenaltyTable
@@ -122,7 +123,7 @@ def test_token_counts_take_at_most_an_eighth_of_the_reserve(gigabytes: int, max_
     taken = table._output_counts.nbytes + table._in_prompt.nbytes
     assert plan.penalty_slots == slots
     assert taken <= reserve.size_bytes * PENALTY_FRACTION
-    assert reserve.note == f"activations, workspaces, penalties of {slots:,} sequences ({taken / 2**20:.1f} MiB)"
+    assert reserve.note == f"activations, workspaces, penalties of {slots:,} sequences ({size_text(taken)})"
 
 
 def test_one_penalized_sequence_can_always_run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,10 @@ class Fleet:
         """Write fleet.yaml. `engine` of a model: options of its scripted engine."""
         named = {}
         for name, options in models.items():
-            checkpoint = make_model(self.folder / name)
-            (checkpoint / "engine.json").write_text(json.dumps(options.get("engine", {})))
+            checkpoint = self.folder / name
+            if not checkpoint.exists():  # else a server that starts may read a file that is being written
+                make_model(checkpoint)
+                (checkpoint / "engine.json").write_text(json.dumps(options.get("engine", {})))
             fields = {key: value for key, value in options.items() if key != "engine"}
             named[name] = {"checkpoint": str(checkpoint), "load_format": "dummy", "device": "cpu"} | fields
         server = {"port": 0, "api_server_count": 2} | sections.pop("server", {})
@@ -72,7 +74,9 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     capsys.readouterr()
     main(["ps", "--json"])
-    return {row["model"]: row for row in json.loads(capsys.readouterr().out)}
+    done = capsys.readouterr()
+    assert done.out, done.err
+    return {row["model"]: row for row in json.loads(done.out)}
 
 
 def chat_model(fleet: Fleet) -> str:
