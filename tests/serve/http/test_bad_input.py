@@ -263,7 +263,8 @@ def test_huge_body_is_413(locked_server: RunningServer) -> None:
 def test_huge_chunked_body_is_413_too(locked_server: RunningServer) -> None:
     data = json.dumps(chat_body("x" * 5_000_000)).encode()
     with socket.create_connection(("127.0.0.1", locked_server.port), timeout=WAIT_S) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer right\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer right\r\n"
+        head += "transfer-encoding: chunked\r\n\r\n"
         connection.sendall(head.encode() + b"%x\r\n" % len(data) + data + b"\r\n0\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
 

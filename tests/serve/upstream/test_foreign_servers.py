@@ -67,8 +67,8 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
                 parts = client.chat.completions.create(model=name, messages=QUESTION, stream=True)
                 assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices).count(" w") == 8
         assert server.post("/v1/chat/completions", {"messages": QUESTION}).status == 200  # the first model's
-        found = server.metrics()
-        assert found["requests_finished_total"] == found["requests_accepted_total"] == 7
+        wait_until(lambda: server.metrics()["requests_finished_total"] == 7, "the last one to be counted")
+        assert server.metrics()["requests_accepted_total"] == 7
         server.signal()
         assert server.wait_exit() == 0
         assert [pid for guard in guards for pid in group_members(guard)] == []
