@@ -24,9 +24,8 @@ async def client(port: int, seed: int) -> int:
             bad += 1
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         if kind == "leave":
             await asyncio.sleep(rng.random() * 0.1)
