@@ -401,5 +401,6 @@ def _pages(fleet: _Fleet) -> str:
         text = fleet.send(path, "GET").text
         _expect(content in text, f"{path}: {text[:120]}")
     models = fleet.send("/v1/status", "GET").json()["models"]
-    _expect({model["name"] for model in models} == set(fleet.models.values()), str(models)[:120])
+    names = {model["name"] for model in models}  # the chat model's too, beside the first one of each task
+    _expect(names >= set(fleet.models.values()), f"/v1/status: {sorted(names)}")
     return f"{len(models)} models"
