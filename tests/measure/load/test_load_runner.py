@@ -1,6 +1,6 @@
 """The load generator against a server whose every token has a known time, and against every fault of that server.
 
-No token is early. How late one may be is not judged but for BUSY, which a machine at several times its load keeps.
+No token is early. A late one is only held to BUSY times its time in the script, since the machine may be shared.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def load(server: object, **fields: object) -> LevelResult:
 
 
 def assert_times(result: LevelResult, *, ttft_ms: float, itl_ms: float, tokens: int) -> None:
-    """Assert that the times are those of the script, and that those after the first token add up to the whole."""
+    """Assert that times follow the script, and that the gaps after the first token add up to the whole."""
     assert result.failures == {}
     assert 0.95 * ttft_ms < result.ttft_ms.p50 < BUSY * ttft_ms
     e2e_ms = ttft_ms + (tokens - 1) * itl_ms

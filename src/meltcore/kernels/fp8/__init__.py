@@ -1,1 +1,1 @@
-"""Kernels for FP8 weights, scaled by channel or by block, and their matrix multiplications."""
+"""Kernels for FP8 weights, scaled by channel or by block, with their matrix multiplications."""

@@ -1,1 +1,1 @@
-"""Kernels for block-quantized formats, those of GGUF files and INT4, and their matrix multiplications."""
+"""Kernels for INT4 and the block-quantized formats of GGUF files, with their matrix multiplications."""
