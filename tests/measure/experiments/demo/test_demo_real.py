@@ -1,4 +1,7 @@
-"""The demo with our server, engines, bundled models and load generator, on fewer problems."""
+"""The demo with our server, engines, bundled models and load generator, on fewer problems.
+
+A second bundled language model takes the place of the one with real weights, which `make demo` fetches.
+"""
 
 import json
 from functools import partial
@@ -6,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import meltcore
 from meltcore.cli.main import main
-from meltcore.measure.experiments.demo import run, tasks
+from meltcore.measure.experiments.demo import conversations, run, tasks
 from meltcore.measure.problems import evaluation_set
+
+SECOND_MODEL = Path(meltcore.__file__).parent / "bundled" / "sums-gemma"
 
 
 @pytest.mark.slow
@@ -18,7 +24,11 @@ def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.Monke
     for name, count in (("phrases", "num_phrases"), ("clips", "num_clips")):
         monkeypatch.setattr(tasks, name, partial(getattr(tasks, name), **{count: 32}))
     monkeypatch.setattr(tasks, "NUM_TEXTS", 4)
-    assert main(["demo", "--levels", "10", "--level-duration", "1", "--out", str(tmp_path)]) == 0
+    problem = next(problem for problem in evaluation_set() if problem.kind == "short")
+    conversation = conversations.Conversation((problem.question,), str(problem.value))
+    monkeypatch.setattr(conversations, "CONVERSATIONS", (conversation,))
+    levels = ["--levels", "10", "--level-duration", "1"]
+    assert main(["demo", *levels, "--chat-model", str(SECOND_MODEL), "--out", str(tmp_path)]) == 0
     [folder] = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
     assert (result["status"], result["command"]) == ("complete", "demo")
@@ -33,6 +43,7 @@ def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.Monke
     for load in loads.values():
         assert load["requests"] == load["succeeded"] >= load["concurrency"] >= 1
     assert loads["sums"]["accuracy"] >= 0.95
+    assert f"sums-gemma answers {problem.question[:40]!r}" in {check["name"] for check in result["checks"]}
     names = [check["name"] for check in result["checks"] if check["status"] == "PASS"]
     for client in ("openai: ", "dwani: ", "HTTP: "):
         assert sum(name.startswith(client) for name in names) >= 6
