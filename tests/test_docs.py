@@ -154,6 +154,13 @@ def test_tables_are_what_the_result_files_say() -> None:
     assert stale == [], "run `make tables`"
 
 
+def test_performance_page_begins_with_the_table_of_the_readme() -> None:
+    documents = ((ROOT / name).read_text() for name in ("README.md", "docs/performance.md"))
+    of_readme, of_page = (_TABLE.findall(text) for text in documents)
+    assert of_page[0].startswith("| concurrency |")
+    assert of_page[0] in of_readme
+
+
 def generated_lines(document: str, name: str) -> list[str]:
     text = (ROOT / document).read_text()
     return text.partition(f"<!-- generated: {name} -->\n")[2].partition("<!-- end of generated -->")[0].splitlines()
