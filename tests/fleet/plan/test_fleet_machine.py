@@ -218,7 +218,7 @@ def test_driver_that_does_not_start_moves_no_model_to_the_cpu(
 
 def test_gpu_that_is_lost_is_named(nvml: list[Card]) -> None:
     nvml += [Card(), Card(lost=True)]
-    assert read_machine().problem.startswith("GPU 1 cannot be used: ")
+    assert read_machine().problem.startswith("the GPUs cannot be listed: GPU 1 is lost: ")
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])

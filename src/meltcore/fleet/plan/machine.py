@@ -12,11 +12,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pynvml
 from pynvml import NVMLError
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, NoDriverError, Nvml
+from meltcore.common.gpus.driver import START_LIMIT_S, UNUSABLE, GpuLostError, NoDriverError, Nvml
 from meltcore.common.gpus.machine import VISIBLE, Machine, VisibleGpu, check_order, visible_gpus
 from meltcore.common.host_memory import host_available_bytes
 from meltcore.common.options import is_number
@@ -107,7 +106,10 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
             f"set {VISIBLE}= (empty) or `device: cpu` for the CPU"
         ) from error
     with closing(nvml):
-        there = _accessible(nvml)
+        try:
+            there = nvml.gpus()
+        except (GpuLostError, NVMLError) as error:
+            raise ConfigError(f"the GPUs cannot be listed: {error}") from error
         if any(is_number(name) for name in names):
             check_order(map(nvml.name, there), os.environ)
         handles = [_handle(nvml, there, name) for name in names]
@@ -116,18 +118,6 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
                 raise ConfigError(f"{VISIBLE} names GPU {name} twice; CUDA sees no GPU then")
             _check_mig(nvml, handle, name)
         yield nvml, handles
-
-
-def _accessible(nvml: Nvml) -> list[Any]:
-    """Return the handles of the GPUs that CUDA numbers: NVML lists those too that a cgroup denies to this process."""
-    handles = []
-    for index in range(nvml.count()):
-        try:
-            handles.append(nvml.device(index))
-        except NVMLError as error:
-            if getattr(error, "value", None) != pynvml.NVML_ERROR_NO_PERMISSION:
-                raise ConfigError(f"GPU {index} cannot be used: {error}") from error
-    return handles
 
 
 def _check_mig(nvml: Nvml, handle: Any, name: str) -> None:
