@@ -56,6 +56,12 @@ def test_random_sentences_are_those_of_the_toolkit() -> None:
         assert [postprocess(output, target, prepared.placeholders)] == expected, (target.code, output)
 
 
+def copied(text: str, spoken: str, target: str) -> str:
+    """Return the text as a model gives it that copies what it reads."""
+    prepared = preprocess(text, language(spoken))
+    return postprocess(prepared.text, language(target), prepared.placeholders)
+
+
 # An example of each entry of ODDITIES: what a repaired step would not give
 ODD = {
     "text-codes": lambda: source("\u0958", "mai_Deva") == source("\u0958", "hin_Deva"),
@@ -74,6 +80,10 @@ ODD = {
     "long-numbers": lambda: (
         preprocess("1,23,45,678 है", language("hin_Deva")) == ("< ID1 > , 678 है", {"<ID1>": "1,23,45"})
         and postprocess("< ID1 > , 678", language("eng_Latn"), {"<ID1>": "1,23,45"}) == "1,23,45, 678"
+    ),
+    "signs-apart": lambda: (
+        copied("+91-80 42$ a>b ₹12 42°", "eng_Latn", "hin_Deva") == "+ 91-80 42 $a> b ₹ 12 42 °"
+        and copied("₹12 a&b +919880012345", "hin_Deva", "eng_Latn") == "₹12 a & b + 919880012345"
     ),
     "joined-sentences": lambda: (
         preprocess("I saw dogs.The king. a.b", language("eng_Latn")).placeholders == {"<ID1>": "dogs.The"}

@@ -46,6 +46,8 @@ ODDITIES: dict[str, str] = {
     "number is used up",
     "long-numbers": "of a number in more than three groups, such as 1,23,45,678, the placeholder has the first three; "
     "the rest follows it as text, and in English after a space: 1,23,45, 678",
+    "signs-apart": "signs become words before the model, and not all are joined again: + = * & ~ ^ _ stay apart, from "
+    "English also currency signs, degrees and sections; $ @ # | < > % may join the wrong neighbor",
     "joined-sentences": "words with a period and no space between them, such as dogs.The, are an address and stay as "
     "they are; less than four letters are none",
 }
