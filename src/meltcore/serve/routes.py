@@ -205,12 +205,12 @@ class _Handlers:
         sleeping = [backend for backend in backends if backend.health.status in ("sleeping", "waking")]
         awake = [backend for backend in backends if backend not in sleeping]
         replicas = sum(backend.stats.replicas for backend in awake)
-        num_live = sum(len(backend.stats.live_replicas()) for backend in awake)
+        num_live = sum(backend.stats.num_serving() for backend in awake)
         answer: dict[str, Any] = {"status": "ready" if num_live == replicas and not reasons else "degraded"}
         if replicas > 1:
             answer["replicas"] = f"{num_live} of {replicas}"
         for backend in awake:
-            live = len(backend.stats.live_replicas())
+            live = backend.stats.num_serving()
             if live < backend.stats.replicas:
                 reasons.setdefault(backend.names[0], f"{live} of {backend.stats.replicas} replicas serve")
         if reasons:

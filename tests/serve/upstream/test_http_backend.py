@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
+from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream import http_attempt, http_backend, http_replica
 from meltcore.serve.upstream.event_stream import MAX_HELD_BYTES, EventBuffer
@@ -476,6 +477,34 @@ def test_health_follows_the_upstream() -> None:
             await upstream.start(port)
             await until(lambda: server.backend.health.problem() is None)
             assert (await server.ask())[0] == 200
+
+    run(check())
+
+
+def test_health_and_metrics_count_the_replicas_that_answer() -> None:
+    async def check() -> None:
+        first, second = Upstream(sends(answer(WHOLE))), Upstream(sends(answer(WHOLE)))
+        await first.start()
+        await second.start()
+        async with served(first, second) as server:
+            stats = server.backend.stats
+
+            async def counts() -> tuple[object, object]:
+                async with server.session.get(server.url + "/health") as response:
+                    health = await response.json()
+                [family] = [
+                    each
+                    for each in Metrics(ServerStats(()), lambda: {"m": stats}).collect()
+                    if each.name == "meltcore:replicas"
+                ]
+                return health.get("replicas"), family.samples[0].value
+
+            await until(lambda: stats.num_serving() == 2)
+            assert await counts() == ("2 of 2", 2)
+            await second.stop()
+            await until(lambda: stats.num_serving() == 1)
+            assert await counts() == ("1 of 2", 1)
+            assert stats.live_replicas() == [0, 1], "the supervisor has closed none"
 
     run(check())
 

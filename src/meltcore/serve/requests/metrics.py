@@ -122,8 +122,8 @@ class Metrics(Collector):
         yield self._family(
             GaugeMetricFamily, "requests_in_flight_peak", "Most requests in flight since the start", peaks
         )
-        num_live = {label: len(model.live_replicas()) for label, model in self._models.items()}
-        yield self._family(GaugeMetricFamily, "replicas", "Replicas that are alive", num_live)
+        num_live = {label: model.num_serving() for label, model in self._models.items()}
+        yield self._family(GaugeMetricFamily, "replicas", "Replicas that serve", num_live)
         yield from self._labeled()
         for name, help, _ in HISTOGRAMS:
             histogram = HistogramMetricFamily(PREFIX + name, help, labels=["model_name"])

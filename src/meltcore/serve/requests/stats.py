@@ -265,6 +265,7 @@ class ModelStats(_Columns):
             for name in (*_REPLICA_COLUMNS, _ENGINE_COLUMNS[0])
         )
         self._unconnected: set[int] = set()
+        self._silent: set[int] = set()
         self.task = "generation"  # of the model, for the label of metrics
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
@@ -330,6 +331,10 @@ class ModelStats(_Columns):
             for replica, column in enumerate(self._closed_at)
             if row[column] == _OPEN and replica not in unconnected
         ]
+
+    def num_serving(self) -> int:
+        """Return how many replicas new requests may be sent to, without upstream servers that do not answer."""
+        return sum(replica not in self._silent for replica in self.live_replicas())
 
     def assign(self, replica: int, tokens: int) -> None:
         """Count a request as `tokens` tokens for `replica`; the step time limit of an idle replica starts."""
@@ -397,6 +402,10 @@ class ModelStats(_Columns):
     def set_connected(self, replica: int, is_connected: bool) -> None:
         """Say whether this process has sockets to a replica. Without, it sends the replica no requests."""
         (self._unconnected.discard if is_connected else self._unconnected.add)(replica)
+
+    def set_answers(self, replica: int, answers: bool) -> None:
+        """Say whether an upstream server answers this process."""
+        (self._silent.discard if answers else self._silent.add)(replica)
 
     def fail_process_requests(self, process_index: int) -> int:
         """Count the open requests of a process that has died as failed; returns their number. For the supervisor."""

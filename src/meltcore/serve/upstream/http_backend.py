@@ -112,6 +112,8 @@ class HttpBackend:
         self.paths = config.paths
         self.stats = stats
         self.replicas = [Replica(index, url, config, key) for index, url in enumerate(config.urls)]
+        for replica in self.replicas:
+            stats.set_answers(replica.index, False)
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
         self._limit_s = request_timeout_s
         self._exchanges: set[Exchange] = set()
@@ -161,6 +163,7 @@ class HttpBackend:
     async def _watch_health(self, replica: Replica) -> None:
         while True:
             await replica.check_health()
+            self.stats.set_answers(replica.index, replica.state == "up")
             # Until the first answer more often: a server that starts is used as soon as it can be.
             interval_s = self.config.health_interval_s
             if replica.state != "up":
