@@ -30,8 +30,9 @@ class Fleet:
         self.server, self.folder = server, folder
 
     def status(self, name: str) -> str:
-        (model,) = [each for each in self.server.request("GET", "/v1/status").json["models"] if each["name"] == name]
-        return str(model["status"])
+        models = self.server.request("GET", "/v1/status").json["models"]
+        # An API server that has just started lists no model yet.
+        return next((str(model["status"]) for model in models if model["name"] == name), "")
 
     def wait_status(self, **statuses: str) -> None:
         wait_until(lambda: all(self.status(name) == status for name, status in statuses.items()), f"{statuses}")
@@ -132,17 +133,20 @@ def test_request_that_cannot_wait_gets_503_and_still_wakes_its_model() -> None:
 
 @pytest.mark.slow
 def test_engine_that_dies_asleep_or_waking_or_cannot_wake() -> None:
-    with fleet({"a": "interactive", "b": "standard"}, options={"a": {"step_s": 0.01}}) as found:
+    with fleet({"a": "interactive", "b": "standard"}) as found:
         server = found.server
-        asleep = server.engine_pids()[0]  # the less urgent class is loaded first
+        asleep, awake = server.engine_pids()  # the less urgent class is loaded first
         with ThreadPoolExecutor(2) as pool:
-            long = pool.submit(found.complete, "a", 120)
+            os.kill(awake, signal.SIGSTOP)  # its request stays open, so that b has to wait
+            long = pool.submit(found.complete, "a")
+            wait_until(lambda: server.metrics()["requests_in_flight"] == 1, "a has a request")
             waits = pool.submit(found.complete, "b")
             wait_until(lambda: server.metrics()["queue_requests"] == 1, "it waits")
             os.kill(asleep, signal.SIGKILL)
             wait_until(lambda: "it is started again when it is wanted" in server.stderr, "its death is stated")
             assert found.status("b") == "sleeping"
-            assert len(server.engine_pids()) == 1
+            assert server.engine_pids() == [awake]
+            os.kill(awake, signal.SIGCONT)
             assert (long.result().status, waits.result().status) == (200, 200)  # started once a has given its memory up
         found.wait_status(a="sleeping")
 
