@@ -62,6 +62,7 @@ def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "o
         stats,
         lambda message, _replica: sent.append(message),
         stats.live_replicas,
+        request_timeout_s=30,
     )
 
     async def translate() -> None:
@@ -98,7 +99,9 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
 
     async def scenario() -> None:
         text = TranslationText(SyntheticTokenizer(32_000), True, "indic-en")
-        backend = Translations(model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0])
+        backend = Translations(
+            *(model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0]), request_timeout_s=30
+        )
 
         def start(texts: list[str], request_id: str) -> asyncio.Task[Any]:
             return asyncio.create_task(backend.translate(TranslateRequest(texts, "hi", "en"), request_id, 0.0))
@@ -150,7 +153,7 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
                 await held.enter_async_context(backend.admitted(10, 1))
             assert ({place.replica for place in places}, full.value.status) == ({0}, 429)
             assert stats.total("in_flight") == len(places)
-        backend.limit_s = 0.2
+        backend.tickets.limit_s = 0.2
         with pytest.raises(RequestError, match=r"longer than 0\.2 s") as late:
             async with backend.admitted(10, 1):
                 await asyncio.sleep(5)
@@ -319,7 +322,7 @@ def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch)
             is_stuck.set()
             await may_go_on.wait()
 
-        speaking = asyncio.create_task(backend.synthesize(request, "r", on_part))
+        speaking = asyncio.create_task(backend.synthesize(request, on_part))
         await is_sent.wait()
         for chunk in range(1, 6):
             part = Synthesized(request_id=sent[0].request_id, samples=bytes(8000), chunk=chunk, chunks=9)

@@ -155,6 +155,7 @@ def test_translation_is_retried_once() -> None:
             stats,
             lambda message, replica: sent.append((message, replica)),
             stats.live_replicas,
+            request_timeout_s=30,
         )
 
         def end(message: Any, replica: int) -> None:
@@ -204,15 +205,16 @@ def test_clips_without_a_transcript_are_sent_again(monkeypatch: pytest.MonkeyPat
             backend.on_message(replica, TranscriptionOutputs([result], BatchStats(), 1.0))
 
         async with backend.admitted(10, 1) as place:
-            clips = [backend._send_clip(name, bytes(64), "kn", request, ready, place)[1] for name in ("a", "b")]
-            end("a", 0, "done")
+            a, b = (f"{place.request_id}-{name}" for name in ("a", "b"))
+            clips = [backend._send_clip(name, bytes(64), "kn", request, ready, place) for name in (a, b)]
+            end(a, 0, "done")
             lose(backend)
             assert place.replica == 1
-            assert sent[2:] == [(AbortRequests(["b"]), 0), (sent[1][0], 1)]
+            assert sent[2:] == [(AbortRequests([b]), 0), (sent[1][0], 1)]
             backend._send_clip("c", bytes(64), "kn", request, ready, place)
             assert sent[-1][1] == 1, "later clips go there, too"
-            end("b", 0, "late")
-            end("b", 1, "again")
+            end(b, 0, "late")
+            end(b, 1, "again")
             assert [(await clip).text for clip in clips] == ["done", "again"]
         check_idle(stats, finished=1, retried=1)
         stats.mark_replica_dead(1)
@@ -260,7 +262,7 @@ def test_speech_of_which_nothing_was_sent_begins_again(monkeypatch: pytest.Monke
             )
             backend.on_message(replica, SynthesisOutputs([result], BatchStats(), 1.0))
 
-        speaking = asyncio.create_task(backend.synthesize(request, "r", on_part))
+        speaking = asyncio.create_task(backend.synthesize(request, on_part))
         await until(lambda: bool(sent))
         say(0, 0.5, 1)
         await until(lambda: backend._waiting_bytes == 0 and (is_whole or bool(parts)))

@@ -54,9 +54,7 @@ class TranscribeBatchEndpoint(Endpoint):
         backend, request = self.choices.transcriber(speech_request(fields, b""))
         requests = [request._replace(data=data) for data in files]
         exchange.fields |= {"model": backend.names[0], "files": len(files)}
-        work = finish_all(
-            _transcribe(backend, each, f"files[{index}]", exchange) for index, each in enumerate(requests)
-        )
+        work = finish_all(_transcribe(backend, each, f"files[{index}]") for index, each in enumerate(requests))
         texts = await while_connected(exchange.scope, work)
         await exchange.answer(msgspec.json.encode({"transcriptions": texts}), b"application/json")
 
@@ -73,7 +71,7 @@ class SpeechBatchEndpoint(Endpoint):
         requests = _speech_requests(fields)
         backend = self.choices.synthesizer(fields.language, fields.model)
         exchange.fields |= {"model": backend.names[0], "texts": len(requests)}
-        work = finish_all(_speak(backend, each, f"input[{index}]", exchange) for index, each in enumerate(requests))
+        work = finish_all(_speak(backend, each, f"input[{index}]") for index, each in enumerate(requests))
         files = await while_connected(exchange.scope, work)
         extension = requests[0].response_format
         named = {f"audio_{index:02}.{extension}": data for index, data in enumerate(files)}
@@ -82,21 +80,21 @@ class SpeechBatchEndpoint(Endpoint):
         await exchange.answer(archive, b"application/zip")
 
 
-async def _transcribe(backend: SpeechBackend, request: SpeechRequest, name: str, exchange: Exchange) -> str:
+async def _transcribe(backend: SpeechBackend, request: SpeechRequest, name: str) -> str:
     try:
-        return (await backend.transcribe(request, exchange.identity)).text
+        return (await backend.transcribe(request)).text
     except RequestError as error:
         raise _named(error, name) from error
 
 
-async def _speak(backend: SynthesisBackend, request: SynthesisRequest, name: str, exchange: Exchange) -> bytes:
+async def _speak(backend: SynthesisBackend, request: SynthesisRequest, name: str) -> bytes:
     parts: list[bytes] = []
 
     async def on_part(part: SpokenPart) -> None:
         parts.append(part.data)
 
     try:
-        await backend.synthesize(request, exchange.identity, on_part)
+        await backend.synthesize(request, on_part)
     except RequestError as error:
         raise _named(error, name) from error
     return b"".join(parts)

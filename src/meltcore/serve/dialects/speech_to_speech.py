@@ -48,7 +48,7 @@ class SpeechToSpeechEndpoint(Endpoint):
         exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 
-        transcript = await transcriber.transcribe(request, exchange.identity)
+        transcript = await transcriber.transcribe(request)
         if not is_visible(transcript.text):
             raise RequestError("no speech was found in the audio", param="file", code="no_speech")
         if is_events:
@@ -80,7 +80,7 @@ class SpeechToSpeechEndpoint(Endpoint):
         async def on_part(part: SpokenPart) -> None:
             parts.append(part.data)
 
-        await synthesizer.synthesize(speech, exchange.identity, on_part)
+        await synthesizer.synthesize(speech, on_part)
         audio = base64.b64encode(b"".join(parts)).decode()
         whole = {"transcription": transcript.text, "llm_response": answer, "audio_base64": audio}
         await exchange.answer(msgspec.json.encode(whole), b"application/json")

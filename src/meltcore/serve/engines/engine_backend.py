@@ -15,6 +15,7 @@ from meltcore.protocol.shell import Profile, ProfileDone
 from meltcore.serve.engines.engine_link import EngineLink
 from meltcore.serve.requests.backend import SERVING, Health
 from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.requests.ticket import OpenTickets, Outcome
 from meltcore.settings.config import ModelConfig, Profiler
 
 ENGINE_DEAD = "the engine has died"
@@ -23,6 +24,8 @@ _Model = TypeVar("_Model")
 
 class EngineBackend(ABC):
     """The engines of one model, one per replica, as one API server process sees them."""
+
+    tickets: OpenTickets[Any]
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats) -> None:
         self.config = config
@@ -38,16 +41,13 @@ class EngineBackend(ABC):
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
 
-    @abstractmethod
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
+        self.tickets.end_all(error, outcome, replica)
 
-    @abstractmethod
     def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send requests of a lost replica to others: those that have sent no output to their clients, once each.
-
-        Their ids stay, so what the lost one still sends of them is to be dropped.
-        """
+        """Send requests of a lost replica to others."""
+        self.tickets.retry(replica, others)
 
     @abstractmethod
     def check_ready(self) -> None:

@@ -38,7 +38,7 @@ class SpeechBackend(Protocol):
         """Raise RequestError (503) while no request can be served."""
 
     async def transcribe(
-        self, request: SpeechRequest, request_id: str, on_words: Callable[[list[SpokenWord]], None] = ...
+        self, request: SpeechRequest, on_words: Callable[[list[SpokenWord]], None] = ...
     ) -> Transcription:
         """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
 
@@ -88,9 +88,7 @@ class SynthesisBackend(Protocol):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
-    async def synthesize(
-        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
-    ) -> float:
+    async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
         """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
 
         Raises RequestError. Cancelling it ends the work.

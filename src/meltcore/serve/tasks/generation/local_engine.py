@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.engines import FromEngine
@@ -29,6 +29,7 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.task_backends import TranslatedTexts
+from meltcore.serve.requests.ticket import Outcome
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
@@ -79,7 +80,9 @@ class LocalEngine(EngineBackend):
 
             assert isinstance(text, TranslationText)
             self._translations = Translations(
-                self.config, text, engine, self.stats, self._send, self._live_replicas, class_shares=self._class_shares
+                *(self.config, text, engine, self.stats, self._send, self._live_replicas),
+                request_timeout_s=self._time_limit.limit_s,
+                class_shares=self._class_shares,
             )
             return
         assert isinstance(text, TextModel)
@@ -97,7 +100,7 @@ class LocalEngine(EngineBackend):
             waiting_units=lambda: self.stats.total("waiting_prompt_tokens"),
         )
 
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
         self._requests.end_all(error, outcome, replica)
         if self._translations is not None:

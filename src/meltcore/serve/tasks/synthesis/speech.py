@@ -58,7 +58,7 @@ async def send_speech(exchange: Exchange, backend: SynthesisBackend, request: Sy
             if part.is_last:
                 await exchange.end()
 
-    duration_s = await backend.synthesize(request, exchange.identity, on_part)
+    duration_s = await backend.synthesize(request, on_part)
     exchange.fields["audio_s"] = round(duration_s, 3)
     if request.is_events:
         await exchange.event({"type": "speech.audio.done"})

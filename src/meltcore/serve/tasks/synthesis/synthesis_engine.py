@@ -6,19 +6,17 @@ import asyncio
 import importlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from meltcore.audio.encoders import AudioEncoders, EncodedFile, missing_package
 from meltcore.audio.messages import DecodedClip
 from meltcore.common.errors import RequestError
-from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.synthesis import SynthesisReady, Synthesize, Synthesized
 from meltcore.serve.requests.admission import CHARS
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.task_backends import SpokenPart, SynthesisRequest
-from meltcore.serve.requests.terms import current_terms
-from meltcore.serve.tasks.audio_backend import AudioBackend, Place
+from meltcore.serve.requests.ticket import Child, Ticket
+from meltcore.serve.tasks.audio_backend import AudioBackend
 from meltcore.settings.config import ModelConfig
 from meltcore.text.synthesis.voices import find_voice
 
@@ -35,30 +33,55 @@ _ENDED = {
 }
 
 
-@dataclass
-class _OpenSpeech:
-    """A text in the engine: the results that have come, or the error that ends it; None: they begin again."""
+class _Speech(Child):
+    """A text at a replica, with its results, or the error that ends it; None among them: they begin again."""
 
-    place: Place
-    message: Synthesize
-    has_sent: bool = False  # speech to its client
-    is_ended: bool = False  # in the engine, by its last result
-    results: asyncio.Queue[Synthesized | RequestError | None] = field(default_factory=asyncio.Queue)
+    def __init__(self, ticket: Ticket[_Speech], cost: int) -> None:
+        super().__init__(ticket, cost)
+        self.message: Synthesize | None = None  # once it is sent
+        self.has_sent = False  # speech to its client
+        self.is_ended = False  # in the engine
+        self.results: asyncio.Queue[Synthesized | RequestError | None] = asyncio.Queue()
+        self.waiting_bytes = 0  # of the results' samples
+
+    @property
+    def needs_replica(self) -> bool:
+        """Whether results are still to come."""
+        return not self.is_ended
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether results are still to come, and the client has no speech yet."""
+        return not (self.is_ended or self.has_sent)
+
+    def messages(self) -> Sequence[Synthesize]:
+        """Return the text once it is sent."""
+        return [] if self.message is None else [self.message]
+
+    def open_ids(self) -> Sequence[str]:
+        """Return the id of the text while the engine works on it."""
+        return [] if self.message is None or self.is_ended else [self.request_id]
+
+    def restart(self) -> None:
+        """Drop the results that wait, and mark that they begin again."""
+        while not self.results.empty():
+            self.results.get_nowait()
+        self.waiting_bytes = 0
+        self.results.put_nowait(None)
 
 
-class SynthesisEngine(AudioBackend[SynthesisReady]):
+class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
     """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
     task = "synthesis"
     unit = CHARS
+    child_type = _Speech
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
         self._encoders = AudioEncoders()
         self._warm_up: asyncio.Task[None] | None = None
-        self._speeches: dict[str, _OpenSpeech] = {}
-        self._waiting_bytes = 0
 
     def open(self, engine: SynthesisReady, created: int) -> None:
         """Register the loaded model, and start what encodes its speech."""
@@ -77,43 +100,25 @@ class SynthesisEngine(AudioBackend[SynthesisReady]):
             self._warm_up.cancel()
         await asyncio.gather(super().close_workers(), self._encoders.close())
 
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted where the request ends
-        """End every open request, or every one of `replica`, with an error."""
-        self.end_places(error, replica)
-        for speech in self._speeches.values():
-            if replica is None or speech.place.replica == replica:
-                speech.results.put_nowait(error)
-
-    def can_retry(self, place: Place) -> bool:
-        """Return whether no speech of a request was sent to its client."""
-        return not any(speech.has_sent for speech in self._speeches.values() if speech.place is place)
-
-    def send_again(self, place: Place, lost_replica: int) -> None:
-        """Send a text that is being spoken to the new replica of its request, which begins it again."""
-        for name, speech in self._speeches.items():
-            if speech.place is place:
-                self._drop_results(speech)
-                speech.results.put_nowait(None)
-                self._send(AbortRequests([name]), lost_replica)
-                self._send(speech.message, place.replica)
+    @property
+    def _waiting_bytes(self) -> int:
+        """Of speech that waits for slow clients."""
+        return sum(speech.waiting_bytes for speech in self.tickets)
 
     def on_output(self, replica: int, output: Synthesized) -> None:
-        """Give a result to its text; what a lost replica sends of one that another one speaks is dropped."""
-        speech = self._speeches.get(output.request_id)
-        if speech is not None and speech.place.replica == replica:
-            self._add(speech, output)
-
-    def _add(self, speech: _OpenSpeech, result: Synthesized) -> None:
-        if self._waiting_bytes + len(result.samples) > _MAX_WAITING_BYTES:
-            reason = f"the client reads too slowly: {self._waiting_bytes} bytes of speech wait in this process"
+        """Give a result to its text."""
+        speech = self.tickets.find(output.request_id, replica)
+        if speech is None:
+            return
+        speech.is_ended = output.finish_reason is not None
+        if (waiting_bytes := self._waiting_bytes) + len(output.samples) > _MAX_WAITING_BYTES:
+            reason = f"the client reads too slowly: {waiting_bytes} bytes of speech wait in this process"
             speech.results.put_nowait(RequestError(reason, status=503, code="client_too_slow"))
             return
-        self._waiting_bytes += len(result.samples)
-        speech.results.put_nowait(result)
+        speech.waiting_bytes += len(output.samples)
+        speech.results.put_nowait(output)
 
-    async def synthesize(
-        self, request: SynthesisRequest, request_id: str, on_part: Callable[[SpokenPart], Awaitable[None]]
-    ) -> float:
+    async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
         """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
 
         Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
@@ -122,14 +127,14 @@ class SynthesisEngine(AudioBackend[SynthesisReady]):
         ready = self._loaded()
         voice = _checked(request, ready)
         upload_bytes = len(request.reference or b"") + len(request.text.encode())
-        async with self.admitted(upload_bytes, len(request.text)) as place:
+        async with self.admitted(upload_bytes, len(request.text)) as speech:
             reference = await self._samples(request.reference, ready) if request.reference is not None else b""
             now_s = time.monotonic()
             message = Synthesize(
-                request_id=f"{request_id}-{next(self._numbers)}",
-                priority=place.priority,
+                request_id=speech.request_id,
+                priority=speech.ticket.priority,
                 arrived_s=now_s,
-                deadline_s=now_s + current_terms().limit_s(self.limit_s),
+                deadline_s=now_s + speech.ticket.terms.limit_s(self.tickets.limit_s),
                 text=request.text,
                 voice=voice,
                 reference=reference,
@@ -138,67 +143,40 @@ class SynthesisEngine(AudioBackend[SynthesisReady]):
                 seed=request.seed,
                 num_steps=request.num_steps or 0,
             )
-            return await self._speak(message, request, ready.sample_rate, place, on_part)
-
-    async def _speak(
-        self,
-        message: Synthesize,
-        request: SynthesisRequest,
-        sample_rate: int,
-        place: Place,
-        on_part: Callable[[SpokenPart], Awaitable[None]],
-    ) -> float:
-        """Send a text to a replica, and encode its chunks as they come; again from the first where it is retried."""
-        self.send_for(place, message)
-        speech = self._speeches[message.request_id] = _OpenSpeech(place, message)
-        num_bytes = None
-        try:
-            while num_bytes is None:
-                async with self._encoders.open(request.response_format, sample_rate, is_whole=request.is_whole) as file:
+            self.tickets.send(speech, message)
+            speech.message, num_bytes = message, None
+            while num_bytes is None:  # again from the first chunk where it is retried
+                async with self._encoders.open(
+                    request.response_format, ready.sample_rate, is_whole=request.is_whole
+                ) as file:
                     num_bytes = await self._encode(speech, file, on_part)
-            return num_bytes / _SAMPLE_BYTES / sample_rate
-        finally:
-            del self._speeches[message.request_id]
-            if not (self._drop_results(speech) or speech.is_ended or self.stats.is_dead(place.replica)):
-                self._send(AbortRequests([message.request_id]), place.replica)
+            return num_bytes / _SAMPLE_BYTES / ready.sample_rate
 
     async def _encode(
-        self, speech: _OpenSpeech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
+        self, speech: _Speech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
     ) -> int | None:
         """Encode the chunks of a text as they come. Returns the bytes of its samples; None: it begins again."""
-        num_bytes, place = 0, speech.place
-        while not speech.is_ended:
-            replica = place.replica
+        num_bytes, is_last = 0, False
+        while not is_last:
+            replica = speech.replica
             result = await speech.results.get()
             if result is None:
                 return None
             if isinstance(result, RequestError):
                 raise result
-            self._waiting_bytes -= len(result.samples)
+            speech.waiting_bytes -= len(result.samples)
             if result.finish_reason in _ENDED:
-                speech.is_ended = True
                 reason, status, code = _ENDED[result.finish_reason]
                 raise RequestError(result.error or reason, status=status, code=code)
             num_bytes += len(result.samples)
             is_last = result.finish_reason is not None
             data = await file.add(result.samples, is_last=is_last)
-            if place.replica != replica:
+            if speech.replica != replica:
                 continue  # the mark that it begins again waits in the queue
-            speech.is_ended = is_last
             if data or is_last:
                 speech.has_sent = True
                 await on_part(SpokenPart(data, is_last))
         return num_bytes
-
-    def _drop_results(self, speech: _OpenSpeech) -> bool:
-        """Drop the results that wait; returns whether the last one was among them."""
-        is_ended = False
-        while not speech.results.empty():
-            result = speech.results.get_nowait()
-            if isinstance(result, Synthesized):
-                self._waiting_bytes -= len(result.samples)
-                is_ended = is_ended or result.finish_reason is not None
-        return is_ended
 
     async def _samples(self, file: bytes, ready: SynthesisReady) -> bytes:
         """Return the float32 samples of an uploaded reference. Raises RequestError (400)."""

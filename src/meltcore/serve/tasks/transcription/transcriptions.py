@@ -32,7 +32,7 @@ class TranscriptionsEndpoint(Endpoint):
         if request.is_streamed:
             result = await _stream(exchange, backend, request)
         else:
-            result = await backend.transcribe(request, exchange.identity)
+            result = await backend.transcribe(request)
             await exchange.answer(*render(result, request))
         exchange.fields["audio_s"] = round(result.duration_s, 3)
 
@@ -40,7 +40,7 @@ class TranscriptionsEndpoint(Endpoint):
 async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> Transcription:
     """Send OpenAI's events: the text of each clip of a long file as it is done, then the whole text."""
     parts: asyncio.Queue[list[SpokenWord] | None] = asyncio.Queue()
-    work = asyncio.create_task(backend.transcribe(request, exchange.identity, parts.put_nowait))
+    work = asyncio.create_task(backend.transcribe(request, parts.put_nowait))
     work.add_done_callback(lambda _: parts.put_nowait(None))
     try:
         separator = ""

@@ -1,0 +1,306 @@
+"""The life of a request at one model, from its admission to its end, whatever the task.
+
+A ticket owns children: the requests to engines that together are its answer. The queue starts all of them at the
+ticket's turn. Those of a lost replica are sent to another one once, and each is counted and ended exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.engines import ToEngine
+from meltcore.protocol.shell import AbortRequests
+from meltcore.serve.requests.fair_queue import Waiting
+from meltcore.serve.requests.request_queue import ENGINE_PRIORITY, RequestQueue
+from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.terms import MODEL_ASLEEP, current_terms
+from meltcore.settings.config import PriorityClass
+
+Outcome = Literal["finished", "aborted", "failed"]
+# Unique among all API server processes: their requests share the engines. Not the client's x-request-id: two clients
+# may send the same one.
+_child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
+
+
+class Child:
+    """One request to an engine. It counts as one in the statistics."""
+
+    __slots__ = ("cost", "replica", "request_id", "ticket", "waiting_tokens")
+
+    def __init__(self, ticket: Ticket[Any], cost: int = 0, waiting_tokens: int = 0) -> None:
+        """Add a child to a ticket.
+
+        Args:
+            ticket: the request that the child belongs to.
+            cost: what the child counts for in the choice of a replica.
+            waiting_tokens: prompt tokens that wait for an engine, as the statistics count them.
+        """
+        self.ticket = ticket
+        self.request_id = next(_child_ids)
+        self.replica: int | None = None  # that works on it, once its turn has come
+        self.cost = cost
+        self.waiting_tokens = waiting_tokens
+        ticket.children.append(self)
+        ticket.open_children += 1
+
+    @property
+    def needs_replica(self) -> bool:
+        """Whether it ends without its replica, or where the server stops."""
+        return True
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether the client gets the same answer where another replica begins it again."""
+        return True
+
+    def messages(self) -> Sequence[ToEngine]:
+        """Return what its replica is sent at its turn, and another one after the loss of the first."""
+        return ()
+
+    def open_ids(self) -> Sequence[str]:
+        """Return the ids of its messages that its replica works on."""
+        return ()
+
+    def restart(self) -> None:
+        """Forget what a lost replica has answered."""
+
+
+_Child = TypeVar("_Child", bound=Child)
+
+
+class Ticket(Generic[_Child]):
+    """One request to a model."""
+
+    def __init__(self, arrived_s: float) -> None:
+        """Open a ticket on the terms of the current request. arrived_s: in seconds of time.monotonic()."""
+        self.arrived_s = arrived_s
+        self.terms = current_terms()
+        self.children: list[_Child] = []
+        self.open_children = 0
+        self.waiting: Waiting | None = None  # from its admission on
+        self.cost = 0.0  # the work that it is, as far as is known
+        self.priority = 0  # of its messages to engines
+        self.is_retried = False
+        self.error: RequestError | None = None  # that has ended it
+        # Of a coroutine that serves it: what it waits for first, and what ends it.
+        self.turn: asyncio.Future[None] | None = None
+        self.scope: asyncio.Timeout | None = None
+
+    def begin(self) -> None:
+        """Note that the queue has let it through."""
+        if self.turn is not None and not self.turn.done():  # its coroutine may be about to end it
+            self.turn.set_result(None)
+
+    def fail(self) -> None:
+        """End the coroutine that serves it, which raises its error."""
+        if self.scope is not None and not self.scope.expired():
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+
+class OpenTickets(Generic[_Child]):
+    """The tickets of one model that are open in this process, with their children by id."""
+
+    def __init__(
+        self, stats: ModelStats, send: Callable[[ToEngine, int], None], queue: RequestQueue, limit_s: float
+    ) -> None:
+        """Create an empty table.
+
+        Args:
+            stats: of the model.
+            send: `send(message, replica)` sends a message to one of the engines.
+            queue: of the model.
+            limit_s: the server's time limit of a request.
+        """
+        self._stats = stats
+        self._send = send
+        self._queue = queue
+        self.limit_s = limit_s
+        self._open: dict[str, _Child] = {}
+
+    def __len__(self) -> int:
+        """Return the number of open children."""
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[_Child]:
+        """Iterate over the open children."""
+        return iter(self._open.values())
+
+    def find(self, request_id: str, replica: int) -> _Child | None:
+        """Return an open child that a replica works on.
+
+        None is returned for what a lost replica still sends of a child that another one works on.
+        """
+        child = self._open.get(request_id)
+        return child if child is not None and child.replica == replica else None
+
+    # --- from the admission to a replica
+
+    def admit(
+        self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float, priority: int = 0
+    ) -> None:
+        """Start a request, now or at its turn. Raises RequestError (429, 503), in which case nothing was counted.
+
+        Args:
+            ticket: the request, with its children.
+            default_class: the model's class, for a request that names none.
+            units: what of it waits, in the unit of the queue.
+            cost: the work that it is expected to be, in the same unit for all requests of a model.
+            priority: vLLM's field; lower is earlier.
+        """
+        ticket.cost = cost
+        priority_class = ticket.terms.class_of(default_class, priority)
+        ticket.waiting = Waiting(
+            priority_class,
+            partial(self.start, ticket, ENGINE_PRIORITY[priority_class]),
+            requests=len(ticket.children),
+            units=units,
+            cost=cost,
+            priority=priority,
+        )
+        self._queue.admit(ticket.waiting, partial(self.accept, ticket))
+
+    def accept(self, ticket: Ticket[_Child]) -> None:
+        """Count every child of a request as in flight; each will be ended once."""
+        for child in ticket.children:
+            self._open[child.request_id] = child
+        self._stats.add("waiting_prompt_tokens", sum(child.waiting_tokens for child in ticket.children))
+        self._stats.add("accepted", len(ticket.children))
+        self._stats.set_in_flight(len(self._open))
+
+    def start(self, ticket: Ticket[_Child], priority: int) -> None:
+        """Send each child to the living replica with the least to do.
+
+        Without a living one it is the first: the message of its death, which is on its way, ends the request.
+        """
+        ticket.priority = priority
+        for child in ticket.children:
+            self._place(child, self._stats.live_replicas() or [0])
+        ticket.begin()
+
+    def _place(self, child: _Child, replicas: Sequence[int]) -> None:
+        child.replica = min(replicas, key=self._stats.open_tokens)
+        self._stats.assign(child.replica, child.cost)
+        for message in child.messages():
+            self._send(message, child.replica)
+
+    def send(self, child: _Child, message: ToEngine) -> None:
+        """Send a later message of a child to its replica. Raises RequestError where the ticket has ended."""
+        if child.ticket.error is not None:
+            raise child.ticket.error
+        assert child.replica is not None
+        self._send(message, child.replica)
+
+    @asynccontextmanager
+    async def admitted(
+        self, ticket: Ticket[_Child], default_class: PriorityClass, *, units: float, cost: float
+    ) -> AsyncIterator[None]:
+        """Wait for a request's turn, and end what is open of the request at the end of the block.
+
+        An error from outside ends the block too. Raises RequestError: 429 where the queue is full, 503, 504 after the
+        time limit.
+        """
+        turn = ticket.turn = asyncio.get_running_loop().create_future()
+        self.admit(ticket, default_class, units=units, cost=cost)
+        left_s = ticket.arrived_s + ticket.terms.limit_s(self.limit_s) - time.monotonic()
+        outcome: Outcome = "aborted"
+        try:
+            async with asyncio.timeout(left_s) as ticket.scope:
+                await turn
+                yield
+            if ticket.error is not None:  # it came too late to end the block
+                raise ticket.error
+            outcome = "finished"
+        except TimeoutError as error:
+            raise ticket.error or self.overdue(ticket) from error
+        except RequestError as error:
+            if error.status >= 500 and error.status != 504 and error.code != MODEL_ASLEEP:
+                outcome = "failed"
+            raise
+        finally:
+            self._drop(ticket, outcome)
+            ticket.children.clear()  # they refer to it: a cycle would keep both until the next collection
+
+    def overdue(self, ticket: Ticket[_Child]) -> RequestError:
+        """Return the error of a request whose time is over."""
+        assert ticket.waiting is not None
+        if ticket.waiting.is_held:
+            self._stats.add(f"refused_deadline/{ticket.waiting.priority_class}")
+        return ticket.terms.overdue(self.limit_s)
+
+    # --- the loss of a replica
+
+    def retry(self, replica: int, others: Sequence[int]) -> None:
+        """Send requests of a lost replica to others: those whose clients have seen nothing of them, once each."""
+        lost: dict[Ticket[_Child], list[_Child]] = {}
+        for child in self._open.values():
+            ticket = child.ticket
+            if child.replica == replica and child.can_retry and not ticket.is_retried:
+                lost.setdefault(ticket, []).append(child)
+        for ticket, children in lost.items():
+            ticket.is_retried = True
+            ticket.terms.retries += 1
+            self._abort(children)  # the replica may be out of reach only
+            for child in children:
+                self._stats.unassign(replica, child.cost)
+                self._stats.add("retried")
+                child.restart()
+                self._place(child, others)
+
+    # --- the end
+
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
+        """End every request, or every one of `replica`, which those that wait are not."""
+        for child in list(self._open.values()):
+            if child.needs_replica and replica in (None, child.replica):
+                self.end(child.ticket, error, outcome)
+
+    def end(self, ticket: Ticket[_Child], error: RequestError, outcome: Outcome) -> None:
+        """End what is open of a request, with an error for its client. No effect on one that has ended."""
+        if ticket.error is None:
+            ticket.error = error
+            self._drop(ticket, outcome)
+            ticket.fail()
+
+    def _drop(self, ticket: Ticket[_Child], outcome: Outcome) -> None:
+        open_children = [child for child in ticket.children if child.request_id in self._open]
+        self._abort(open_children)
+        for child in open_children:
+            self.close(child, outcome)
+
+    def _abort(self, children: Sequence[_Child]) -> None:
+        """End children in the engines."""
+        ids_by_replica: dict[int, list[str]] = {}
+        for child in children:
+            if child.replica is not None and (ids := child.open_ids()):
+                ids_by_replica.setdefault(child.replica, []).extend(ids)
+        for replica, ids in sorted(ids_by_replica.items()):
+            self._send(AbortRequests(ids), replica)
+
+    def close(self, child: _Child, outcome: Outcome) -> None:
+        """Count the end of a child, and use its room for the next request."""
+        if self._open.pop(child.request_id, None) is None:
+            return
+        if not self._open:
+            self._open.clear()  # an emptied dict keeps the memory of its largest size
+        stats, ticket = self._stats, child.ticket
+        ticket.open_children -= 1
+        stats.add("waiting_prompt_tokens", -child.waiting_tokens)
+        if child.replica is not None:
+            stats.unassign(child.replica, child.cost)
+        stats.add(outcome)
+        stats.set("in_flight", len(self._open))
+        assert ticket.waiting is not None
+        if ticket.open_children:
+            self._queue.ended()
+        elif ticket.waiting.is_held:
+            self._queue.leave(ticket.waiting)
+        else:
+            self._queue.ended(ticket.waiting, ticket.cost)
