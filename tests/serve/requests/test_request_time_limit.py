@@ -7,9 +7,9 @@ import time
 import pytest
 from waiting import WAIT_S
 
+from meltcore.serve.requests import ticket
 from meltcore.serve.requests.generation import Generation
-from meltcore.serve.tasks.generation import open_requests
-from meltcore.serve.tasks.generation.open_requests import RequestTimeLimit
+from meltcore.serve.requests.ticket import RequestTimeLimit
 
 
 def generation(age_s: float, name: str = "g") -> Generation:
@@ -45,7 +45,7 @@ def test_timer_runs_only_while_requests_are_watched(
 ) -> None:
     looks: list[int] = []
     look = RequestTimeLimit._check
-    monkeypatch.setattr(open_requests, "TIME_CHECK_S", 0.01)
+    monkeypatch.setattr(ticket, "TIME_CHECK_S", 0.01)
     monkeypatch.setattr(RequestTimeLimit, "_check", lambda limit: (looks.append(1), look(limit)))
 
     async def run() -> None:

@@ -310,7 +310,7 @@ def test_slow_client_slows_the_upstream() -> None:
                     stalled = written
                     await asyncio.sleep(0.3)
                 assert stalled < total / 2, "the upstream waits"
-                [exchange] = server.backend._exchanges
+                [exchange] = (child.ticket for child in server.backend.tickets)
                 assert exchange.connection is not None
                 assert exchange.connection._unread_bytes <= MAX_UNREAD_BYTES + (256 << 10)
                 size = 0

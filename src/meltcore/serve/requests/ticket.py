@@ -25,6 +25,8 @@ from meltcore.serve.requests.terms import MODEL_ASLEEP, current_terms
 from meltcore.settings.config import PriorityClass
 
 Outcome = Literal["finished", "aborted", "failed"]
+TIME_CHECK_S = 1.0
+MIN_TIME_CHECKS = 20  # within the limit: a request ends at most a twentieth of it late
 # Unique among all API server processes: their requests share the engines. Not the client's x-request-id: two clients
 # may send the same one.
 _child_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
@@ -105,6 +107,9 @@ class Ticket(Generic[_Child]):
             self.scope.reschedule(asyncio.get_running_loop().time())
 
 
+_Ticket = TypeVar("_Ticket", bound=Ticket[Any])
+
+
 class OpenTickets(Generic[_Child]):
     """The tickets of one model that are open in this process, with their children by id."""
 
@@ -155,11 +160,11 @@ class OpenTickets(Generic[_Child]):
             cost: the work that it is expected to be, in the same unit for all requests of a model.
             priority: vLLM's field; lower is earlier.
         """
-        ticket.cost = cost
         priority_class = ticket.terms.class_of(default_class, priority)
+        ticket.cost, ticket.priority = cost, ENGINE_PRIORITY[priority_class]
         ticket.waiting = Waiting(
             priority_class,
-            partial(self.start, ticket, ENGINE_PRIORITY[priority_class]),
+            partial(self.start, ticket),
             requests=len(ticket.children),
             units=units,
             cost=cost,
@@ -175,21 +180,27 @@ class OpenTickets(Generic[_Child]):
         self._stats.add("accepted", len(ticket.children))
         self._stats.set_in_flight(len(self._open))
 
-    def start(self, ticket: Ticket[_Child], priority: int) -> None:
+    def start(self, ticket: Ticket[_Child]) -> None:
         """Send each child to the living replica with the least to do.
 
         Without a living one it is the first: the message of its death, which is on its way, ends the request.
         """
-        ticket.priority = priority
         for child in ticket.children:
-            self._place(child, self._stats.live_replicas() or [0])
+            self.place(child, min(self._stats.live_replicas() or [0], key=self._stats.open_tokens))
         ticket.begin()
 
-    def _place(self, child: _Child, replicas: Sequence[int]) -> None:
-        child.replica = min(replicas, key=self._stats.open_tokens)
+    def place(self, child: _Child, replica: int) -> None:
+        """Count a child at a replica, and send the replica its messages."""
+        child.replica = replica
         self._stats.assign(child.replica, child.cost)
         for message in child.messages():
             self._send(message, child.replica)
+
+    def leave(self, child: _Child) -> None:
+        """Count a child no longer at its replica."""
+        if child.replica is not None:
+            self._stats.unassign(child.replica, child.cost)
+            child.replica = None
 
     def send(self, child: _Child, message: ToEngine) -> None:
         """Send a later message of a child to its replica. Raises RequestError where the ticket has ended."""
@@ -249,10 +260,10 @@ class OpenTickets(Generic[_Child]):
             ticket.terms.retries += 1
             self._abort(children)  # the replica may be out of reach only
             for child in children:
-                self._stats.unassign(replica, child.cost)
+                self.leave(child)
                 self._stats.add("retried")
                 child.restart()
-                self._place(child, others)
+                self.place(child, min(others, key=self._stats.open_tokens))
 
     # --- the end
 
@@ -293,8 +304,7 @@ class OpenTickets(Generic[_Child]):
         stats, ticket = self._stats, child.ticket
         ticket.open_children -= 1
         stats.add("waiting_prompt_tokens", -child.waiting_tokens)
-        if child.replica is not None:
-            stats.unassign(child.replica, child.cost)
+        self.leave(child)
         stats.add(outcome)
         stats.set("in_flight", len(self._open))
         assert ticket.waiting is not None
@@ -304,3 +314,57 @@ class OpenTickets(Generic[_Child]):
             self._queue.leave(ticket.waiting)
         else:
             self._queue.ended(ticket.waiting, ticket.cost)
+
+
+class RequestTimeLimit(Generic[_Ticket]):
+    """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
+
+    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse:
+    scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
+    shorter limit than `limit_s` has its own.
+    """
+
+    def __init__(self, limit_s: float, on_overdue: Callable[[_Ticket], None]) -> None:
+        self.limit_s = limit_s
+        self._on_overdue = on_overdue
+        self._watched: set[_Ticket] = set()
+        self._timers: dict[_Ticket, asyncio.TimerHandle] = {}
+        self._scheduled = False
+
+    def watch(self, ticket: _Ticket) -> None:
+        """Limit the time of a request, from its arrival on."""
+        limit_s = ticket.terms.limit_s(self.limit_s)
+        if limit_s < self.limit_s:
+            left_s = ticket.arrived_s + limit_s - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._end_early, ticket)
+            self._timers[ticket] = timer
+            return
+        self._watched.add(ticket)
+        if not self._scheduled:
+            self._schedule()
+
+    def forget(self, ticket: _Ticket) -> None:
+        """Stop watching a request that has ended. No effect on one that is not watched."""
+        if timer := self._timers.pop(ticket, None):
+            timer.cancel()
+        self._watched.discard(ticket)
+        if not self._watched:
+            self._watched.clear()  # an emptied set keeps the memory of its largest size
+
+    def _end_early(self, ticket: _Ticket) -> None:
+        del self._timers[ticket]
+        self._on_overdue(ticket)
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        asyncio.get_running_loop().call_later(min(TIME_CHECK_S, self.limit_s / MIN_TIME_CHECKS), self._check)
+
+    def _check(self) -> None:
+        arrived_before_s = time.monotonic() - self.limit_s
+        overdue = [ticket for ticket in self._watched if ticket.arrived_s <= arrived_before_s]
+        for ticket in overdue:
+            self._watched.discard(ticket)
+            self._on_overdue(ticket)
+        self._scheduled = False
+        if self._watched:
+            self._schedule()

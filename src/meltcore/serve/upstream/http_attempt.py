@@ -12,10 +12,10 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
 from meltcore.serve.http.http import error_json, send_bytes
-from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
@@ -72,47 +72,30 @@ def _count(usage: dict[str, Any], *names: str) -> int | None:
     return next((value for value in values if isinstance(value, int) and value >= 0), None)
 
 
-class Exchange:
+class UpstreamChild(Child):
+    """A request at the server of its attempt. The attempt sends it."""
+
+    ticket: UpstreamTicket
+
+
+class UpstreamTicket(Ticket[UpstreamChild]):
     """One request on its way: what its time limits and its client's disconnection have to end."""
 
-    __slots__ = (
-        *("_connecting", "_turn", "client", "connection", "deadline_s", "error", "is_gone", "is_overdue", "is_sending"),
-        *("replica", "timer", "waiting"),
-    )
-
-    def __init__(self, client: Any, deadline_s: float) -> None:
+    def __init__(self, arrived_s: float, client: Any) -> None:
+        super().__init__(arrived_s)
         self.client = client
-        self.deadline_s = deadline_s  # loop time
+        self.child = UpstreamChild(self)
         self.connection: UpstreamConnection | None = None
         self.is_gone = False  # the client
         self.is_sending = False  # inside `await send(...)`: the client is not reading
-        self.replica: int | None = None  # that it is sent to
-        self.error: RequestError | None = None  # that ended the request from outside
         self.is_overdue = False
-        self.waiting: Waiting | None = None  # from its admission on
-        self.timer: asyncio.TimerHandle | None = None  # of a limit that the request's client has set
         self._connecting: asyncio.Task[UpstreamConnection] | None = None
-        self._turn: asyncio.Future[None] | None = None
-
-    def start(self) -> None:
-        """Note that the queue has let the request through."""
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
 
     async def wait_turn(self) -> None:
         """Wait until the queue lets the request through, or its end."""
         if not (self.is_gone or self.is_overdue or self.error is not None):
-            self._turn = asyncio.get_running_loop().create_future()
-            await self._turn
-
-    def watch(self, limit_s: float | None) -> None:
-        """End the request after a limit shorter than that of all. None: it has ended."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-        if limit_s is not None:
-            loop, message = asyncio.get_running_loop(), "the answer took too long"
-            self.timer = loop.call_later(max(0.0, limit_s), self.end, "deadline", message)
+            self.turn = asyncio.get_running_loop().create_future()
+            await self.turn
 
     async def connect(self, replica: Replica) -> UpstreamConnection:
         """Open a connection, unless the client disconnects meanwhile. Raises UpstreamError."""
@@ -131,12 +114,21 @@ class Exchange:
     def disconnect(self) -> None:
         """End the request: its client is gone."""
         self.is_gone = True
-        self.end("aborted", "the client has disconnected")
+        self.interrupt("aborted", "the client has disconnected")
 
-    def end(self, kind: FailureKind, message: str) -> None:
+    def fail(self) -> None:
+        """End the request because of its error."""
+        assert self.error is not None
+        self.interrupt("aborted", self.error.message)
+
+    def pass_limit(self) -> None:
+        """End the request: its time is over."""
+        self.is_overdue = True
+        self.interrupt("deadline", "the answer took too long")
+
+    def interrupt(self, kind: FailureKind, message: str) -> None:
         """End the request now, at the upstream too."""
-        self.is_overdue = kind == "deadline"
-        self.start()
+        self.begin()
         if self._connecting is not None:
             self._connecting.cancel()
         if self.connection is not None:
@@ -155,19 +147,16 @@ class Exchange:
         self.client.transport.abort()
 
     def check(self, now_s: float, config: ForeignConfig) -> None:
-        """End the request where a time limit has passed."""
-        if now_s >= self.deadline_s:
-            self.end("deadline", "the answer took too long")
-            return
+        """End the request where the upstream takes too long."""
         connection = self.connection
         if connection is None or not connection.is_waiting_for_upstream:
             return
         if not connection.has_body:
             if now_s - connection.sent_s >= config.first_byte_timeout_s:
                 limit = f"{config.first_byte_timeout_s:g} s (first_byte_timeout_s)"
-                self.end("first_byte", f"it sent no byte of an answer within {limit}")
+                self.interrupt("first_byte", f"it sent no byte of an answer within {limit}")
         elif now_s - connection.last_byte_s >= IDLE_TIMEOUT_S:
-            self.end("idle", f"it sent nothing for {IDLE_TIMEOUT_S:g} s in its answer")
+            self.interrupt("idle", f"it sent nothing for {IDLE_TIMEOUT_S:g} s in its answer")
 
 
 class Attempt:
@@ -176,7 +165,7 @@ class Attempt:
     def __init__(
         self,
         request: ForwardedRequest,
-        exchange: Exchange,
+        ticket: UpstreamTicket,
         replica: Replica,
         *,
         stats: ModelStats,
@@ -185,7 +174,7 @@ class Attempt:
     ) -> None:
         """Create an attempt. server: the replica's name for the client. limit_s: of the whole request."""
         self._request = request
-        self._exchange = exchange
+        self._ticket = ticket
         self._replica = replica
         self._stats = stats
         self._server = server
@@ -232,7 +221,7 @@ class Attempt:
 
     def close(self) -> None:
         """Keep the connection for another request, or drop it."""
-        connection, self._exchange.connection = self._exchange.connection, None
+        connection, self._ticket.connection = self._ticket.connection, None
         if connection is not None:
             self._replica.release(connection)
         if not self._is_judged:
@@ -250,7 +239,7 @@ class Attempt:
 
     async def _send(self, body: bytes) -> UpstreamConnection:
         """Send the request and wait for the head of its answer. Raises UpstreamError."""
-        request, replica, exchange = self._request, self._replica, self._exchange
+        request, replica, ticket = self._request, self._replica, self._ticket
         headers = f"X-Request-Id: {request.request_id}\r\n{via_lines(request.scope)}"
         span = current_terms().span
         if span is not None:
@@ -262,7 +251,7 @@ class Attempt:
         data = replica.encode("POST", request.path, body, request.content_type, headers)
         idle = replica.idle_connection()
         if idle is not None:
-            exchange.connection = idle
+            ticket.connection = idle
             idle.send(data)
             try:
                 await idle.head()
@@ -272,7 +261,7 @@ class Attempt:
                     raise
             else:
                 return idle
-        connection = exchange.connection = await exchange.connect(replica)
+        connection = ticket.connection = await ticket.connect(replica)
         connection.send(data)
         await connection.head()
         return connection
@@ -321,29 +310,29 @@ class Attempt:
 
     async def _send_whole(self, connection: UpstreamConnection, body: bytes) -> None:
         headers = self._headers(connection)
-        self._exchange.is_sending = True
+        self._ticket.is_sending = True
         content_type = connection.headers[b"content-type"]
         await send_bytes(self._request.send, body, content_type, status=connection.status, headers=headers[1:])
-        self._exchange.is_sending = False
+        self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
         """Send an answer on as it comes. Returns the outcome of one that broke off, which the client has received."""
-        send, exchange, events = self._request.send, self._exchange, self._events
+        send, ticket, events = self._request.send, self._ticket, self._events
         headers = self._headers(connection)
         if events is None and b"content-length" in connection.headers:
             headers.append((b"content-length", connection.headers[b"content-length"]))
-        exchange.is_sending = True
+        ticket.is_sending = True
         await send({"type": "http.response.start", "status": connection.status, "headers": headers})
         await send({"type": "http.response.body", "body": first, "more_body": True})
-        exchange.is_sending = False
+        ticket.is_sending = False
         try:
             if events is not None:
                 await self._relay_events(connection, events)
             else:
                 while data := await connection.read():
-                    exchange.is_sending = True
+                    ticket.is_sending = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                    exchange.is_sending = False
+                    ticket.is_sending = False
         except UpstreamError as error:
             return await self._break_off(error)
         await send({"type": "http.response.body", "body": b"" if events is None else events.end(), "more_body": False})
@@ -354,17 +343,17 @@ class Attempt:
 
         Raises UpstreamError.
         """
-        exchange, client = self._exchange, self._exchange.client
+        ticket, client = self._ticket, self._ticket.client
 
         def pass_on(data: bytes) -> None:
             if whole := events.add(data):
                 self._note_events(whole)
                 if not client.write_chunk(whole):
-                    exchange.is_sending = True
+                    ticket.is_sending = True
                     connection.pause()
 
         def read_on() -> None:
-            exchange.is_sending = False
+            ticket.is_sending = False
             connection.resume()
 
         client.on_writable = read_on
@@ -392,17 +381,17 @@ class Attempt:
 
         A client that does not know error events sees an incomplete answer, which HTTP clients report.
         """
-        exchange, events = self._exchange, self._events
+        ticket, events = self._ticket, self._events
         if error.kind not in ("aborted", "deadline"):
             self._fail()
         status, code = STATUS_OF[error.kind]
-        failure = exchange.error or RequestError(self.describe(error), status=status, code=code)
-        if not exchange.is_gone:
-            if events is not None and not events.is_inside_event and not exchange.is_sending:
+        failure = ticket.error or RequestError(self.describe(error), status=status, code=code)
+        if not ticket.is_gone:
+            if events is not None and not events.is_inside_event and not ticket.is_sending:
                 event = b"event: error\ndata: " + error_json(failure) + b"\n\n"
                 await self._request.send({"type": "http.response.body", "body": event, "more_body": True})
-            await exchange.close_client()
-        return ForwardOutcome(499 if exchange.is_gone else failure.status, self._replica.index, failure.code)
+            await ticket.close_client()
+        return ForwardOutcome(499 if ticket.is_gone else failure.status, self._replica.index, failure.code)
 
     def _headers(self, connection: UpstreamConnection) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer, its content type first."""

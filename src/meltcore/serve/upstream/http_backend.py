@@ -19,7 +19,6 @@ from meltcore.protocol.shell import ProfileDone
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import SERVING, Health
-from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_queue import (
@@ -29,10 +28,10 @@ from meltcore.serve.requests.request_queue import (
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.terms import RequestTerms, current_terms
+from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
 from meltcore.serve.upstream.foreign_chat import PATH as CHAT_PATH
 from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
-from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, Exchange
+from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import Replica
 from meltcore.settings.config import ForeignConfig, Profiler
@@ -94,6 +93,14 @@ def task_of(config: ForeignConfig) -> str:
     return next((task for path, task in _TASKS.items() if path in config.paths), "generation")
 
 
+class _OpenTickets(OpenTickets[UpstreamChild]):
+    """Requests whose turn does not choose a server: each attempt chooses one."""
+
+    def start(self, ticket: Ticket[UpstreamChild]) -> None:
+        """Let the request through."""
+        ticket.begin()
+
+
 class HttpBackend:
     """The servers of one foreign model, as one API server process uses them."""
 
@@ -115,16 +122,18 @@ class HttpBackend:
         for replica in self.replicas:
             stats.set_answers(replica.index, False)
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
-        self._limit_s = request_timeout_s
-        self._exchanges: set[Exchange] = set()
         slots = config.max_num_seqs or MAX_CONNECTIONS
         stats.task = task_of(config)
-        self._queue = RequestQueue(
+        queue = RequestQueue(
             stats.task,
             stats,
             Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
             slots=slots,
             shares=class_shares,
+        )
+        self.tickets = _OpenTickets(stats, lambda _message, _replica: None, queue, request_timeout_s)
+        self._time_limit: RequestTimeLimit[UpstreamTicket] = RequestTimeLimit(
+            request_timeout_s, UpstreamTicket.pass_limit
         )
         self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
         self._turn = 0
@@ -153,12 +162,9 @@ class HttpBackend:
         for replica in self.replicas:
             replica.close()
 
-    def end_all(self, error: RequestError, outcome: Literal["aborted", "failed"], replica: int | None = None) -> None:  # noqa: ARG002 - counted later
+    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
-        for exchange in list(self._exchanges):
-            if replica is None or exchange.replica == replica:
-                exchange.error = error
-                exchange.end("aborted", error.message)
+        self.tickets.end_all(error, outcome, replica)
 
     async def _watch_health(self, replica: Replica) -> None:
         while True:
@@ -172,12 +178,12 @@ class HttpBackend:
 
     async def _watch_limits(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        shortest_s = min(config.first_byte_timeout_s, IDLE_TIMEOUT_S, self._limit_s)
+        shortest_s = min(config.first_byte_timeout_s, IDLE_TIMEOUT_S)
         while True:
             await asyncio.sleep(min(SWEEP_S, shortest_s / 5))
             now_s = loop.time()
-            for exchange in list(self._exchanges):
-                exchange.check(now_s, config)
+            for child in list(self.tickets):
+                child.ticket.check(now_s, config)
             for replica in self.replicas:
                 replica.drop_idle(now_s)
 
@@ -192,121 +198,88 @@ class HttpBackend:
     async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
         """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
         self.check_ready()
-        body, stats, terms = self._upstream_body(request), self.stats, current_terms()
-        client = request.scope["meltcore.connection"]
-        limit_s = terms.limit_s(self._limit_s)
-        left_s = limit_s - (time.monotonic() - request.arrived_s)
-        exchange = Exchange(client, asyncio.get_running_loop().time() + left_s)
-        waiting = self._admit(exchange, request, terms)
-        if limit_s < self._limit_s:
-            exchange.watch(left_s)
-        client.set_disconnect_callback(exchange.disconnect)
-        ended, outcome = "failed", None
+        body, client = self._upstream_body(request), request.scope["meltcore.connection"]
+        ticket = UpstreamTicket(request.arrived_s, client)
+        tokens = 0.0 if is_multipart(request.content_type) else len(request.body) / BYTES_PER_TOKEN
+        cost = tokens + self._output_tokens
+        self.tickets.admit(ticket, self.config.priority_class, units=tokens, cost=cost, priority=request.priority)
+        ticket.cost = tokens
+        self._time_limit.watch(ticket)
+        client.set_disconnect_callback(ticket.disconnect)
+        ended: Outcome = "failed"
         try:
-            outcome = await self._serve(request, exchange, body, limit_s)
+            outcome = await self._serve(request, ticket, body)
             ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
+            self._count_tokens(ticket, outcome)
             return outcome
         except RequestError as error:
             ended = "aborted" if error.status in (429, 499, 503) else "failed"
             raise
         finally:
             client.set_disconnect_callback(None)
-            exchange.watch(None)
-            self._exchanges.discard(exchange)
-            stats.add(ended)
-            stats.set("in_flight", len(self._exchanges))
+            self._time_limit.forget(ticket)
             if ended == "finished":
-                stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
-            self._on_end(waiting, outcome, terms)
-            exchange.waiting = None  # it refers to the exchange: a cycle would stay until the next collection
+                self.stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
+            self.tickets.close(ticket.child, ended)
+            ticket.children.clear()  # they refer to it: a cycle would stay until the next collection
+            ticket.waiting = None
 
-    def _admit(self, exchange: Exchange, request: ForwardedRequest, terms: RequestTerms) -> Waiting:
-        """Admit a request to the queue, which may let it through immediately. Raises RequestError (429)."""
-
-        def accept() -> None:
-            self._exchanges.add(exchange)
-            self.stats.add("accepted")
-            self.stats.set_in_flight(len(self._exchanges))
-
-        tokens = 0.0 if is_multipart(request.content_type) else len(request.body) / BYTES_PER_TOKEN
-        waiting = exchange.waiting = Waiting(
-            terms.class_of(self.config.priority_class, request.priority),
-            exchange.start,
-            units=tokens,
-            cost=tokens + self._output_tokens,
-            priority=request.priority,
-        )
-        self._queue.admit(waiting, accept)
-        return waiting
-
-    def _on_end(self, waiting: Waiting, outcome: ForwardOutcome | None, terms: RequestTerms) -> None:
-        """Make room for the next request, and count the tokens."""
-        if waiting.is_held:
-            self._queue.leave(waiting)
+    def _count_tokens(self, ticket: UpstreamTicket, outcome: ForwardOutcome) -> None:
+        """Count the tokens of an answer, as far as they are known."""
+        if outcome.replica is None:  # its client has left the queue
             return
-        cost = waiting.units
-        if outcome is not None:
-            prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
-            cost = waiting.units if prompt_tokens is None else prompt_tokens
-            self.stats.add("prompt_tokens", prompt_tokens or 0)
-            if output_tokens is not None:
-                cost += output_tokens
-                self.stats.add("generation_tokens", output_tokens)
-                self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
-            terms.charge(round(cost))
-        self._queue.ended(waiting, cost)
+        prompt_tokens, output_tokens = outcome.prompt_tokens, outcome.completion_tokens
+        ticket.cost = ticket.cost if prompt_tokens is None else prompt_tokens
+        self.stats.add("prompt_tokens", prompt_tokens or 0)
+        if output_tokens is not None:
+            ticket.cost += output_tokens
+            self.stats.add("generation_tokens", output_tokens)
+            self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
+        ticket.terms.charge(round(ticket.cost))
 
-    async def _serve(
-        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
-    ) -> ForwardOutcome:
+    async def _serve(self, request: ForwardedRequest, ticket: UpstreamTicket, body: bytes) -> ForwardOutcome:
         """Wait for the request's turn, then send it on."""
-        waiting = exchange.waiting
+        waiting = ticket.waiting
         assert waiting is not None
         if waiting.is_held:
-            await exchange.wait_turn()
-            if waiting.is_held:  # its end came before its turn
-                if exchange.is_gone:
-                    return ForwardOutcome(499, None, "client_closed")
-                if exchange.error is not None:
-                    raise exchange.error
-                self.stats.add(f"refused_deadline/{waiting.priority_class}")
-                raise current_terms().overdue(self._limit_s)
-            await self._wait_usable(exchange)
-        return await self._try_replicas(request, exchange, body, limit_s)
+            await ticket.wait_turn()
+            if ticket.is_gone and waiting.is_held:
+                return ForwardOutcome(499, None, "client_closed")
+            if waiting.is_held or ticket.error is not None:  # its end came before its turn
+                raise ticket.error or self.tickets.overdue(ticket)
+            await self._wait_usable(ticket)
+        return await self._try_replicas(request, ticket, body)
 
-    async def _wait_usable(self, exchange: Exchange) -> None:
+    async def _wait_usable(self, ticket: UpstreamTicket) -> None:
         """Wait until this process, too, has seen that a server answers which has just been started."""
         deadline_s = asyncio.get_running_loop().time() + self.config.connect_timeout_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
-            if exchange.is_gone or exchange.error is not None or self.health.status not in SERVING:
+            if ticket.is_gone or ticket.error is not None or self.health.status not in SERVING:
                 return
             await asyncio.sleep(WAKE_CHECK_S)
 
-    async def _try_replicas(
-        self, request: ForwardedRequest, exchange: Exchange, body: bytes, limit_s: float
-    ) -> ForwardOutcome:
+    async def _try_replicas(self, request: ForwardedRequest, ticket: UpstreamTicket, body: bytes) -> ForwardOutcome:
         tried: set[int] = set()
         while True:
             replica = self._choose(tried)
             tried.add(replica.index)
-            exchange.replica = replica.index
             may_retry = len(tried) <= RETRIES and bool(self._usable(tried))
-            self.stats.assign(replica.index, 0)
+            self.tickets.place(ticket.child, replica.index)
             replica.num_open += 1
             replica.breaker.begin()
             attempt = Attempt(
                 request,
-                exchange,
+                ticket,
                 replica,
                 stats=self.stats,
                 server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
-                limit_s=limit_s,
+                limit_s=self.tickets.limit_s,
             )
             try:
                 outcome = await attempt.run(body, may_retry=may_retry)
             except UpstreamError as error:
                 if error.kind == "aborted":
-                    return self._ended(exchange, replica)
+                    return self._ended(ticket, replica)
                 if not (may_retry and error.kind in _RETRIED):
                     status, code = STATUS_OF[error.kind]
                     raise RequestError(attempt.describe(error), status=status, code=code) from error
@@ -316,12 +289,12 @@ class HttpBackend:
             finally:
                 attempt.close()
                 replica.num_open -= 1
-                self.stats.unassign(replica.index, 0)
+                self.tickets.leave(ticket.child)
 
-    def _ended(self, exchange: Exchange, replica: Replica) -> ForwardOutcome:
+    def _ended(self, ticket: UpstreamTicket, replica: Replica) -> ForwardOutcome:
         """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
-        if exchange.error is not None and not exchange.is_gone:
-            raise exchange.error
+        if ticket.error is not None and not ticket.is_gone:
+            raise ticket.error
         return ForwardOutcome(499, replica.index, "client_closed")
 
     def _choose(self, tried: set[int]) -> Replica:

@@ -29,8 +29,8 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.task_backends import TranslatedTexts
-from meltcore.serve.requests.ticket import Outcome
-from meltcore.serve.tasks.generation.open_requests import OpenRequests, RequestTimeLimit, client_disconnected
+from meltcore.serve.requests.ticket import Outcome, RequestTimeLimit
+from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel
@@ -62,7 +62,7 @@ class LocalEngine(EngineBackend):
         super().__init__(config, server, stats)
         self._class_shares = class_shares
         self._requests = OpenRequests(stats, self._send, self._on_end)
-        self._time_limit = RequestTimeLimit(request_timeout_s, self._end_overdue)
+        self._time_limit: RequestTimeLimit[Any] = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
         self._translations: Translations | None = None  # instead of a model, for one that translates
         self._queue: RequestQueue | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,11 +15,9 @@ from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Choice, Generat
 from meltcore.serve.requests.request_queue import EXPECTED_OUTPUT_TOKENS
 from meltcore.serve.requests.stats import ModelStats
 
-TIME_CHECK_S = 1.0
 # Beside its own tokens a request counts as these for the choice of a replica. Without, replicas of equal tokens
 # differ by 6 % in requests, and so in the time of steps; with many more, long prompts would meet at one replica.
 REQUEST_TOKENS = 1024
-MIN_TIME_CHECKS = 20  # within the limit: a request ends at most a twentieth of it late
 
 
 def client_disconnected() -> RequestError:
@@ -211,60 +208,6 @@ class OpenRequests:
         self._stats.add(outcome)
         self._stats.set("in_flight", len(self._open))
         self._on_end(choice.generation)
-
-
-class RequestTimeLimit:
-    """Calls `on_overdue` once for each watched request that is older than its limit. One timer serves all requests.
-
-    A timer per request would be three more objects each in the event loop, which keeps hundreds of them for reuse:
-    scattered over the memory of a burst, they retain far more than their own size. Only a request that has asked for a
-    shorter limit than `limit_s` has its own.
-    """
-
-    def __init__(self, limit_s: float, on_overdue: Callable[[Generation], None]) -> None:
-        self.limit_s = limit_s
-        self._on_overdue = on_overdue
-        self._watched: set[Generation] = set()
-        self._timers: dict[Generation, asyncio.TimerHandle] = {}
-        self._scheduled = False
-
-    def watch(self, generation: Generation) -> None:
-        """Limit the time of a request, from its arrival on."""
-        limit_s = generation.terms.limit_s(self.limit_s)
-        if limit_s < self.limit_s:
-            left_s = generation.arrived_s + limit_s - time.monotonic()
-            timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self._end_early, generation)
-            self._timers[generation] = timer
-            return
-        self._watched.add(generation)
-        if not self._scheduled:
-            self._schedule()
-
-    def forget(self, generation: Generation) -> None:
-        """Stop watching a request that has ended. No effect on one that is not watched."""
-        if timer := self._timers.pop(generation, None):
-            timer.cancel()
-        self._watched.discard(generation)
-        if not self._watched:
-            self._watched.clear()  # an emptied set keeps the memory of its largest size
-
-    def _end_early(self, generation: Generation) -> None:
-        del self._timers[generation]
-        self._on_overdue(generation)
-
-    def _schedule(self) -> None:
-        self._scheduled = True
-        asyncio.get_running_loop().call_later(min(TIME_CHECK_S, self.limit_s / MIN_TIME_CHECKS), self._check)
-
-    def _check(self) -> None:
-        arrived_before_s = time.monotonic() - self.limit_s
-        overdue = [generation for generation in self._watched if generation.arrived_s <= arrived_before_s]
-        for generation in overdue:
-            self._watched.discard(generation)
-            self._on_overdue(generation)
-        self._scheduled = False
-        if self._watched:
-            self._schedule()
 
 
 def _without_stop_strings(params: SamplingParams) -> SamplingParams:
