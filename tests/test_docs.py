@@ -31,6 +31,10 @@ INNER_PATH = re.compile(r"`([a-z_]+/[a-z_/]+\.(?:py|cu))`")
 MODULE = re.compile(r"`(?:python -m )?meltcore((?:\.\w+)+)")
 # A class: two words or more, joined by capitals.
 CLASS = re.compile(r"`([A-Z][a-z0-9]+[A-Z][A-Za-z0-9]*)\b")
+# A member of a class, and a file by its name alone.
+MEMBER = re.compile(r"`([A-Z][a-z]\w+)\.([a-z_]\w*)")
+FILE_NAME = re.compile(r"`([\w-]+\.(?:py|cu|svg|yml))`")
+REMOVED_FILES = {"layer_gemms.cu"}  # which a decision looks for in git's history
 # Names of others, and attributes of traces, which have the form of a class or of a module.
 NOT_OURS = re.compile(r".*For(CausalLM|ConditionalGeneration)|NaN|MoE|HuggingFaceTB|QdstrmImporter|Node\w+Strategy")
 TRACE_ATTRIBUTES = (".priority_class", ".replica", ".task")
@@ -60,6 +64,21 @@ def test_links_and_paths_of_a_document_exist(document: Path) -> None:
 
 
 @cache
+def project_files() -> frozenset[str]:
+    """Return the names of all files of the project that a document may name without a folder."""
+    folders = ("src", "tests", "scripts", "benchmarks", "docs", "docker")
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    return frozenset(path.name for path in paths)
+
+
+@cache
+def module_of_class(name: str) -> str:
+    """Return the text of the modules in src that define a class; empty where none does."""
+    texts = (path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    return "".join(text for text in texts if re.search(rf"^class {name}\b", text, re.MULTILINE))
+
+
+@cache
 def defined_names() -> frozenset[str]:
     """Return the names of classes and functions, and of what modules assign, in all Python files of the project."""
     definition = re.compile(r"\b(?:class|def)\s+(\w+)|^(\w+)(?:: TypeAlias)? = ", re.MULTILINE)
@@ -84,6 +103,12 @@ def test_classes_and_modules_of_a_document_exist(document: Path) -> None:
     missing += [folder for folder in FOLDER.findall(text) if not (ROOT / folder).is_dir()]
     roots = (ROOT, ROOT / "src/meltcore", ROOT / "tests")
     missing += [path for path in INNER_PATH.findall(text) if not any((root / path).exists() for root in roots)]
+    missing += [
+        f"{name}.{member}"
+        for name, member in MEMBER.findall(text)
+        if not re.search(rf"\b{member}\b", module_of_class(name))
+    ]
+    missing += [name for name in FILE_NAME.findall(text) if name not in project_files() | REMOVED_FILES]
     assert missing == []
 
 
