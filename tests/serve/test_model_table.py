@@ -6,15 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from meltcore.fleet.plan.from_spec import server_config
-from meltcore.serve.requests.backend import ModelTable
-from meltcore.serve.upstream.forward import LANGUAGE_PATHS, default_model
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.routes_config import RoutesConfig
 
 
 def backend(*names: str) -> Any:
     health = SimpleNamespace(status="ready")
-    return SimpleNamespace(names=names, health=health, check_ready=lambda: None)
+    return SimpleNamespace(names=names, paths=LANGUAGE_PATHS, health=health, check_ready=lambda: None)
 
 
 def order(table: ModelTable) -> list[str]:
@@ -47,12 +46,12 @@ def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
     chat, completions = LANGUAGE_PATHS
     table = ModelTable([forwarding("embed", "/v1/embeddings"), forwarding("far", chat), backend("own", "alias")])
     plain = RoutesConfig()
-    found = [default_model(table, plain, path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
+    found = [table.default(plain, path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
     assert found == ["far", "own", "embed", None]
-    assert default_model(table, RoutesConfig(chat_model="alias"), chat) == "alias"
+    assert table.default(RoutesConfig(chat_model="alias"), chat) == "alias"
     table.routes = RoutesConfig(chat_model="own")  # those of a fleet replace the others
-    assert default_model(table, plain, chat) == "own"
-    assert default_model(table, plain, "/v1/embeddings") == "embed"
+    assert table.default(plain, chat) == "own"
+    assert table.default(plain, "/v1/embeddings") == "embed"
 
 
 def test_without_an_order_models_stay_as_they_were_added() -> None:

@@ -35,7 +35,7 @@ from meltcore.serve.http.http import (
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.page import Page
 from meltcore.serve.http.paths import DOCS_PATHS
-from meltcore.serve.requests.backend import SERVING, Backend, ModelTable, reasons_text
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Backend, ModelTable, reasons_text
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
@@ -57,9 +57,7 @@ from meltcore.serve.tasks.translation.translate import TranslateEndpoint
 from meltcore.serve.upstream.forward import (
     FOREIGN_PATHS,
     FORWARDED_PATHS,
-    LANGUAGE_PATHS,
     ForwardingEndpoint,
-    default_model,
 )
 from meltcore.settings.config import ServerConfig
 
@@ -89,7 +87,7 @@ def build_app(
     """Build the ASGI application, behind the gate that checks origins and keys."""
 
     def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
-        return ForwardingEndpoint(own, models, log, limit_bytes, config.routes)
+        return ForwardingEndpoint(own, models, config, log, limit_bytes)
 
     completions = {
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
@@ -263,7 +261,7 @@ class _Handlers:
         return await self._language_model(request.model).detokenize(request)
 
     def _language_model(self, name: str | None) -> Backend:
-        return self._models.find(name or default_model(self._models, self._config.routes, LANGUAGE_PATHS[0]))
+        return self._models.find(name or self._models.default(self._config.routes, LANGUAGE_PATHS[0]))
 
     async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         return await while_connected(scope, self._profile("start"))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import uvloop
 from foreign_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
+from meltcore.serve.requests.task_backends import ForwardOutcome
+from meltcore.serve.upstream import forward
 from meltcore.serve.upstream.foreign_chat import ask_foreign
-from meltcore.serve.upstream.forward import read_fields
+from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
+from meltcore.settings.config import ServerConfig
 
 SPEECH = "/v1/audio/transcriptions"
 TEXT = b'{"text":"x"}'
@@ -88,6 +94,50 @@ def test_only_the_model_of_a_form_changes(name: str, content_type: str) -> None:
         assert received.headers["content-type"] == content_type
 
     uvloop.run(check())
+
+
+@pytest.mark.parametrize(
+    ("first", "body", "answered_by", "num_decoded"),
+    [
+        ("own", b'{"model":"own","prompt":"w\\u0939"}', "own", 0),
+        ("own", b'{"prompt":"a"}', "own", 0),
+        ("own", b'{"model":"org/far"}', "org/far", 1),
+        ("own", b'{"model":"org\\/far"}', "org/far", 1),
+        ("own", b'{"m\\u006fdel":"\\u006frg/far"}', "org/far", 1),
+        ("own", b'{"model":"own","prompt":"Who is org/far?"}', "own", 1),
+        ("org/far", b'{"prompt":"a"}', "org/far", 1),
+        ("org/far", b'{"model":"own"}', "own", 1),
+    ],
+)
+def test_body_is_decoded_where_it_may_be_for_an_upstream_model(
+    first: str, body: bytes, answered_by: str, num_decoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[str] = []
+    decoded: list[bytes] = []
+
+    async def respond(*_request: Any) -> ForwardOutcome:
+        answers.append("org/far")
+        return ForwardOutcome(200, 0)
+
+    async def own(_scope: Any, receive: Any, _send: Any) -> None:
+        assert (await receive())["body"] == body
+        answers.append("own")
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    common: Any = {"paths": LANGUAGE_PATHS, "check_ready": lambda: None, "health": SimpleNamespace(status="ready")}
+    backends: dict[str, Any] = {
+        "own": SimpleNamespace(names=("own",), **common),
+        "org/far": SimpleNamespace(names=("org/far",), forward=respond, **common),
+    }
+    table = ModelTable([backends.pop(first), *backends.values()])
+    log: Any = SimpleNamespace(write=lambda _event, **_fields: None)
+    endpoint = ForwardingEndpoint(own, table, ServerConfig(models=()), log, 1000)
+    monkeypatch.setattr(forward, "read_fields", lambda *read: (decoded.append(body), read_fields(*read))[1])
+    scope: Any = {"type": "http", "path": "/v1/completions", "headers": []}
+    asyncio.run(endpoint(scope, receive, None))  # type: ignore[arg-type]
+    assert (answers, len(decoded)) == ([answered_by], num_decoded)
 
 
 def _encoded(body: bytes, encoding: str, *, status: str = "200 OK", content_type: str = "application/json") -> bytes:

@@ -20,6 +20,7 @@ from meltcore.settings.routes_config import RoutesConfig
 # In which requests are accepted.
 SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
 
+LANGUAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
 # A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
 STUCK_AFTER_S = 120.0
 
@@ -30,6 +31,10 @@ class Backend(Protocol):
     names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
     stats: ModelStats
     health: Health
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The routes of its task."""
 
     @property
     def chats(self) -> bool:
@@ -178,6 +183,17 @@ class ModelTable:
             )
         backend.check_ready()
         return backend
+
+    def default(self, routes: RoutesConfig, path: str) -> str | None:
+        """Return the model for a request that names none. None means that no model serves `path`.
+
+        It is `chat_model` of the routes for chats and completions, else the first model that serves the path. routes:
+        of a server that is no fleet.
+        """
+        chat_model = (self.routes or routes).chat_model
+        if chat_model is not None and path in LANGUAGE_PATHS:
+            return chat_model
+        return next((backend.names[0] for backend in self.backends if path in backend.paths), None)
 
     def _first(self) -> Backend:
         if not self.backends:

@@ -1,9 +1,13 @@
-"""What backends of transcription, synthesis and translation do, and the requests and answers of each."""
+"""What backends of tasks beside generation and of upstream servers do, and the requests and answers of each."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
+
+import msgspec
+from starlette.types import Scope, Send
 
 from meltcore.serve.requests.protocol import AudioFormat, TranslateRequest
 from meltcore.text.transcripts import SpokenWord, Transcription
@@ -124,3 +128,57 @@ class TranslationBackend(Protocol):
 
         Raises RequestError (400, 429, 500, 503).
         """
+
+
+@dataclass(slots=True)
+class ForwardedRequest:
+    """One request and the way to answer it. is_streamed: its answer is server-sent events."""
+
+    scope: Scope
+    send: Send
+    path: str
+    request_id: str
+    arrived_s: float  # time.monotonic()
+    body: bytes
+    content_type: str
+    model: str  # the name that the client used
+    is_streamed: bool
+    priority: int = 0  # vLLM's field
+    first_byte_s: float | None = None  # time.monotonic(), of the body of the answer
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that every answer of ours has."""
+        return [(b"x-request-id", self.request_id.encode())]
+
+
+class ForwardOutcome(msgspec.Struct):
+    """How a request ended, for the log. error: the code of an error of ours; the upstream's have none.
+
+    prompt_tokens, completion_tokens: as the upstream counts them, else its events; None where neither tells.
+    """
+
+    status: int
+    replica: int | None
+    error: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+@runtime_checkable
+class ForwardingBackend(Protocol):
+    """A backend whose server answers with bytes that are passed on."""
+
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
+        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+
+
+def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
+    """Return whether a backend forwards. Of a protocol, isinstance looks at every member: 30 us per request."""
+    return hasattr(backend, "forward")

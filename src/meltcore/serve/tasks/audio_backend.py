@@ -42,6 +42,7 @@ class AudioBackend(EngineBackend, Generic[_Ready, _Work]):
 
     purpose: str
     task: str
+    paths: Sequence[str]
     chats = False
     unit: Unit  # of the queue's second bound
     child_type: type[_Work]

@@ -39,11 +39,13 @@ class Exchange:
         """Begin an exchange. has_detail: errors have dwani.ai's form beside OpenAI's."""
         self.scope = scope
         self._has_detail = has_detail
+        self.arrived_s = time.monotonic()
         self.identity = request_id(scope)
         self.fields: dict[str, Any] = {"model": None, "user": None}
         self.content_type: bytes | None = None  # of an answer that has begun
+        self.passed_body: bytes | None = None  # of a request that another endpoint is to answer
         self.receive = receive
-        self._send = send
+        self.send = send
         self.headers: Headers = [(b"x-request-id", self.identity.encode())]
 
     @property
@@ -60,15 +62,15 @@ class Exchange:
     async def answer(self, body: bytes, content_type: bytes) -> None:
         """Send a whole answer."""
         self.content_type = content_type
-        await send_bytes(self._send, body, content_type, headers=self.headers)
+        await send_bytes(self.send, body, content_type, headers=self.headers)
 
     async def stream(self, data: bytes, content_type: bytes) -> None:
         """Send the next part of an answer whose length is not known. A slow client makes the caller wait."""
         if self.content_type is None:
             self.content_type = content_type
             headers = [(b"content-type", content_type), *self.headers]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def event(self, event: dict[str, Any]) -> None:
         """Send a server-sent event."""
@@ -76,12 +78,12 @@ class Exchange:
 
     async def end(self) -> None:
         """End a streamed answer."""
-        await self._send({"type": "http.response.body", "body": b""})
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: RequestError) -> None:
         """Report an error: as the answer, as an event, or by breaking off an answer that has begun."""
         if self.content_type is None:
-            await send_error(self._send, error, headers=self.headers, has_detail=self._has_detail)
+            await send_error(self.send, error, headers=self.headers, has_detail=self._has_detail)
         elif self.content_type is EVENTS:
             await self.stream(b"data: " + error_json(error) + b"\n\n", EVENTS)
             await self.end()
@@ -115,28 +117,31 @@ class Endpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        has_detail = scope["path"] in self.dwani_paths
-        arrived_s, exchange = time.monotonic(), Exchange(scope, receive, send, has_detail=has_detail)
-        error_code, status = None, 200
+        await self.serve(Exchange(scope, receive, send, has_detail=scope["path"] in self.dwani_paths))
+
+    async def serve(self, exchange: Exchange) -> None:
+        """Answer one request, and write its log line: the one place that turns errors into either."""
+        fields = exchange.fields
         try:
             self._models.check_ready()
             await self.respond(exchange)
         except RequestError as error:
-            status, error_code = error.status, error.code or error.param
+            fields |= {"status": error.status, "error": error.code or error.param}
             await exchange.fail(error)
         except ClientDisconnectedError:
-            status = 499
+            fields["status"] = 499
         except Exception as error:  # a fault of ours: the client gets the form it knows, uvicorn reports the error
-            status = 500
+            fields["status"] = 500
             await exchange.fail(RequestError(f"the server failed: {type(error).__name__}", status=500))
             raise
         finally:
-            self._log.write(
-                "request",
-                request_id=exchange.identity,
-                path=scope["path"],
-                **exchange.fields,
-                status=status,
-                error=error_code,
-                total_s=round(time.monotonic() - arrived_s, 6),
-            )
+            if exchange.passed_body is None:
+                fields.setdefault("status", 200)
+                fields.setdefault("error", None)
+                self._log.write(
+                    "request",
+                    request_id=exchange.identity,
+                    path=exchange.scope["path"],
+                    **fields,
+                    total_s=round(time.monotonic() - exchange.arrived_s, 6),
+                )

@@ -9,11 +9,10 @@ from typing import NoReturn, TypeGuard, TypeVar
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.requests.backend import Backend, ModelTable
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
 from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
 from meltcore.serve.tasks.llm_translation import LLMTranslator
-from meltcore.serve.upstream.forward import ForwardingBackend, routes_of
 from meltcore.settings.routes_config import RoutesConfig
 from meltcore.text.languages import code_among
 
@@ -162,15 +161,13 @@ def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
 
 
 def _is_language_model(backend: Backend) -> bool:
-    if isinstance(backend, ForwardingBackend):
-        return backend.chats
-    return not isinstance(backend, SpeechBackend | SynthesisBackend) and not _translates(backend)
+    return LANGUAGE_PATHS[0] in backend.paths
 
 
 def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
     if len(candidates) == 1:
         [backend] = candidates
-        routes = ", ".join(routes_of(backend))
+        routes = ", ".join(backend.paths)
         raise RequestError(f"{backend.names[0]} cannot {task} here; it serves {routes}", param="model")
     names = " and ".join(backend.names[0] for backend in candidates)
     raise RequestError(f"{names} cannot {task}", param="model")

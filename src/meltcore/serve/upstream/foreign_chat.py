@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Message
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.upstream.forward import ForwardedRequest, ForwardingBackend
+from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardingBackend
 
 PATH = "/v1/chat/completions"
 _MAX_ANSWER_BYTES = 8 * 2**20

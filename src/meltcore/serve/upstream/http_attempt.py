@@ -14,11 +14,11 @@ from meltcore.serve.http.hops import via_lines
 from meltcore.serve.http.http import error_json, send_bytes
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
 from meltcore.serve.upstream.event_stream import EventBuffer
-from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import Replica
 from meltcore.settings.config import ForeignConfig

@@ -28,9 +28,9 @@ from meltcore.serve.requests.request_queue import (
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
 from meltcore.serve.upstream.foreign_chat import PATH as CHAT_PATH
-from meltcore.serve.upstream.forward import ForwardedRequest, ForwardOutcome
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import Replica

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from meltcore.serve.requests.backend import Backend
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
+from meltcore.serve.requests.task_backends import ForwardingBackend
 from meltcore.serve.upstream.foreign_chat import ask_foreign
-from meltcore.serve.upstream.forward import ForwardingBackend
 
 # An answer that has this many is ended, since these routes have no field for it.
 MAX_ANSWER_TOKENS = 2048

@@ -22,7 +22,6 @@ from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
-from meltcore.serve.upstream.forward import default_model
 from meltcore.settings.config import ServerConfig
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one
@@ -93,7 +92,7 @@ class _RequestHandler:
         body = await read_body(self.scope, self.receive, endpoint.config.max_body_bytes)
         request = decode_request(body, endpoint.form)
         self.user = request.user
-        name = request.model or default_model(endpoint.models, endpoint.config.routes, self.scope["path"])
+        name = request.model or endpoint.models.default(endpoint.config.routes, self.scope["path"])
         backend = self.backend = endpoint.models.find(name)
         self.model = backend.names[0]
         if request.stream_options is not None and not request.stream:

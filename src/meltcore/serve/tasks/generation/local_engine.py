@@ -12,6 +12,7 @@ from meltcore.protocol.shell import ProfileDone
 from meltcore.protocol.translation import TranslationOutputs, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
+from meltcore.serve.requests.backend import LANGUAGE_PATHS
 from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.generation import Echo, Generation
 from meltcore.serve.requests.protocol import (
@@ -128,6 +129,11 @@ class LocalEngine(EngineBackend):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
         self._when_ready(self._model or self._translations)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The routes of its task."""
+        return ("/v1/translate",) if self.translates else LANGUAGE_PATHS
 
     @property
     def chats(self) -> bool:

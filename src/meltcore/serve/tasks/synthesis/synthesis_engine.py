@@ -74,7 +74,7 @@ class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
     """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
-    task = "synthesis"
+    task, paths = "synthesis", ("/v1/audio/speech",)
     unit = CHARS
     child_type = _Speech
 

@@ -57,7 +57,7 @@ class TranscriptionEngine(AudioBackend[TranscriptionReady, _Recording]):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
-    task = "transcription"
+    task, paths = "transcription", ("/v1/audio/transcriptions",)
     unit = AUDIO_S
     child_type = _Recording
 
