@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="Tensor-parallel size.")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=VOCAB, help="Prompts have token ids below it, the peer's too.")
+    parser.add_argument(
+        "--vocab", type=int, help=f"Prompts have token ids below it, the peer's too (default: {VOCAB:,}, or all)."
+    )
     parser.add_argument("--load-format", choices=("auto", "dummy"), help="Default: auto for a GGUF file, else dummy.")
     parser.add_argument("--prompt-share", action="store_true", help="Also time the prompts alone, once per work.")
     parser.add_argument("--debug", default="", help="Debug switches, separated by commas.")
@@ -161,11 +163,13 @@ def main() -> None:
     peers = Peers([Peer(path, args.peer_subject or name, uniform="uniform-routing" in debug) for path in args.peer])
     llm = LLM(args.model, max_num_batched_tokens=args.budget, **settings)
 
+    vocab = args.vocab or min(VOCAB, llm.engine.vocab_size)
+
     def generate(prompts: list[list[int]], out: int) -> int:
         answers = llm.generate(prompts, SamplingParams(max_tokens=out, ignore_eos=True))
         return sum(len(answer.token_ids) for answer in answers)
 
-    generate([[args.vocab - 1] * 8], 1)
+    generate([[vocab - 1] * 8], 1)
     rows = [peers.start(process_age_s())]
     rates: dict[Work, float] = {}
     all_measured: list[Measured] = []
@@ -173,9 +177,7 @@ def main() -> None:
     meter = EnergyMeter(Gpu().read) if torch.cuda.is_available() and args.tp == 1 else None
     clear_routing_record()
     works = parse_works(args.works)
-    for measured in measure(
-        works, generate, args.reps, args.seed, args.vocab, prompt_share=args.prompt_share, meter=meter
-    ):
+    for measured in measure(works, generate, args.reps, args.seed, vocab, prompt_share=args.prompt_share, meter=meter):
         print(
             f"{measured.work}: {measured.median:,.0f} tok/s of {[round(rate) for rate in measured.rates]}", flush=True
         )

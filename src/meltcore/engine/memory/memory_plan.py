@@ -216,7 +216,8 @@ def _rows(
         note = f"{slots:,} slots of {size_text(budget.slot)}: {max_num_seqs:,} to run, the rest for snapshots"
         rows.insert(1, MemoryRow("recurrent states", budget.states(slots), note))
     if budget.tables:
-        rows.insert(-1, MemoryRow("page tables", budget.tables, f"{layout.column_pages} of {max_num_seqs:,} sequences"))
+        note = f"{layout.column_pages} tables, each of {max_num_seqs:,} sequences"
+        rows.insert(-1, MemoryRow("page tables", budget.tables, note))
     if budget.scratch:
         rows.insert(-1, MemoryRow("scratch", budget.scratch, "of weights that a step dequantizes"))
     return rows
