@@ -180,6 +180,18 @@ def test_initials_and_titles_end_no_sentence(code: str, first: str, second: str,
     assert split_sentences(text, find_language(code, "x"))[0] == [f"{first}{mark}", f"{second}{mark}"]
 
 
+@pytest.mark.parametrize(
+    "token", ["raj@gmail.com", "https://www.uidai.gov.in/form?q=1&lang=hi", "report_v2.pdf", "node.js"]
+)
+@pytest.mark.parametrize("mark", [".", "?", "।"])
+def test_address_or_file_name_stays_in_its_sentence(token: str, mark: str) -> None:
+    pairs = {code: second for code, _, second in ONE_SENTENCE} | {"sat_Olck": "ᱩᱱᱤ ᱚᱲᱟᱜ", "mni_Mtei": "ꯃꯍꯥꯛ ꯌꯨꯝꯗ"}
+    for code, words in pairs.items():
+        text = f"{words} {token} {words}{mark} {words} {token}{mark}{words}{mark}"
+        expected = [f"{words} {token} {words}{mark}", f"{words} {token}{mark}", f"{words}{mark}"]
+        assert split_sentences(text, find_language(code, "x"))[0] == expected, code
+
+
 def test_sentences_of_indian_languages_are_those_of_the_library() -> None:
     """Where it splits marks in a row, or loses an initial, the library is not followed: such texts are left out."""
     library = pytest.importorskip(

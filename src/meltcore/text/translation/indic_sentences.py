@@ -2,8 +2,9 @@
 
 A period ends no sentence where the line has a danda, if the language writes one, and no mark does after a digit. Words
 that are alone before a period belong to the sentences around them, as initials and abbreviations do. The library
-differs in four ways: it splits marks in a row and closing quotation marks from their sentence, knows fewer titles,
-loses an initial after a word that is alone, and joins without a limit what is split here from 500 characters on.
+differs in five ways: it splits marks in a row and closing quotation marks from their sentence, knows fewer titles,
+loses an initial after a word that is alone, joins without a limit what is split here from 500 characters on, and cuts
+addresses and file names in Latin letters at their marks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _CLOSING = r"[\"'”’»)\]}]*"
 _MARKS = r"?!।॥"
 _MORE_MARKS = rf"{_MARKS}.\uaaf0\uaaf1\uabeb-\uabef᱾᱿"  # of Meetei Mayek and Ol Chiki, and a period
 _END, _END_WITHOUT_DANDA = (regex.compile(rf"([{marks}]+){_CLOSING}") for marks in (_MARKS, _MORE_MARKS))
-_LAST_WORD = regex.compile(r"[\w\p{M}\u200c\u200d-]*$")
+# A mark inside example.com, form?lang=hi or report.pdf. Sentences of an Indian script that touch are still two.
+_INSIDE_WORD = regex.compile(r"(?<=[a-zA-Z\d/_=&%#@~+-])[.?!]+(?=[a-zA-Z\d/_=&%#@~+-])")
+_LAST_WORD = regex.compile(r"[\w\p{M}][\w\p{M}\u200c\u200d'’-]*$")  # Assamese writes গ'ল
 _NUMBER_NEXT = regex.compile(r"\s*\p{N}")
 _MAX_WORD_CHARS = 40  # of an abbreviation
 _MAX_MERGED_CHARS = 500  # about half of the tokens that a model reads
@@ -42,6 +45,7 @@ def indic_ends(line: str, text_code: str) -> list[int]:
     found = (_END if has_danda else _END_WITHOUT_DANDA).finditer(line)
     stops = [_Stop(each.start(), each.group(1), each.end()) for each in found]
     stops = [each for each in stops if len(each.marks) > 1 or not line[each.start - 1 : each.start].isnumeric()]
+    stops = [each for each in stops if not _INSIDE_WORD.match(line, each.start)]
     if has_danda:
         return [each.end for each in stops]
     ends, start, possible = [], 0, [each.end for each in stops]
