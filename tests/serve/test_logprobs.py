@@ -86,7 +86,8 @@ def answer(
     ]
     generation = Generation("id", arrived_s=0.0, streaming=streamed)
     echo = None if prompt is None else Echo(tokenizer.decode(prompt), pack_token_ids(prompt), echo_only=False)
-    generation.add_choice(prompt or [1], SamplingParams(logprobs=n, prompt_logprobs=n), tokenizer, None, echo)
+    params = SamplingParams(logprobs=n, prompt_logprobs=n)
+    generation.add_choice(prompt or [1], params, tokenizer, None, echo, continues_prompt=not chat)
     of_prompt = None if prompt is None else [top] * (len(prompt) - 1)
     choice = generation.choices[0]
     choice.accept(SequenceOutput("id", ids, "length", logprobs=lists, prompt_logprobs=of_prompt))
@@ -124,12 +125,13 @@ def as_bytes(token: str) -> bytes:
 def test_token_has_its_spaces_and_bytes(
     kind: Callable[[], Tokenizer], token: str, text: str, *, streamed: bool
 ) -> None:
-    token_id = kind().token_id(token)
+    token_id, letter = kind().token_id(token), kind().token_id("A")
     assert token_id is not None
+    assert letter is not None
     found = answer(kind(), [token_id], [token_id], n=1, streamed=streamed)
     assert found["tokens"] == [text]
     assert found["top_logprobs"] == [{text: -1.0}]
-    chat = answer(kind(), [token_id], [token_id], n=1, chat=True, streamed=streamed)["content"][0]
+    chat = answer(kind(), [letter, token_id], [token_id], n=1, chat=True, streamed=streamed)["content"][1]
     assert bytes(chat["bytes"]) == as_bytes(text)
     assert chat["token"] == as_bytes(text).decode(errors="replace")
     assert chat["top_logprobs"] == [{name: chat[name] for name in ("token", "logprob", "bytes")}]
@@ -145,7 +147,7 @@ def test_tokens_join_to_the_text(kind: Callable[[], Tokenizer], text: str) -> No
     tokens = answer(tokenizer, after_a_word, [1], n=1)["tokens"]
     assert b"".join(map(as_bytes, tokens)).decode() == expected
     content = answer(tokenizer, after_a_word, [1], chat=True)["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == expected
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == tokenizer.decode(after_a_word) == text
 
 
 @settings(max_examples=80, deadline=None)

@@ -121,8 +121,8 @@ class Choice:
         self.offset_decoder = (
             None if params.logprobs is None else incremental_decoder(tokenizer, params.skip_special_tokens, context)
         )
-        # No token with text has come before the next logprobs entry, neither of the prompt nor of the answer.
-        is_bare = continues_prompt and all(map(self.detokenizer.is_hidden, prompt))
+        # No text has come before the next logprobs entry, neither of the answer nor of a prompt that it continues.
+        is_bare = not continues_prompt or all(map(self.detokenizer.is_hidden, prompt))
         self._text_is_ahead = params.logprobs is not None and (self.asked_echo is not None or is_bare)
         self.echo = self.asked_echo  # until the first output has come
         self.output_tokens = 0
@@ -189,7 +189,10 @@ class Choice:
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
 
     def begins_text(self, token_id: int) -> bool:
-        """Return whether the text, prompt included, begins with the next logprobs entry. Asked once for each entry."""
+        """Return whether the text begins with the next logprobs entry. Asked once for each entry.
+
+        A completion's prompt belongs to its text, a chat's does not.
+        """
         if not self._text_is_ahead or self.detokenizer.is_hidden(token_id):
             return False
         self._text_is_ahead = False

@@ -120,19 +120,22 @@ class ChatResponseWriter(ResponseWriter):
         content = []
         for token_id, token_logprobs in entries:
             assert token_logprobs is not None, "a chat answer echoes no prompt"
+            is_first = choice.begins_text(token_id)
             top_logprobs_list = list(zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True))[
                 : choice.params.logprobs
             ]
             content.append(
                 {
-                    **self._entry(choice, token_id, token_logprobs.logprob),
-                    "top_logprobs": [self._entry(choice, top_id, logprob) for top_id, logprob in top_logprobs_list],
+                    **self._entry(choice, token_id, token_logprobs.logprob, is_first=is_first),
+                    "top_logprobs": [
+                        self._entry(choice, top_id, logprob, is_first=is_first) for top_id, logprob in top_logprobs_list
+                    ],
                 }
             )
         return {"content": content, "refusal": None}
 
-    def _entry(self, choice: Choice, token_id: int, logprob: float) -> dict[str, Any]:
-        data = choice.tokenizer.token_bytes(token_id)
+    def _entry(self, choice: Choice, token_id: int, logprob: float, *, is_first: bool) -> dict[str, Any]:
+        data = _token_bytes(choice, token_id, is_first=is_first)
         return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
 
@@ -213,13 +216,19 @@ def _top_logprobs(
 
 def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
     """Return the text of a token. One that is a part of a character has its bytes as text, as OpenAI writes them."""
-    data = choice.tokenizer.token_bytes(token_id)
-    if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
-        return choice.tokenizer.decode([token_id], skip_special_tokens=False)
+    data = _token_bytes(choice, token_id, is_first=is_first)
     try:
         return data.decode()
     except UnicodeDecodeError:
         return _bytes_key(data)
+
+
+def _token_bytes(choice: Choice, token_id: int, *, is_first: bool) -> bytes:
+    """Return the bytes that a token adds to the text. is_first: whether the text begins with it."""
+    data = choice.tokenizer.token_bytes(token_id)
+    if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
+        return choice.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+    return data
 
 
 def _bytes_key(data: bytes) -> str:
