@@ -34,6 +34,7 @@ from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.serve.tasks.translation import translations as translations_module
+from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig, ModelConfig
 from meltcore.settings.routes_config import RoutesConfig, TranslationRule
@@ -221,10 +222,11 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
 
 def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None:
     names = ("meltcore/sums", "x/indictrans2-en-indic", "x/indictrans2-indic-en")
+    kinds = (LocalEngine, TranslationEngine, TranslationEngine)
     server = ServerStats([1, 1, 1])
     backends: list[Any] = [
-        LocalEngine(model(name), server, stats, request_timeout_s=1)
-        for name, stats in zip(names, server.models, strict=True)
+        kind(model(name), server, stats, request_timeout_s=1)
+        for kind, name, stats in zip(kinds, names, server.models, strict=True)
     ]
     ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
     for backend in backends[1:]:

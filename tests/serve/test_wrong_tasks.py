@@ -23,6 +23,7 @@ from meltcore.serve.routes import build_app
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
+from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.serve.upstream.forward import FOREIGN_PATHS, read_fields
 from meltcore.serve.upstream.http_backend import HttpBackend
@@ -31,7 +32,7 @@ from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
 ENGINES: dict[str, Any] = {
     "generation": LocalEngine,
-    "translation": LocalEngine,
+    "translation": TranslationEngine,
     "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }

@@ -41,8 +41,6 @@ from meltcore.protocol.channel import (
     StatusChanged,
     ToAPIServer,
 )
-from meltcore.protocol.synthesis import SynthesisReady
-from meltcore.protocol.transcription import TranscriptionReady
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import take_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
@@ -60,6 +58,7 @@ from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
+from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import Task
 
@@ -67,15 +66,13 @@ if TYPE_CHECKING:
     from meltcore.serve.tasks.translation.translations import TranslationText
 
 
-_BACKENDS: dict[Task, type[LocalEngine | SynthesisEngine | TranscriptionEngine]] = {
+_EngineBackend = LocalEngine | TranslationEngine | SynthesisEngine | TranscriptionEngine
+_BACKENDS: dict[Task, type[_EngineBackend]] = {
     "generation": LocalEngine,
-    "translation": LocalEngine,
+    "translation": TranslationEngine,
     "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
-
-
-_EngineBackend = LocalEngine | SynthesisEngine | TranscriptionEngine
 
 
 @dataclass(eq=False)
@@ -244,7 +241,7 @@ class APIServer:
     async def _load_text(self, number: int, model: _Model) -> TextModel | TranslationText | None:
         """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
         try:
-            if isinstance(model.backend, LocalEngine):
+            if isinstance(model.backend, LocalEngine | TranslationEngine):
                 return await asyncio.to_thread(load_text, model.backend.config)
             check_audio_packages()
         except MeltcoreError as error:
@@ -257,17 +254,12 @@ class APIServer:
         text, backend, engine = await model.text, model.backend, message.engine
         if model.failed:
             return  # reported already
-        if isinstance(backend, TranscriptionEngine):
-            assert isinstance(engine, TranscriptionReady)
-            backend.open(engine, message.created)
-        elif isinstance(backend, SynthesisEngine):
-            assert isinstance(engine, SynthesisReady)
-            backend.open(engine, message.created)
+        if text is None:
+            assert isinstance(backend, AudioBackend)
+            backend.open(engine, message.created)  # type: ignore[arg-type]  # of the same task
         else:
-            assert text is not None
-            assert isinstance(backend, LocalEngine)
-            assert not isinstance(engine, TranscriptionReady | SynthesisReady)
-            backend.open(text, engine, message.created)
+            assert isinstance(backend, LocalEngine | TranslationEngine)
+            backend.open(text, engine, message.created)  # type: ignore[arg-type]  # likewise
         tune_gc()
         is_synthetic = text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
         self._channel.send(ModelOpened(message.model, is_synthetic))

@@ -21,6 +21,7 @@ from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
 from meltcore.serve.dialects.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.serve.dialects.vision import VisionEndpoint
 from meltcore.serve.docs import ApiDocs
+from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.http.gate import Gate
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
 from meltcore.serve.http.http import (
@@ -35,7 +36,16 @@ from meltcore.serve.http.http import (
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.page import Page
 from meltcore.serve.http.paths import DOCS_PATHS
-from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Backend, ModelTable, reasons_text
+from meltcore.serve.requests.backend import (
+    LANGUAGE_PATHS,
+    SERVING,
+    Backend,
+    LanguageBackend,
+    ModelTable,
+    language_backend,
+    other_task,
+    reasons_text,
+)
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
@@ -260,8 +270,8 @@ class _Handlers:
         request = decode_request(await self._body(scope, receive), DetokenizeRequest)
         return await self._language_model(request.model).detokenize(request)
 
-    def _language_model(self, name: str | None) -> Backend:
-        return self._models.find(name or self._models.default(self._config.routes, LANGUAGE_PATHS[0]))
+    def _language_model(self, name: str | None) -> LanguageBackend:
+        return language_backend(self._models.find(name or self._models.default(self._config.routes, LANGUAGE_PATHS[0])))
 
     async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         return await while_connected(scope, self._profile("start"))
@@ -274,8 +284,11 @@ class _Handlers:
         """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
         profiler = self._config.profiler
         directory = "" if profiler == "cuda" else str(self._config.profile_dir)
+        backend = self._models.find(None)
+        if not isinstance(backend, EngineBackend):
+            raise other_task(backend)
         try:
-            result = await self._models.find(None).profile(action, directory, profiler)
+            result = await backend.profile(action, directory, profiler)
         except EngineDeadError as error:
             raise RequestError(str(error), status=500, code="engine_dead") from error
         if result.error is not None:

@@ -25,7 +25,7 @@ _Model = TypeVar("_Model")
 class EngineBackend(ABC):
     """The engines of one model, one per replica, as one API server process sees them."""
 
-    tickets: OpenTickets[Any]
+    tickets: OpenTickets[Any] | None = None  # once there can be any
 
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats) -> None:
         self.config = config
@@ -43,11 +43,13 @@ class EngineBackend(ABC):
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
-        self.tickets.end_all(error, outcome, replica)
+        if self.tickets is not None:
+            self.tickets.end_all(error, outcome, replica)
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
         """Send requests of a lost replica to others."""
-        self.tickets.retry(replica, others)
+        if self.tickets is not None:
+            self.tickets.retry(replica, others)
 
     @abstractmethod
     def check_ready(self) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, cast
 
 from starlette.types import Scope
 
 from meltcore.common.errors import RequestError
-from meltcore.protocol.shell import ProfileDone
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ModelStatus, Profiler
+from meltcore.settings.config import ModelStatus
 from meltcore.settings.routes_config import RoutesConfig
 
 # In which requests are accepted.
@@ -26,7 +25,7 @@ STUCK_AFTER_S = 120.0
 
 
 class Backend(Protocol):
-    """One model that can answer requests."""
+    """One model that can answer requests. What else it does, its task says."""
 
     names: tuple[str, ...]  # every one is accepted; the first stands in metrics and logs
     stats: ModelStats
@@ -37,11 +36,22 @@ class Backend(Protocol):
         """The routes of its task."""
 
     @property
+    def purpose(self) -> str:
+        """What it does, and where: it completes "the model NAME ..." of an error."""
+
+    @property
     def chats(self) -> bool:
         """Whether it takes chats: a language model with a chat template, or one that is loading still."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return an entry of GET /v1/models."""
+
+
+class LanguageBackend(Backend, Protocol):
+    """A backend whose model generates text here."""
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
         """Check `request`, fill `generation` with its choices and start to generate.
@@ -58,11 +68,17 @@ class Backend(Protocol):
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Answer POST /detokenize."""
 
-    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
-        """Start or stop a profile. Raises EngineDeadError."""
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """Return an entry of GET /v1/models."""
+def other_task(backend: Backend) -> RequestError:
+    """Return the error (400) of a request that is for another task than the model's."""
+    return RequestError(f"the model {backend.names[0]} {backend.purpose}", param="model")
+
+
+def language_backend(backend: Backend) -> LanguageBackend:
+    """Return the backend as one that generates text here. Raises RequestError (400) where it does not."""
+    if not hasattr(backend, "submit"):
+        raise other_task(backend)
+    return cast(LanguageBackend, backend)
 
 
 class Health:

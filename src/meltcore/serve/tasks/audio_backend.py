@@ -17,8 +17,6 @@ from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady
 from meltcore.protocol.transcription import TranscriptionOutputs, TranscriptionReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import AUDIO_S, Admission, Unit
-from meltcore.serve.requests.generation import Generation
-from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
@@ -123,26 +121,6 @@ class AudioBackend(EngineBackend, Generic[_Ready, _Work]):
         self.stats.finish(
             "stop", prompt_tokens=0, arrived_s=ticket.arrived_s, first_token_s=None, now_s=time.monotonic(), times=None
         )
-
-    # --- the other routes
-
-    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
-        """Refuse to generate text."""
-        raise self._no_text()
-
-    def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """Do nothing: there are no generations."""
-
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to tokenize."""
-        raise self._no_text()
-
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to detokenize."""
-        raise self._no_text()
-
-    def _no_text(self) -> RequestError:
-        return RequestError(f"the model {self.names[0]} {self.purpose}", param="model")
 
 
 def check_audio_packages() -> None:

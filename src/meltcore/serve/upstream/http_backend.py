@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.protocol.shell import ProfileDone
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import SERVING, Health
-from meltcore.serve.requests.generation import Generation
-from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_queue import (
     EQUAL_SHARES,
     EXPECTED_OUTPUT_TOKENS,
@@ -34,7 +31,7 @@ from meltcore.serve.upstream.foreign_chat import PATH as CHAT_PATH
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import Replica
-from meltcore.settings.config import ForeignConfig, Profiler
+from meltcore.settings.config import ForeignConfig
 
 MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
 RETRIES = 1  # on other replicas, of a request whose answer has not begun
@@ -344,27 +341,10 @@ class HttpBackend:
         """Whether the server takes chats."""
         return CHAT_PATH in self.paths
 
-    async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:  # noqa: ARG002
-        """Refuse a request of a path that is not forwarded."""
-        raise self._not_here()
-
-    def release(self, generation: Generation, error: RequestError | None = None) -> None:
-        """Do nothing: there are no generations."""
-
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to tokenize."""
-        raise self._not_here()
-
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:  # noqa: ARG002 - as the protocol has it
-        """Refuse to detokenize."""
-        raise self._not_here()
-
-    async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:  # noqa: ARG002
-        """Refuse to profile."""
-        raise self._not_here()
-
-    def _not_here(self) -> RequestError:
-        return RequestError(f"the model {self.names[0]} serves {', '.join(self.paths)} only", param="model")
+    @property
+    def purpose(self) -> str:
+        """What it does, and where."""
+        return f"serves {', '.join(self.paths)} only"
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card. Of a foreign model little is known here."""

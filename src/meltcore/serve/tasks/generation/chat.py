@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meltcore.serve.requests.backend import Backend
+from meltcore.serve.requests.backend import Backend, language_backend
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
-from meltcore.serve.requests.task_backends import ForwardingBackend
+from meltcore.serve.requests.task_backends import is_forwarding
 from meltcore.serve.upstream.foreign_chat import ask_foreign
 
 # An answer that has this many is ended, since these routes have no field for it.
@@ -31,7 +31,7 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     """
     messages = [ChatMessage("system", system)] if system else []
     messages.append(ChatMessage("user", prompt))
-    if isinstance(backend, ForwardingBackend):
+    if is_forwarding(backend):
         fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
         fields |= {"stop": list(stop)} if stop else {}
         text, *tokens = await ask_foreign(backend, fields, request_id)
@@ -39,7 +39,8 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     # The text is taken at the end: until then the request can be retried on another replica.
     generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)
     request = ChatRequest(model=backend.names[0], messages=messages, stop=list(stop) or None)
-    await backend.submit(request, generation)
+    model = language_backend(backend)
+    await model.submit(request, generation)
     try:
         (choice,) = generation.choices
         while generation.open_choices and choice.output_tokens < MAX_ANSWER_TOKENS:
@@ -48,5 +49,5 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
                 raise generation.error
         return ChatAnswer(choice.take_text().strip(), generation.prompt_tokens, generation.output_tokens)
     finally:
-        backend.release(generation)
+        model.release(generation)
         generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection

@@ -17,7 +17,7 @@ from meltcore.serve.http.http import (
     send_error,
     send_json,
 )
-from meltcore.serve.requests.backend import Backend, ModelTable
+from meltcore.serve.requests.backend import LanguageBackend, ModelTable, language_backend
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
@@ -69,7 +69,7 @@ class CompletionsEndpoint:
 class _RequestHandler:
     """One request and its response on one connection."""
 
-    backend: Backend  # the last four: from `submit` on
+    backend: LanguageBackend  # the last four: from `submit` on
     generation: Generation | None = None
     writer: ResponseWriter
     usage_event: bool
@@ -93,7 +93,7 @@ class _RequestHandler:
         request = decode_request(body, endpoint.form)
         self.user = request.user
         name = request.model or endpoint.models.default(endpoint.config.routes, self.scope["path"])
-        backend = self.backend = endpoint.models.find(name)
+        backend = self.backend = language_backend(endpoint.models.find(name))
         self.model = backend.names[0]
         if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meltcore.common.errors import RequestError
 from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
 from meltcore.protocol.shell import ProfileDone
-from meltcore.protocol.translation import TranslationOutputs, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
@@ -20,7 +19,6 @@ from meltcore.serve.requests.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    TranslateRequest,
 )
 from meltcore.serve.requests.request_queue import (
     ENGINE_PRIORITY,
@@ -29,16 +27,12 @@ from meltcore.serve.requests.request_queue import (
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.requests.ticket import Outcome, RequestTimeLimit
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel
 from meltcore.settings.config import ModelConfig
-
-if TYPE_CHECKING:
-    from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 
 
 class ServedModel(NamedTuple):
@@ -50,6 +44,9 @@ class ServedModel(NamedTuple):
 
 class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
+
+    purpose = "generates text"
+    paths: Sequence[str] = LANGUAGE_PATHS
 
     def __init__(
         self,
@@ -65,28 +62,13 @@ class LocalEngine(EngineBackend):
         self._requests = OpenRequests(stats, self._send, self._on_end)
         self._time_limit: RequestTimeLimit[Any] = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
-        self._translations: Translations | None = None  # instead of a model, for one that translates
         self._queue: RequestQueue | None = None
 
     # --- life cycle
 
-    def open(self, text: TextModel | TranslationText, engine: GenerationReady | TranslationReady, created: int) -> None:
+    def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         self._created = created
-        if isinstance(engine, TranslationReady):
-            from meltcore.serve.tasks.translation.translations import (  # need meltcore[translate]
-                Translations,
-                TranslationText,
-            )
-
-            assert isinstance(text, TranslationText)
-            self._translations = Translations(
-                *(self.config, text, engine, self.stats, self._send, self._live_replicas),
-                request_timeout_s=self._time_limit.limit_s,
-                class_shares=self._class_shares,
-            )
-            return
-        assert isinstance(text, TextModel)
         self._model = ServedModel(text, engine)
         self._queue = RequestQueue(
             "generation",
@@ -104,23 +86,16 @@ class LocalEngine(EngineBackend):
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
         self._requests.end_all(error, outcome, replica)
-        if self._translations is not None:
-            self._translations.end_all(error, outcome, replica)
 
     def retry(self, replica: int, others: Sequence[int]) -> None:
         """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
         self._requests.retry(replica, others)
-        if self._translations is not None:
-            self._translations.retry(replica, others)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
         if isinstance(message, StepOutputs):
             self._server_stats.record_cpu_time()
             self._requests.on_step(message, replica)
-        elif isinstance(message, TranslationOutputs) and self._translations is not None:
-            self._server_stats.record_cpu_time()
-            self._translations.on_step(message, replica)
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
 
@@ -128,33 +103,12 @@ class LocalEngine(EngineBackend):
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
-        self._when_ready(self._model or self._translations)
-
-    @property
-    def paths(self) -> Sequence[str]:
-        """The routes of its task."""
-        return ("/v1/translate",) if self.translates else LANGUAGE_PATHS
+        self._loaded()
 
     @property
     def chats(self) -> bool:
         """Whether it takes chats: a language model with a chat template, or one that is loading still."""
-        return self._translations is None and (self._model is None or self._model.text.template.is_usable)
-
-    @property
-    def translates(self) -> bool:
-        """Whether the model is loaded and translates; else it generates text."""
-        return self._translations is not None
-
-    def has_pair(self, request: TranslateRequest) -> bool:
-        """Return whether the model is loaded and translates between the request's languages."""
-        return self._translations is not None and self._translations.has_pair(request)
-
-    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling it ends the work.
-
-        Raises RequestError (400, 429, 500, 503).
-        """
-        return await self._when_ready(self._translations).translate(request, request_id, arrived_s)
+        return self._model is None or self._model.text.template.is_usable
 
     async def submit(self, request: ChatRequest | CompletionRequest, generation: Generation) -> None:
         """Tokenize, check and admit a request.
@@ -214,21 +168,8 @@ class LocalEngine(EngineBackend):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
-        if self._translations is not None:
-            engine = self._translations.engine
-            sources, targets = self._translations.text.languages
-            facts: dict[str, Any] = {
-                "task": engine.task,
-                "direction": self._translations.text.direction,
-                "source_languages": sources,
-                "target_languages": targets,
-                "num_beams": engine.num_beams,
-                "tokenizer": engine.tokens,
-                "output_lengths": engine.output_lengths,
-            }
-            return self._card(name, engine, facts)
         model = self._loaded()
-        facts = {
+        facts: dict[str, Any] = {
             "task": "generation",
             "max_model_len": model.engine.max_model_len,
             "vocab_size": model.engine.vocab_size,
@@ -244,12 +185,7 @@ class LocalEngine(EngineBackend):
         return self._card(name, model.engine, facts)
 
     def _loaded(self) -> ServedModel:
-        self.check_ready()
-        if self._model is None:
-            raise RequestError(
-                f"{self.names[0]} translates, with POST /v1/translate; it generates no text", param="model"
-            )
-        return self._model
+        return self._when_ready(self._model)
 
     async def _chat_prompt(
         self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int | None = None
