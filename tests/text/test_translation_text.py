@@ -111,6 +111,8 @@ def test_text_in_another_script_is_an_error(text: str, spoken: Any, is_wrong: bo
         ("It cost 3.5 in the U.S. today. Why? \"No!\" she said. End", ENGLISH,
          ["It cost 3.5 in the U.S. today.", "Why?", "\"No!\" she said.", "End"]),
         ("1. First. 2. Second.", ENGLISH, ["1. First.", "2. Second."]),
+        ("I can't. You don’t. It's Rao's. He read 'A. Rao'. Then", ENGLISH,
+         ["I can't.", "You don’t.", "It's Rao's.", "He read 'A. Rao'.", "Then"]),
         ("In 1999. Then", ENGLISH, ["In 1999.", "Then"]),
         ("see a.b.com... and so on", ENGLISH, ["see a.b.com... and so on"]),
         ("यह है।वह था? हाँ", HINDI, ["यह है।", "वह था?", "हाँ"]),

@@ -21,7 +21,7 @@ _CLOSING = r"[\"'”’»)\]}]*"
 _SENTENCE_END = regex.compile(rf"[।॥۔؟]+[।॥۔؟.!?]*{_CLOSING}|[.!?…]+{_CLOSING}(?=\s|$)")
 _PERIODS = (".", "۔")
 _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
-_LAST_WORD = regex.compile(r"[\w\p{M}.-]*$")
+_LAST_WORD = regex.compile(r"[\w\p{M}.-][\w\p{M}.'’-]*$")
 _LOWERCASE_NEXT = regex.compile(r"\s*[\"'“‘(\[]*\p{Ll}")
 _NUMBER_NEXT = regex.compile(r"\s+(?:Nos?\.\s*)?\p{N}")  # also "Ref. No. 12"
 _NEXT_ALONE = regex.compile(r"\s*([\p{L}\p{M}]+)[.۔]")
