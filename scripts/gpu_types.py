@@ -60,9 +60,7 @@ GPU_TYPES = [
     GpuType("NVIDIA GeForce RTX 4080", 89, 76, 16_376),
     GpuType("NVIDIA GeForce RTX 4090", 89, 128, 24_564),
     GpuType("NVIDIA L40S", 89, 142, 46_068),
-    GpuType(
-        "NVIDIA H100 80GB HBM3", 90, 132, 81_559, quoted="one run of an earlier state, printed only, no result file"
-    ),
+    GpuType("NVIDIA H100 80GB HBM3", 90, 132, 81_559, quoted="one run of an earlier state, no result file"),
     GpuType("NVIDIA H200", 90, 132, 143_771),
     GpuType("NVIDIA B200", 100, 148, 183_359),
     GpuType("NVIDIA GeForce RTX 5090", 120, 170, 32_607),

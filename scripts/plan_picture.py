@@ -1,4 +1,4 @@
-"""Draws the plan of the written fleet within 96 GiB: docs/fleet-plan.svg, for docs/one-gpu.md.
+"""Draws the plan of the example fleet within 96 GiB: docs/fleet-plan.svg, for docs/one-gpu.md.
 
 python scripts/plan_picture.py
 """
@@ -39,12 +39,12 @@ def main() -> None:
 
 
 def picture() -> str:
-    """Return the SVG of the written fleet's plan."""
+    """Return the SVG of the example fleet's plan."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     text = (resources.files("meltcore.fleet") / "examples" / "fleet.yaml").read_text(encoding="utf-8")
     plan, _ = plan_fleet(parse_fleet(text), [VRAM_GIB * GIB], contexts=find_contexts(None))
     if plan is None:
-        raise SystemExit(f"the written fleet does not fit within {VRAM_GIB} GiB")
+        raise SystemExit(f"the example fleet does not fit within {VRAM_GIB} GiB")
     rows = [("driver", {"context": plan.gpus[0].driver_bytes}), *((name, parts(plan, name)) for name in plan.needs)]
     used = plan.gpus[0].used_bytes
     height = (len(rows) + 1) * ROW + 46

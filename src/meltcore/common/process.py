@@ -1,8 +1,8 @@
 """Starts, watches and ends child processes: process groups, output, readiness, time limits, signals.
 
-Every process of Meltcore is started here. A child leads its own session and process group unless the caller asks
-otherwise. Ctrl-C in the terminal thus reaches the parent alone, which ends its children in order. The module imports
-neither torch nor third-party packages.
+Every command of Meltcore is started here; only workers that compile kernels are forked elsewhere. A child leads its
+own session and process group unless the caller asks otherwise. Ctrl-C in the terminal thus reaches the parent alone,
+which ends its children in order. The module imports neither torch nor third-party packages.
 """
 
 from __future__ import annotations
