@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from open_tickets import open_requests, start
 from server_harness import MODEL, RunningServer, chat_body, running, scripted_server
 from waiting import wait_until
 
@@ -31,7 +32,7 @@ from meltcore.serve.engines.stuck_watch import StuckWatch
 from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS, OpenRequests
+from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
 from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
 from meltcore.text.tokenizer import Tokenizer
 
@@ -45,14 +46,13 @@ class Table:
     def __init__(self, stats: ModelStats) -> None:
         self.stats = stats
         self.sent: list[tuple[ToEngine, int]] = []
-        self.requests = OpenRequests(stats, lambda message, replica: self.sent.append((message, replica)))
+        self.requests = open_requests(stats, lambda message, replica: self.sent.append((message, replica)))
 
     def add(self, *prompt_tokens: int, max_tokens: int = 10) -> Generation:
         generation = Generation("id", arrived_s=0.0, streaming=True)
         for tokens in prompt_tokens:
             generation.add_choice([1] * tokens, SamplingParams(max_tokens=max_tokens), TOKENIZER)
-        self.requests.accept(generation)
-        self.requests.start(generation, 0)
+        start(self.requests, generation)
         return generation
 
     def given(self) -> list[int]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+from open_tickets import open_requests
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -261,17 +262,11 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
 
 
 def test_average_length_of_answers_is_what_one_without_a_limit_counts_as() -> None:
-    server = ServerStats([2])
-    backend: Any = LocalEngine(model("meltcore/sums"), server, server.models[0], request_timeout_s=1)
-    before = backend._requests.usual_output_tokens
-    backend._queue = SimpleNamespace(ended=lambda *_: None)
-    waiting, terms = SimpleNamespace(is_held=False), SimpleNamespace(charge=lambda _: None)
-    backend._on_end(
-        SimpleNamespace(
-            open_choices=0, waiting=waiting, terms=terms, choices=[None], prompt_tokens=1, output_tokens=1000
-        )
-    )
-    assert before < backend._requests.usual_output_tokens < 1000
+    requests: Any = open_requests(ServerStats([2]).models[0], lambda *_: None)
+    before = requests.usual_output_tokens
+    children = [SimpleNamespace(prompt_tokens=1, output_tokens=1000)]
+    requests.settle(SimpleNamespace(terms=SimpleNamespace(charge=lambda _: None), children=children))
+    assert before < requests.usual_output_tokens < 1000
 
 
 @pytest.mark.parametrize("kind", ["nothing sent", "events", "audio"])

@@ -4,13 +4,15 @@ import asyncio
 import sys
 from typing import Any
 
+from open_tickets import open_requests, start
+
 from meltcore.common.errors import RequestError
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine, TokenLogprobs
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Generation
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
+from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.synthetic_bytes(300)
@@ -20,14 +22,13 @@ class Table:
     def __init__(self) -> None:
         (self.stats,) = ServerStats().models
         self.sent: list[ToEngine] = []
-        self.requests = OpenRequests(self.stats, lambda message, replica: self.sent.append(message))
+        self.requests = open_requests(self.stats, lambda message, replica: self.sent.append(message))
 
     def add(self, *prompts: list[int], **fields: Any) -> Generation:
         generation = Generation("id", arrived_s=0.0, streaming=True)
         for prompt in prompts:
             generation.add_choice(prompt, SamplingParams(**fields), TOKENIZER)
-        self.requests.accept(generation)
-        self.requests.start(generation, 0)
+        start(self.requests, generation)
         return generation
 
     def step(self, *outputs: SequenceOutput) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from open_tickets import open_requests, start
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -28,7 +29,7 @@ from meltcore.serve.requests.generation import Echo, Generation
 from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.task_backends import SynthesisRequest
-from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
+from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
@@ -59,14 +60,13 @@ class Table:
     def __init__(self) -> None:
         (self.stats,) = ServerStats((2,)).models
         self.sent: list[tuple[Any, int]] = []
-        self.requests = OpenRequests(self.stats, lambda message, replica: self.sent.append((message, replica)))
+        self.requests = open_requests(self.stats, lambda message, replica: self.sent.append((message, replica)))
 
     def add(self, *texts: str, streaming: bool = False, echo: Echo | None = None, **fields: Any) -> Generation:
         generation = Generation("id", arrived_s=0.0, streaming=streaming)
         for text in texts:
             generation.add_choice(list(text.encode()), SamplingParams(**fields), TOKENIZER, None, echo)
-        self.requests.accept(generation)
-        self.requests.start(generation, 3)
+        start(self.requests, generation, 3)
         return generation
 
     def step(self, replica: int, generation: Generation, text: str, index: int = 0, end: Any = None) -> None:

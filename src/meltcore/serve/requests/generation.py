@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from meltcore.common.errors import RequestError
-from meltcore.protocol.generation import SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
+from meltcore.protocol.generation import AddRequest, SequenceOutput, TokenLogprobs, pack_token_ids, unpack_token_ids
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.serve.requests.fair_queue import Waiting
-from meltcore.serve.requests.terms import current_terms
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.text.detokenizer import REPLACEMENT_CHAR, Detokenizer, incremental_decoder
 from meltcore.text.reasoning import ReasoningParser
 from meltcore.text.tokenizer import Tokenizer
 
 MAX_UNSENT_CHARS = 256 * 1024  # a streaming client further behind than this is cut off; the sockets buffer more
 LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and its token as they are sent
-
-# Unique among all API server processes: their requests share the engines.
-_engine_request_ids = (f"{os.getpid():x}-{counter}" for counter in itertools.count(1))
-
-Outcome = Literal["finished", "aborted", "failed"]
 
 
 class Echo(NamedTuple):
@@ -36,7 +27,7 @@ class Echo(NamedTuple):
     echo_only: bool
 
 
-class Choice:
+class Choice(Child):
     """One prompt and its answer. It is one request to the engine, and counts as one in the metrics."""
 
     __slots__ = (
@@ -44,15 +35,12 @@ class Choice:
         "asked_echo",
         "cached_tokens",
         "continues_prompt",
-        "cost",
         "detokenizer",
         "echo",
         "end_sent",
         "finish_reason",
         "first_token_s",
-        "generation",
         "index",
-        "is_started",
         "last_token_s",
         "logprob_offset",
         "logprobs",
@@ -63,13 +51,12 @@ class Choice:
         "prompt_tokens",
         "reasoning",
         "reasoning_parser",
-        "replica",
-        "request_id",
         "role_sent",
         "text",
         "tokenizer",
         "tokens_sent",
     )
+    ticket: Generation
 
     def __init__(
         self,
@@ -83,16 +70,11 @@ class Choice:
         *,
         continues_prompt: bool = False,
     ) -> None:
-        self.generation = generation
+        super().__init__(generation, waiting_tokens=len(prompt))
         self.index = index
-        # Not the client's x-request-id: two clients may send the same one, and the engine's ids must differ.
-        self.request_id = next(_engine_request_ids)
         self.prompt_token_ids = pack_token_ids(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
-        self.replica = 0  # that computes it, once it is started
-        self.is_started = False  # until then it waits in the queue
-        self.cost = 0  # tokens as which it counts at its replica
         self.tokenizer = tokenizer
         self.reasoning_parser = reasoning_parser
         self.asked_echo = echo
@@ -129,10 +111,35 @@ class Choice:
         self.cached_tokens = 0
         self.finish_reason: Literal["stop", "length"] | None = None
 
+    @property
+    def can_retry(self) -> bool:
+        """Whether nothing was sent to the client."""
+        return not self.ticket.has_sent
+
+    def messages(self) -> Sequence[AddRequest]:
+        """Return the prompt and its settings. Stop strings stay here, where the text is.
+
+        A request of 1,024 prompts may have 64 KiB of them, which would be sent with each.
+        """
+        params, generation = self.params, self.ticket
+        return [
+            AddRequest(
+                request_id=self.request_id,
+                prompt_token_ids=self.prompt_token_ids,
+                sampling=msgspec.structs.replace(params, stop=()) if params.stop else params,
+                priority=generation.priority,
+                arrived_s=generation.arrived_s,
+            )
+        ]
+
+    def open_ids(self) -> Sequence[str]:
+        """Return its id."""
+        return [self.request_id]
+
     def restart(self) -> None:
         """Forget the answer so far, of which nothing was sent. Its first token came when it came."""
         unsent_chars = sum(map(len, self.text)) + sum(map(len, self.reasoning)) + self.unsent_logprobs * LOGPROB_CHARS
-        self.generation.unsent_chars -= unsent_chars
+        self.ticket.unsent_chars -= unsent_chars
         self._begin(unpack_token_ids(self.prompt_token_ids))
 
     def accept(self, output: SequenceOutput) -> int:
@@ -162,15 +169,15 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         if output.logprobs:
             self.logprobs.extend(zip(ids[:num_counted], output.logprobs, strict=False))
-            self.generation.unsent_chars += (
+            self.ticket.unsent_chars += (
                 min(num_counted, len(output.logprobs)) * self._logprobs_per_token * LOGPROB_CHARS
             )
         if text:
             self.text.append(text)
-            self.generation.unsent_chars += len(text)
+            self.ticket.unsent_chars += len(text)
         if detokenizer.reasoning:
             self.reasoning += detokenizer.reasoning
-            self.generation.unsent_chars += sum(map(len, detokenizer.reasoning))
+            self.ticket.unsent_chars += sum(map(len, detokenizer.reasoning))
             detokenizer.reasoning.clear()
         return num_counted
 
@@ -182,8 +189,8 @@ class Choice:
         self.text.append(echo.text)
         # The client asked for this much: it is not a sign of one that reads too slowly.
         size = len(echo.text) + self.unsent_logprobs * LOGPROB_CHARS
-        self.generation.unsent_chars += size
-        self.generation.max_unsent_chars += size
+        self.ticket.unsent_chars += size
+        self.ticket.max_unsent_chars += size
         if not echo.echo_only:
             return output
         return msgspec.structs.replace(output, token_ids=[], finish_reason="length", stop_token_id=None, logprobs=None)
@@ -215,13 +222,13 @@ class Choice:
         if self.end_sent:
             return False
         self.end_sent = self.finish_reason is not None
-        has_unseen_tokens = self.generation.every_token and self.output_tokens > self.tokens_sent
+        has_unseen_tokens = self.ticket.every_token and self.output_tokens > self.tokens_sent
         self.tokens_sent = self.output_tokens
         return has_unseen_tokens or self.end_sent or bool(self.text or self.reasoning)
 
     def take_text(self) -> str:
         """Return the text not sent yet, now counted as sent. Every event to the client has it, if only as ""."""
-        self.generation.note_sent()
+        self.ticket.note_sent()
         return self._take(self.text)
 
     def take_reasoning(self) -> str:
@@ -231,7 +238,7 @@ class Choice:
     def take_logprobs(self) -> list[tuple[int, TokenLogprobs | None]]:
         """Return the token ids and log-probabilities not sent yet, now counted as sent."""
         unsent_logprobs_list, self.logprobs = self.logprobs, []
-        self.generation.unsent_chars -= len(unsent_logprobs_list) * self._logprobs_per_token * LOGPROB_CHARS
+        self.ticket.unsent_chars -= len(unsent_logprobs_list) * self._logprobs_per_token * LOGPROB_CHARS
         return unsent_logprobs_list
 
     @property
@@ -246,11 +253,11 @@ class Choice:
     def _take(self, unsent: list[str]) -> str:
         text = unsent[0] if len(unsent) == 1 else "".join(unsent)
         unsent.clear()
-        self.generation.unsent_chars -= len(text)
+        self.ticket.unsent_chars -= len(text)
         return text
 
 
-class Generation:
+class Generation(Ticket[Choice]):
     """One HTTP request. The backend calls `wake`; the request handler waits in `changed`."""
 
     def __init__(
@@ -265,21 +272,14 @@ class Generation:
 
         `every_token`: send an event also for tokens without text yet, for usage counted token by token.
         """
+        super().__init__(arrived_s)
+        self.choices = self.children
         self.request_id = request_id
-        self.arrived_s = arrived_s  # time.monotonic()
         self.streaming = streaming
         self.every_token = every_token
-        self.terms = current_terms()
-        self.priority = 0  # of its messages to the engine
         self.has_sent = False  # output to its client
-        self.is_retried = False
-        self.waiting: Waiting | None = None  # from its admission on
-        self.choices: list[Choice] = []
-        self.open_choices = 0
         self.unsent_chars = 0
         self.max_unsent_chars = MAX_UNSENT_CHARS
-        self.error: RequestError | None = None
-        self.sending = False  # inside `await send(...)`: the client is not reading
         self.disconnect: Callable[[], None] | None = None  # drops the connection, and with it what is not read
         self._waiter: asyncio.Future[None] | None = None
         self._is_changed = False
@@ -298,12 +298,10 @@ class Generation:
 
         continues_prompt: the text of the answer goes on from the prompt's, as in a completion.
         """
-        choice = Choice(
+        Choice(
             *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),
             continues_prompt=continues_prompt,
         )
-        self.choices.append(choice)
-        self.open_choices += 1
 
     @property
     def prompt_tokens(self) -> int:
@@ -326,6 +324,12 @@ class Generation:
             self.has_sent = True
             for choice in self.choices:
                 choice.prompt_token_ids = b""
+
+    def fail(self) -> None:
+        """Let the request handler send the error, or drop the connection of a client that does not read."""
+        self.wake()
+        if self.is_sending and self.disconnect is not None:
+            self.disconnect()
 
     def wake(self) -> None:
         """Wake the request handler: there is output to send, or the end. Several calls wake it once."""

@@ -92,6 +92,7 @@ class Ticket(Generic[_Child]):
         self.priority = 0  # of its messages to engines
         self.is_retried = False
         self.error: RequestError | None = None  # that has ended it
+        self.is_sending = False  # inside `await send(...)`: the client is not reading
         # Of a coroutine that serves it: what it waits for first, and what ends it.
         self.turn: asyncio.Future[None] | None = None
         self.scope: asyncio.Timeout | None = None
@@ -275,7 +276,7 @@ class OpenTickets(Generic[_Child]):
 
     def end(self, ticket: Ticket[_Child], error: RequestError, outcome: Outcome) -> None:
         """End what is open of a request, with an error for its client. No effect on one that has ended."""
-        if ticket.error is None:
+        if ticket.error is None and (ticket.open_children or ticket.is_sending or outcome == "failed"):
             ticket.error = error
             self._drop(ticket, outcome)
             ticket.fail()
@@ -313,7 +314,11 @@ class OpenTickets(Generic[_Child]):
         elif ticket.waiting.is_held:
             self._queue.leave(ticket.waiting)
         else:
-            self._queue.ended(ticket.waiting, ticket.cost)
+            self._queue.ended(ticket.waiting, self.settle(ticket))
+
+    def settle(self, ticket: Ticket[_Child]) -> float:
+        """Return the work that a request has turned out to be, in the unit of its expected cost."""
+        return ticket.cost
 
 
 class RequestTimeLimit(Generic[_Ticket]):

@@ -87,7 +87,6 @@ class UpstreamTicket(Ticket[UpstreamChild]):
         self.child = UpstreamChild(self)
         self.connection: UpstreamConnection | None = None
         self.is_gone = False  # the client
-        self.is_sending = False  # inside `await send(...)`: the client is not reading
         self.is_overdue = False
         self._connecting: asyncio.Task[UpstreamConnection] | None = None
 

@@ -43,7 +43,7 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     await model.submit(request, generation)
     try:
         (choice,) = generation.choices
-        while generation.open_choices and choice.output_tokens < MAX_ANSWER_TOKENS:
+        while generation.open_children and choice.output_tokens < MAX_ANSWER_TOKENS:
             await generation.wait_for_change()
             if generation.error is not None:
                 raise generation.error

@@ -153,15 +153,15 @@ class _RequestHandler:
                 head = _STREAM_HEADERS + self.headers
                 await send({"type": "http.response.start", "status": 200, "headers": head})
                 started = True
-            last = not generation.open_choices
+            last = not generation.open_children
             if last:
                 if self.usage_event:
                     events.append(writer.usage_event(generation))
                 events.append(DONE)
             body = events[0] if len(events) == 1 else b"".join(events)
-            generation.sending = True
+            generation.is_sending = True
             await send({"type": "http.response.body", "body": body, "more_body": not last})
-            generation.sending = False
+            generation.is_sending = False
             if last:
                 return generation.error.status if generation.error is not None else 200
 
@@ -176,7 +176,7 @@ class _RequestHandler:
         return error.status
 
     async def _send_unstreamed(self, generation: Generation) -> int:
-        while generation.open_choices and generation.error is None:
+        while generation.open_children and generation.error is None:
             await generation.wait_for_change()
         if generation.error is not None:
             return await self._send_failure(generation.error, started=False)
@@ -184,9 +184,9 @@ class _RequestHandler:
             body = self.writer.body(generation)
         else:
             body = await asyncio.to_thread(self.writer.body, generation)
-        generation.sending = True
+        generation.is_sending = True
         await send_json(self.send, body, headers=self.headers)
-        generation.sending = False
+        generation.is_sending = False
         return 200
 
     def log(self, *, status: int, error: str | None = None) -> None:

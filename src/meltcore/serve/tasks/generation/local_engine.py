@@ -12,7 +12,6 @@ from meltcore.protocol.shell import ProfileDone
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
-from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.generation import Echo, Generation
 from meltcore.serve.requests.protocol import (
     ChatRequest,
@@ -21,13 +20,11 @@ from meltcore.serve.requests.protocol import (
     TokenizeRequest,
 )
 from meltcore.serve.requests.request_queue import (
-    ENGINE_PRIORITY,
     EQUAL_SHARES,
-    OUTPUT_TOKENS_WEIGHT,
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.ticket import Outcome, RequestTimeLimit
+from meltcore.serve.requests.ticket import RequestTimeLimit
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
@@ -59,10 +56,9 @@ class LocalEngine(EngineBackend):
     ) -> None:
         super().__init__(config, server, stats)
         self._class_shares = class_shares
-        self._requests = OpenRequests(stats, self._send, self._on_end)
-        self._time_limit: RequestTimeLimit[Any] = RequestTimeLimit(request_timeout_s, self._end_overdue)
+        self._time_limit: RequestTimeLimit[Generation] = RequestTimeLimit(request_timeout_s, self._end_overdue)
         self._model: ServedModel | None = None
-        self._queue: RequestQueue | None = None
+        self.tickets: OpenRequests | None = None
 
     # --- life cycle
 
@@ -70,7 +66,7 @@ class LocalEngine(EngineBackend):
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         self._created = created
         self._model = ServedModel(text, engine)
-        self._queue = RequestQueue(
+        queue = RequestQueue(
             "generation",
             self.stats,
             Admission(
@@ -82,20 +78,13 @@ class LocalEngine(EngineBackend):
             shares=self._class_shares,
             waiting_units=lambda: self.stats.total("waiting_prompt_tokens"),
         )
-
-    def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
-        """End every open request, or every one of `replica`, with an error."""
-        self._requests.end_all(error, outcome, replica)
-
-    def retry(self, replica: int, others: Sequence[int]) -> None:
-        """Send requests of a lost replica to others: those that have sent no output to their clients, once each."""
-        self._requests.retry(replica, others)
+        self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
 
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
-        if isinstance(message, StepOutputs):
+        if isinstance(message, StepOutputs) and self.tickets is not None:
             self._server_stats.record_cpu_time()
-            self._requests.on_step(message, replica)
+            self.tickets.on_step(message, replica)
         elif isinstance(message, ProfileDone):
             self._on_profile_done(replica, message)
 
@@ -144,7 +133,8 @@ class LocalEngine(EngineBackend):
     def release(self, generation: Generation, error: RequestError | None = None) -> None:
         """End the open choices of `generation`, with `error`, or because its client has disconnected."""
         self._time_limit.forget(generation)
-        self._requests.end(generation, error or client_disconnected(), "aborted")
+        assert self.tickets is not None
+        self.tickets.end(generation, error or client_disconnected(), "aborted")
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Return the token ids of a text or of a chat."""
@@ -223,40 +213,19 @@ class LocalEngine(EngineBackend):
         """
         self._loaded()  # the status may have changed while tokenizing
         self._live_replicas()
-        assert self._queue is not None
-        priority_class = generation.terms.class_of(self.config.priority_class, priority)
-        usual_tokens = self._requests.usual_output_tokens
+        assert self.tickets is not None
+        usual_tokens = self.tickets.usual_output_tokens
         allowed_tokens = sum(min(choice.params.max_tokens, usual_tokens) for choice in generation.choices)
-        waiting = generation.waiting = Waiting(
-            priority_class,
-            lambda: self._requests.start(generation, ENGINE_PRIORITY[priority_class]),
-            requests=len(generation.choices),
-            units=generation.prompt_tokens,
-            cost=generation.prompt_tokens + allowed_tokens,
+        prompt_tokens = generation.prompt_tokens
+        self.tickets.admit(
+            *(generation, self.config.priority_class),
+            units=prompt_tokens,
+            cost=prompt_tokens + allowed_tokens,
             priority=priority,
         )
-        self._queue.admit(waiting, lambda: self._requests.accept(generation))
         self._time_limit.watch(generation)
-        generation.terms.charge(generation.prompt_tokens)
-
-    def _on_end(self, generation: Generation) -> None:
-        """Use the room of a choice that has ended; at the last one count the request's real cost."""
-        assert self._queue is not None
-        assert generation.waiting is not None
-        if generation.open_choices:
-            self._queue.ended()
-            return
-        if generation.waiting.is_held:
-            self._queue.leave(generation.waiting)
-            return
-        output_tokens = generation.output_tokens
-        mean = output_tokens / len(generation.choices)
-        self._requests.usual_output_tokens += (mean - self._requests.usual_output_tokens) * OUTPUT_TOKENS_WEIGHT
-        generation.terms.charge(output_tokens)
-        self._queue.ended(generation.waiting, generation.prompt_tokens + output_tokens)
+        generation.terms.charge(prompt_tokens)
 
     def _end_overdue(self, generation: Generation) -> None:
-        if generation.waiting is not None and generation.waiting.is_held:
-            self.stats.add(f"refused_deadline/{generation.waiting.priority_class}")
-        error = generation.terms.overdue(self._time_limit.limit_s)
-        self._requests.end(generation, error, "aborted")
+        assert self.tickets is not None
+        self.tickets.end(generation, self.tickets.overdue(generation), "aborted")
