@@ -27,7 +27,7 @@ STARTS = ("start_process", "LoggedProcess", "ServerProcess", "MeltcoreServer", "
 AWAITS = ("wait_for", "wait_healthy", "_wait_ready", "_become_ready")
 CLIENT_LIBRARIES = ("http.client", "urllib.request", "aiohttp", "httpx")
 CLIENT_BASES = ("Protocol", "BufferedProtocol")
-MOST_VERDICTS = 10  # fault codes are more
+MOST_VERDICTS = 20  # fault codes are more
 ABSENT = {"NOT_APPLICABLE", "UNKNOWN"}  # what stands for a reading that is missing
 # The forms in which a chat request exists on its way, and a model on the way from fleet.yaml to its engine.
 CHAT_FORMS = (

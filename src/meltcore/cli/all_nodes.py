@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from meltcore.measure.documents.values.nodes import NodesReport
 
-EXIT_DEVIATES, EXIT_NODE_FAILED = 1, 2
-
 
 def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None:
     """Add `--ray` and the time limit of a node, whose default is described by `default_limit`."""
@@ -105,19 +103,21 @@ def run_on_all_nodes(
 
 def exit_status(report: "NodesReport") -> int:
     """Return 0 where all nodes are alike, 1 where one deviates, 2 where one has failed."""
-    return {"ALIKE": 0, "DEVIATES": EXIT_DEVIATES, "FAILED": EXIT_NODE_FAILED}[report.verdict]
+    from meltcore.measure.documents.verdicts import MEANINGS
+
+    return MEANINGS[report.verdict].exit_code
 
 
 def certificate_status(report: "NodesReport") -> int:
     """Return the exit status of the worst node, as Nagios defines it: UNKNOWN of a failed one, WARN of a slow one."""
-    from meltcore.measure.documents.certificate import EXIT_CODES, Certificate, RowVerdict, worst
+    from meltcore.measure.documents.certificate import Certificate
+    from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst
 
-    verdicts: list[RowVerdict] = [
+    verdicts: list[CheckVerdict] = [
         node.document.verdict for node in report.nodes if isinstance(node.document, Certificate)
     ]
     # A command whose GPU was lost before it could write a certificate says FAIL by its exit status.
-    verdicts += ["FAIL" if node.returncode == EXIT_CODES["FAIL"] else "UNKNOWN" for node in report.failed]
+    verdicts += ["FAIL" if node.returncode == MEANINGS["FAIL"].exit_code else "UNKNOWN" for node in report.failed]
     if report.slow or report.differences:
         verdicts.append("WARN")
-    found = worst(verdicts)
-    return EXIT_CODES[found] if found in ("PASS", "WARN", "FAIL") else EXIT_CODES["UNKNOWN"]
+    return MEANINGS[worst(verdicts, "UNKNOWN")].exit_code

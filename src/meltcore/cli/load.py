@@ -33,8 +33,6 @@ workloads:
                                  temperature, ignore_eos, skip_special_tokens
 """
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
 
 
@@ -103,9 +101,7 @@ def run(args: argparse.Namespace) -> int:
             for table in levels_tables(result.levels):
                 print_table(table, console)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    if result.verdict == "PARTIAL":
-        return EXIT_INTERRUPTED
-    return 0 if result.verdict in ("OK", "CLIENT_BOUND", "NO_TEXT") else EXIT_FAILED
+    return result.exit_code
 
 
 def _measure(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":

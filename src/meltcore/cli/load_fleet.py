@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from meltcore.measure.documents.schema import FleetLevel
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
 GPU_FILE = "gpus.jsonl"
 # Options of LoadConfig that a load on a fleet has too.
@@ -46,9 +45,7 @@ def run_fleet(args: argparse.Namespace) -> int:
         else:
             print_page(fleet_load_page(result), console)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    if result.verdict == "PARTIAL":
-        return EXIT_INTERRUPTED
-    return 0 if result.verdict in ("OK", "CLIENT_BOUND", "NO_TEXT") else EXIT_FAILED
+    return result.exit_code
 
 
 def _config(args: argparse.Namespace) -> "FleetLoadConfig":

@@ -52,7 +52,7 @@ def test_snapshots_of_all_nodes_are_one_report(address: str, capfd: pytest.Captu
     assert all(node["document"]["fingerprint"]["cores"] > 0 for node in report["nodes"])
     [failed] = [node for node in report["nodes"] if node["status"] == "failed"]
     assert "its driver shows none" in failed["reason"]
-    assert report["verdict"] == "FAILED"
+    assert report["verdict"] == "FAIL"
 
 
 @pytest.mark.ray

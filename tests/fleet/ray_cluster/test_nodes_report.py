@@ -8,10 +8,11 @@ from rich.console import Console
 from sample_scores import sample_device, sample_scored_run
 
 from meltcore.cli.all_nodes import certificate_status, exit_status
-from meltcore.measure.documents.certificate import Certificate, CertificateRow, CheckReport, Verdict
+from meltcore.measure.documents.certificate import Certificate, CertificateRow, CheckReport
 from meltcore.measure.documents.schema import Fingerprint
 from meltcore.measure.documents.snapshot import GpuSnapshot, Snapshot
 from meltcore.measure.documents.values.nodes import NodesReport, make_report
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify.judge import straggler_fraction
 from meltcore.measure.node.snapshot import shared_facts
 from meltcore.measure.report.nodes.nodes import nodes_page
@@ -59,8 +60,8 @@ def printed(report: NodesReport) -> str:
 def test_nodes_of_one_kind_are_alike_whatever_their_ids_and_readings() -> None:
     nodes = [ended(name, snapshot(700.0, memory=64 * GIB + extra)) for extra, name in enumerate("abc")]
     report = report_on(*nodes)
-    assert (report.verdict, report.differences) == ("ALIKE", [])
-    assert printed(report).endswith("ALIKE 3 of 3 nodes have a result; no node deviates")
+    assert (report.verdict, report.differences) == ("PASS", [])
+    assert printed(report).endswith("PASS 3 of 3 nodes have a result; no node deviates")
     assert msgspec.json.decode(msgspec.json.encode(report), type=NodesReport) == report
 
 
@@ -73,7 +74,7 @@ def test_each_fact_that_most_nodes_have_otherwise_is_named() -> None:
     report = report_on(*nodes)
     found = [(each.node, each.name, each.value, each.common) for each in report.differences]
     assert found == [("c", "driver", "570.9", "580.1"), ("a", "GPU 0 power limit", "650.0", "700.0")]
-    assert report.verdict == "DEVIATES"
+    assert report.verdict == "WARN"
     assert "not like the others: c, a" in printed(report)
 
 
@@ -107,12 +108,12 @@ def test_node_without_a_result_is_named_with_its_reason_beside_the_others(node: 
     report = report_on(ended("a", snapshot(700.0)), node)
     shown = printed(report).replace(" – ", " ")
     assert text in shown
-    assert report.verdict == "FAILED"
+    assert report.verdict == "FAIL"
     assert report.nodes[0].status == "done"
     assert "1 of 2 nodes have a result; failed: b" in shown
 
 
-def certificate(copy: float, gemm: float, verdict: Verdict = "PASS") -> Certificate:
+def certificate(copy: float, gemm: float, verdict: CheckVerdict = "PASS") -> Certificate:
     """Of two GPUs, of which the second has these rates, and the first is faster."""
     rates = [("memory/copy", "GB/s bus", copy), ("gemm/bf16/8192x8192x8192", "TFLOP/s", gemm), ("bits", "% correct", 1)]
     rows = [
@@ -155,7 +156,7 @@ def test_nodes_of_certificates_are_compared_by_their_facts_too() -> None:
     documents = {"a": certificate(4000, 700), "b": other, "c": certificate(4000, 700)}
     report = report_on(*(ended(name, each) for name, each in documents.items()), command="certify")
     assert [(each.node, each.name, each.value) for each in report.differences] == [("b", "driver", "570.9")]
-    assert (report.verdict, certificate_status(report)) == ("DEVIATES", 1)
+    assert (report.verdict, certificate_status(report)) == ("WARN", 1)
 
 
 def test_rates_of_other_gpus_and_of_busy_ones_do_not_count() -> None:
@@ -189,7 +190,7 @@ def test_rates_of_other_gpus_and_of_busy_ones_do_not_count() -> None:
 def test_certificates_have_the_status_of_the_worst_node(nodes: list[CommandEnded], status: int) -> None:
     report = report_on(ended("a", certificate(4000, 700)), *nodes, command="certify")
     assert certificate_status(report) == status
-    assert (report.verdict == "ALIKE") == (status == 0)
+    assert (report.verdict == "PASS") == (status == 0)
     printed(report)
 
 

@@ -16,7 +16,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.load.config import LoadConfig
-from meltcore.measure.load.run.run import measure, worst_level_verdict
+from meltcore.measure.load.run.run import measure
 from meltcore.measure.load.token_counter import TokenCounter, open_tokenizer
 from meltcore.measure.load.wire.connection import resolve_target
 
@@ -138,7 +138,3 @@ def test_unstreamed_run_has_no_ttft_and_a_note(scripted: Start, tmp_path: Path) 
     assert (level["succeeded"], level["output_tokens"], level["ttft_ms"]["n"]) == (4, 16, 0)
     assert (level["e2e_ms"]["n"], level["tokens_per_event"]) == (4, None)
     assert any("not streamed: TTFT" in note for note in printed["notes"])
-
-
-def test_run_without_levels_is_partial() -> None:
-    assert worst_level_verdict([]) == "PARTIAL"

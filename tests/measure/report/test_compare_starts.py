@@ -11,8 +11,9 @@ from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.starts import StartSet, read_start_set, write_start_set
+from meltcore.measure.documents.verdicts import MEANINGS
 from meltcore.measure.report.comparisons.compare_starts import NOT_INTERLEAVED, compare_starts
-from meltcore.measure.report.comparisons.comparison import EXIT_CODES, comparison_markdown
+from meltcore.measure.report.comparisons.comparison import comparison_markdown
 from meltcore.measure.report.render import render
 
 SPREAD = (0.0, 0.004, -0.004, 0.002, -0.002, 0.006)
@@ -145,7 +146,7 @@ def test_exit_status_tells_ci_the_verdict(
     arguments = ["compare", "main", str(tmp_path / "other"), "--baselines", str(tmp_path)]
     assert main([*arguments, "--json"]) == code
     found = msgspec.json.decode(capsys.readouterr().out, type=ComparisonResult)
-    assert EXIT_CODES[found.verdict] == code
+    assert MEANINGS[found.verdict].exit_code == code
     assert main([*arguments, "--page", str(tmp_path / "page.html")]) == code
     assert "not interleaved" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "page.html").exists()

@@ -256,7 +256,8 @@ def _print_comparison(args: argparse.Namespace, result: "ComparisonResult") -> i
     import msgspec
     from rich.console import Console
 
-    from meltcore.measure.report.comparisons.comparison import EXIT_CODES, comparison_markdown, comparison_page
+    from meltcore.measure.documents.verdicts import MEANINGS
+    from meltcore.measure.report.comparisons.comparison import comparison_markdown, comparison_page
     from meltcore.measure.report.page.console import print_page
 
     if args.json:
@@ -265,4 +266,4 @@ def _print_comparison(args: argparse.Namespace, result: "ComparisonResult") -> i
         print(comparison_markdown(result), end="")
     else:
         print_page(comparison_page(result), Console())
-    return EXIT_CODES[result.verdict]
+    return MEANINGS[result.verdict].exit_code

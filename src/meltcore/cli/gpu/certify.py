@@ -79,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import GpuLostError
-    from meltcore.measure.documents.certificate import EXIT_CODES
+    from meltcore.measure.documents.verdicts import MEANINGS
 
     try:
         with signals_as_ctrl_c():
             return _certify(args)
     except GpuLostError as error:
         print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
-        return EXIT_CODES["FAIL"]
+        return MEANINGS["FAIL"].exit_code
     except (MeltcoreError, NVMLError) as error:
         print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
     except KeyboardInterrupt:  # with --ray, or before anything was measured

@@ -21,7 +21,6 @@ EXAMPLES = """\
 exit status: 0 HEALTHY, 1 DEGRADED, 2 could not start, 3 UNKNOWN or no NVIDIA driver
 """
 
-EXIT_DEGRADED = 1
 EXIT_UNKNOWN = 3
 
 _PRINT_INTERVAL_S = 1.0
@@ -113,19 +112,20 @@ def _process_samples(monitor: "Monitor", samples: "list[Sample]", builders: "lis
 
 
 def _print_summary(monitor: "Monitor", builders: "list[SummaryBuilder]") -> int:
+    from meltcore.measure.documents.verdicts import MEANINGS, Verdict, worst
     from meltcore.measure.node.monitor.console import summary_lines
     from meltcore.measure.node.monitor.health import judge_health
 
-    verdicts = set()
+    verdicts: list[Verdict] = []
     for gpu, builder in zip(monitor.start.gpus, builders, strict=True):
         summary = builder.summary()
         health = judge_health(summary, monitor.start.interval_s)
-        verdicts.add(health.verdict)
+        verdicts.append(health.verdict)
         print("\n".join(summary_lines(gpu, summary, health)))
     if monitor.end is None:
         print("the sampler did not end in order: the recording is cut short")
-        verdicts.add("UNKNOWN")
+        verdicts.append("UNKNOWN")
     else:
         cores = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
         print(f"\nsampling took {100 * cores:.0f} % of a core and missed {monitor.end.missed} intervals")
-    return EXIT_DEGRADED if "DEGRADED" in verdicts else EXIT_UNKNOWN if "UNKNOWN" in verdicts else 0
+    return MEANINGS[worst(verdicts, "UNKNOWN")].exit_code

@@ -28,7 +28,6 @@ with --ray: 0 nodes with the same GPUs are alike, 1 one is slow, unlike the othe
 
 METRICS = ("score", "score_ttft_ms", "score_itl_ms", "tokens_per_joule", "health", "utilization", "nvml_utilization")
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 _RAY_OPTIONS = ("cpu", "duration_s", "precision", "model", "out")
 _START_LIMIT_S = 900.0  # beyond --duration, for a node to load the model and compile the kernels
 
@@ -83,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.export:
         export_page(score_page(result), Path(args.export))
         console.print(f"charts: {args.export}", soft_wrap=True)
-    if result.verdict == "PARTIAL":
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED if result.verdict == "FAILED" else 0
+    return result.exit_code
 
 
 def _run_on_all_nodes(args: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import Fingerprint, LevelResult
+from meltcore.measure.documents.schema import Envelope, LevelResult
+from meltcore.measure.documents.verdicts import CUT_SHORT
 
 # How a backend is started. `single` is one server on one GPU, in which both sessions and batching are measured.
 StartKind = Literal["single", "quantized", "data-parallel", "split", "load-balanced"]
@@ -60,8 +60,8 @@ class BackendRun(msgspec.Struct, kw_only=True):
 
     def _loaded(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency that was loaded to its end; None where there is none."""
-        usable = ("OK", "CLIENT_BOUND", "NO_TEXT", "FAILED")
-        return next((each for each in self.levels if each.concurrency == concurrency and each.verdict in usable), None)
+        whole = (each for each in self.levels if each.verdict not in CUT_SHORT)
+        return next((each for each in whole if each.concurrency == concurrency), None)
 
 
 class BestBackend(msgspec.Struct, kw_only=True):
@@ -86,31 +86,20 @@ class Aspect(msgspec.Struct, kw_only=True):
     findings: dict[str, str]
 
 
-class BackendComparison(msgspec.Struct, kw_only=True, tag_field="document", tag="backend-comparison"):
+class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backend-comparison"):
     """The same load on several backends. `settings` are equal for all; `load` is that of each run.
 
     Levels up to `most_sessions` are several sessions on one server, those above are batching.
     """
 
-    schema_version: int = SCHEMA_VERSION
-    started: str
-    duration_s: float
-    fingerprint: Fingerprint
     model: str
     backends: list[str]
     set_ups: list[SetUp]
     most_sessions: int
-    settings: dict[str, Any]
     load: dict[str, Any]
     runs: list[BackendRun] = msgspec.field(default_factory=list)
     best: list[BestBackend] = msgspec.field(default_factory=list)
     aspects: list[Aspect] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def taken(self) -> str:
-        """The time of the start in ISO 8601."""
-        return self.started
 
     def run(self, backend: str, start: StartKind) -> BackendRun | None:
         """Return the run of a backend in a kind of start; None before it was made."""

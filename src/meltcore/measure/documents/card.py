@@ -14,6 +14,7 @@ from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 
 CARD_FILE, CARD_PAGE = "card.json", "card.html"
 
@@ -32,13 +33,6 @@ COMMANDS: dict[EvidenceType, str] = {
 # What a card requires by default: an evaluation stands for the load on a server.
 REQUIRED: tuple[EvidenceType, ...] = tuple(name for name in COMMANDS if name != "load")
 
-# RECORDED: a record that nothing is judged by, such as a snapshot.
-EvidenceVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RECORDED"]
-# INCOMPLETE: nothing found is wrong, and required evidence is missing.
-CardVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "INCOMPLETE"]
-CARD_EXIT_CODES: dict[CardVerdict, int] = {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3, "INCOMPLETE": 4}
-StoryState = Literal["CONFIRMED", "NOT CONFIRMED", "CONTRADICTED"]
-
 
 class Evidence(msgspec.Struct, kw_only=True):
     """One document of the card. `summary` is its result in a sentence, `reasons` say why it is not a PASS.
@@ -47,7 +41,7 @@ class Evidence(msgspec.Struct, kw_only=True):
     """
 
     type: EvidenceType
-    verdict: EvidenceVerdict
+    verdict: CheckVerdict
     summary: str
     source: str
     taken: str = ""
@@ -63,7 +57,7 @@ class Story(msgspec.Struct, kw_only=True):
 
     change: str
     workload: str
-    state: StoryState
+    state: Verdict
     tuned: str = ""
     compared: str = ""
     tuning: int | None = None
@@ -79,7 +73,7 @@ class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
     """
 
     schema_version: int = SCHEMA_VERSION
-    verdict: CardVerdict
+    verdict: CheckVerdict
     reason: str
     taken: str
     machine: str
@@ -100,4 +94,4 @@ class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
     @property
     def exit_code(self) -> int:
         """The exit status of `meltcore report`."""
-        return CARD_EXIT_CODES[self.verdict]
+        return MEANINGS[self.verdict].exit_code

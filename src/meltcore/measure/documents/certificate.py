@@ -11,22 +11,13 @@ import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION, read_document
 from meltcore.measure.documents.snapshot import Snapshot
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst
 
 CERTIFICATE_FILE = "certificate.json"
 CERTIFICATE_PAGE = "certificate.html"
 
 Tier = Literal["quick", "standard", "full", "soak"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full", "soak")
-
-# Verdicts of a certificate, with the exit codes that Nagios and compatible monitors expect of a plugin.
-Verdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN"]
-EXIT_CODES: dict[Verdict, int] = {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3}
-
-# Verdicts of a row. INVALID: another program used the GPU during the measurement. NOT_APPLICABLE: this machine lacks
-# the feature. RECORDED: a usable number without an expectation, such as the bandwidth of a small collective.
-RowVerdict = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "INVALID", "NOT_APPLICABLE", "RECORDED"]
-# From the worst on; neutral ones count only where nothing else is present.
-SEVERITY: tuple[RowVerdict, ...] = ("FAIL", "UNKNOWN", "INVALID", "WARN", "PASS", "RECORDED", "NOT_APPLICABLE")
 
 Source = Literal["baseline", "prior", "topology"]
 
@@ -51,7 +42,7 @@ class CertificateRow(msgspec.Struct, kw_only=True):
     subject: str
     gpus: list[int]
     unit: str
-    verdict: RowVerdict
+    verdict: CheckVerdict
     measured: float | None = None
     expected: float | None = None
     floor: float | None = None
@@ -66,7 +57,7 @@ class Finding(msgspec.Struct, kw_only=True):
     """A fault or a gap, with the action to take. `code` is stable (faults.py), for scripts."""
 
     code: str
-    verdict: RowVerdict
+    verdict: CheckVerdict
     check: str
     subject: str
     message: str
@@ -93,7 +84,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
 
     name: str
     title: str
-    verdict: RowVerdict
+    verdict: CheckVerdict
     rows: list[CertificateRow] = []
     findings: list[Finding] = []
     conditions: list[Conditions] = []
@@ -112,7 +103,7 @@ class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certi
     schema_version: int = SCHEMA_VERSION
     command: str = "certify"
     tier: Tier
-    verdict: Verdict
+    verdict: CheckVerdict
     required: list[str]
     started: str
     duration_s: float
@@ -125,20 +116,15 @@ class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certi
     @property
     def exit_code(self) -> int:
         """Exit status of `meltcore certify`."""
-        return EXIT_CODES[self.verdict]
+        return MEANINGS[self.verdict].exit_code
 
 
-def worst(verdicts: Iterable[RowVerdict]) -> RowVerdict:
-    """Returns the worst of `verdicts`; UNKNOWN if there are none."""
-    return min(verdicts, key=SEVERITY.index, default="UNKNOWN")
-
-
-def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> Verdict:
+def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerdict:
     """Returns PASS only where every required check passed or does not apply, and at least one passed."""
     verdict_by_check = {check.name: check.verdict for check in checks}
-    missing_verdicts: list[RowVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
-    verdict = worst([*verdict_by_check.values(), *missing_verdicts])
-    return verdict if verdict == "FAIL" or verdict == "WARN" or verdict == "PASS" else "UNKNOWN"
+    missing_verdicts: list[CheckVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
+    verdict = worst([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
+    return verdict if verdict in ("FAIL", "WARN", "PASS") else "UNKNOWN"
 
 
 def read_certificate(path: Path | str) -> Certificate:

@@ -8,10 +8,10 @@ import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION
 from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.verdicts import Verdict
 
 COMPARISON_FILE = "comparison.json"
 
-ComparisonVerdict = Literal["REGRESSION", "IMPROVEMENT", "NO EVIDENCE", "UNDERPOWERED"]
 Better = Literal["higher", "lower"]
 
 
@@ -68,7 +68,7 @@ class ComparisonResult(msgspec.Struct, kw_only=True, tag_field="document", tag="
     """
 
     schema_version: int = SCHEMA_VERSION
-    verdict: ComparisonVerdict
+    verdict: Verdict
     reason: str
     old_name: str
     new_name: str

@@ -6,16 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import (
-    Fingerprint,
-    FleetLevel,
-    Gate,
-    LevelResult,
-    Status,
-    StreamLoad,
-    Verdict,
-)
+from meltcore.measure.documents.schema import FleetLevel, Gate, LevelResult, RunEnvelope, StreamLoad
 
 FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
 
@@ -50,33 +41,18 @@ class FleetExperiment(msgspec.Struct, kw_only=True):
     gates: list[Gate]
 
 
-class FleetLoad(msgspec.Struct, kw_only=True, tag_field="document", tag="fleet-load"):
+class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load"):
     """One run of `meltcore load --fleet`: the contents of its `result.json`.
 
-    `health` has a line per model and one of the fleet. `started` is UTC in ISO 8601. `gpu_note` says how GPUs were
-    measured, or why they were not.
+    `health` has a line per model and one of the fleet. `gpu_note` says how GPUs were measured, or why they were not.
     """
 
-    schema_version: int = SCHEMA_VERSION
-    status: Status
-    started: str
-    duration_s: float
-    fingerprint: Fingerprint
-    settings: dict[str, Any]
     models: list[LoadedModel]
     levels: list[FleetLevel] = msgspec.field(default_factory=list)
     interference: list[Interference] = msgspec.field(default_factory=list)
     experiment: FleetExperiment | None = None
     health: list[Gate] = msgspec.field(default_factory=list)
     gpu_note: str = ""
-    verdict: Verdict = "OK"
-    reasons: list[str] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def taken(self) -> str:
-        """The time of the run."""
-        return self.started
 
 
 def first_latency(level: LevelResult) -> Any:

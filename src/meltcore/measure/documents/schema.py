@@ -9,9 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict
 
-# NO_TEXT: the server counted tokens of answers that had no text, so what it generated was not seen.
-Verdict = Literal["OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED"]
 Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
 # Of a load on a fleet.
@@ -268,7 +267,7 @@ class CheckResult(msgspec.Struct, kw_only=True):
     """One check of a server's API. A check that could not run is a FAIL with its reason, never a PASS."""
 
     name: str
-    status: Literal["PASS", "FAIL"]
+    status: CheckVerdict
     detail: str = ""
 
 
@@ -276,7 +275,7 @@ class Gate(msgspec.Struct, kw_only=True):
     """One condition that a result must meet to count. A gate that was left out is NOT RUN, which is not a PASS."""
 
     name: str
-    status: Literal["PASS", "FAIL", "NOT RUN"]
+    status: CheckVerdict
     detail: str = ""
 
 
@@ -321,21 +320,45 @@ class Sample(msgspec.Struct, kw_only=True):
     audio_wav: bytes | None = None
 
 
-class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
-    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
-
-    `mixed` are levels on all models of a fleet together. `started` is UTC in ISO 8601.
-    A run with status "partial" never enters a comparison. `reasons` are those of a
-    verdict other than OK; `notes` are remarks for readers of the result.
-    """
+class Envelope(msgspec.Struct, kw_only=True):
+    """What the results of all measurements have. `started` is UTC in ISO 8601; `notes` are remarks for readers."""
 
     schema_version: int = SCHEMA_VERSION
-    command: str
-    status: Status
     started: str
     duration_s: float
     fingerprint: Fingerprint
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def taken(self) -> str:
+        """The time of the document."""
+        return self.started
+
+
+class RunEnvelope(Envelope, kw_only=True):
+    """What the results of all runs have that get a verdict; `reasons` are those of one other than OK.
+
+    A run with status "partial" never enters a comparison.
+    """
+
+    status: Status
+    verdict: Verdict = "OK"
+    reasons: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status of the command that made the run."""
+        return MEANINGS[self.verdict].exit_code
+
+
+class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
+    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
+
+    `mixed` are levels on all models of a fleet together.
+    """
+
+    command: str
     accuracy: float | None = None
     evaluation: Evaluation | None = None
     checks: list[CheckResult] = msgspec.field(default_factory=list)
@@ -345,6 +368,3 @@ class RunResult(msgspec.Struct, kw_only=True, tag_field="document", tag="run"):
     weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
     samples: list[Sample] = msgspec.field(default_factory=list)
-    verdict: Verdict = "OK"
-    reasons: list[str] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)

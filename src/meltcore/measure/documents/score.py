@@ -4,14 +4,12 @@ Names end in units. None means "not measured", with the reason beside it or in `
 """
 
 import math
-from typing import Literal
 
 import msgspec
 
 from meltcore.measure.documents.schema import Distribution, RunResult
+from meltcore.measure.documents.verdicts import CheckVerdict, Verdict, worst
 
-HealthVerdict = Literal["HEALTHY", "DEGRADED", "UNKNOWN"]
-ExpectationVerdict = Literal["PASS", "FAIL", "NOT MEASURED"]
 # Memory in use before the run, as a fraction: more than a driver keeps. A desktop on a small card may exceed it.
 SHARED_MEMORY = 0.05
 # The metrics of `ScoreLevel.utilization`, by their keys in the recording: three of NVML's GPM, and NVML's own value.
@@ -92,7 +90,7 @@ class GpuHealth(msgspec.Struct, kw_only=True):
     `xids`: XID errors of the whole run, None where they could not be observed throughout.
     """
 
-    verdict: HealthVerdict
+    verdict: Verdict
     reasons: list[str] = msgspec.field(default_factory=list)
     metrics: list[MetricRow] = msgspec.field(default_factory=list)
     clock_reasons: dict[str, float] = msgspec.field(default_factory=dict)
@@ -183,7 +181,7 @@ class Expectation(msgspec.Struct, kw_only=True):
     name: str
     expected: str
     seen: str
-    verdict: ExpectationVerdict
+    verdict: CheckVerdict
     rule: str
 
 
@@ -259,10 +257,9 @@ class Score(msgspec.Struct, kw_only=True):
         return None if self.output_tokens_per_s is None else self.output_tokens_per_s / joules_per_s
 
     @property
-    def health(self) -> HealthVerdict:
+    def health(self) -> Verdict:
         """The worst verdict of all devices."""
-        verdicts = [device.health.verdict if device.health else "UNKNOWN" for device in self.devices]
-        return "DEGRADED" if "DEGRADED" in verdicts else "UNKNOWN" if "UNKNOWN" in verdicts else "HEALTHY"
+        return worst((device.health.verdict if device.health else "UNKNOWN" for device in self.devices), "UNKNOWN")
 
 
 class ScoredRun(RunResult, kw_only=True, tag="score"):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION
 from meltcore.measure.documents.schema import Gate
+from meltcore.measure.documents.verdicts import Verdict
 
 SUBMISSION_FILE = "submission.json"
-# NOT CHECKED: collected without rules.
-SubmissionVerdict = Literal["ACCEPTED", "REFUSED", "NOT CHECKED"]
 
 
 class Submission(msgspec.Struct, kw_only=True, tag_field="document", tag="submission"):
@@ -25,7 +24,7 @@ class Submission(msgspec.Struct, kw_only=True, tag_field="document", tag="submis
     taken: str
     meltcore: str
     rules: str
-    verdict: SubmissionVerdict
+    verdict: Verdict
     gates: list[Gate] = msgspec.field(default_factory=list)
     settings: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     public_score: float | None = None

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from meltcore.common.sizes import size_text
-from meltcore.measure.documents.schema import Fingerprint, Verdict
+from meltcore.measure.documents.schema import Fingerprint
 from meltcore.measure.documents.score import GpuScore, Score, ScoredRun, ScoreLevel, TimeSeries
 from meltcore.measure.documents.served_model import public_name
 from meltcore.measure.documents.values.score_summary import expectations, totals
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.node.monitor.recording import Recording
 from meltcore.measure.score import workload
 from meltcore.measure.score.counting import DRIFT_LIMIT, rates_over_time, spread

@@ -21,7 +21,8 @@ from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import block_signals
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.documents.schema import Gate, LevelResult, RunResult, Verdict
+from meltcore.measure.documents.schema import Gate, LevelResult, RunResult
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.evaluation import score
 from meltcore.measure.experiments.evals.server_process import accepts_connections

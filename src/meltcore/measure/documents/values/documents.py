@@ -65,7 +65,7 @@ class Document:
     def taken(self) -> str:
         """The time of the document in ISO 8601; empty where it has none."""
         content = self.content
-        if isinstance(content, RunResult | Certificate):
+        if isinstance(content, Certificate):
             return content.started
         return content.fingerprint.taken if isinstance(content, Snapshot) else content.taken
 

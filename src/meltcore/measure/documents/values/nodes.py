@@ -18,6 +18,7 @@ from meltcore.measure.documents.schema import Fingerprint
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.values.formatting import format_counts
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.protocol.cluster import CommandEnded
 
 NODES_FILE = "nodes.json"
@@ -25,7 +26,6 @@ _RATE = "/s"  # in the unit of what is better when it is higher
 _DOUBTFUL = ("WARN", "UNKNOWN", "DEGRADED")  # verdicts of a node
 
 NodeDocument = Snapshot | Certificate | ScoredRun
-NodesVerdict = Literal["ALIKE", "DEVIATES", "FAILED"]
 
 
 class NodeResult(msgspec.Struct, kw_only=True):
@@ -78,13 +78,17 @@ class NodeDifference(msgspec.Struct, kw_only=True):
 
 
 class NodesReport(msgspec.Struct, kw_only=True, tag_field="document", tag="nodes"):
-    """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601."""
+    """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601.
+
+    The verdict is PASS where nodes with the same hardware are alike, WARN where one deviates, and FAIL where one
+    failed.
+    """
 
     schema_version: int = SCHEMA_VERSION
     command: str
     started: str
     duration_s: float
-    verdict: NodesVerdict
+    verdict: CheckVerdict
     nodes: list[NodeResult]
     metrics: list[NodeMetric] = []
     differences: list[NodeDifference] = []
@@ -126,15 +130,15 @@ def make_report(
         command=command,
         started=started,
         duration_s=duration_s,
-        verdict="ALIKE",
+        verdict="PASS",
         nodes=nodes,
         metrics=metrics,
         differences=differences,
     )
     if report.failed or any(node.verdict == "FAIL" for node in nodes):
-        report.verdict = "FAILED"
+        report.verdict = "FAIL"
     elif differences or report.slow or any(node.verdict in _DOUBTFUL for node in nodes):
-        report.verdict = "DEVIATES"
+        report.verdict = "WARN"
     return report
 
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meltcore.measure.documents.schema import CheckResult, Gate
+from meltcore.measure.documents.verdicts import STYLE_COLORS, style_of
 
 
 def progress_bar(console: Console) -> Progress:
@@ -64,11 +65,8 @@ def dim_printer(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
-_STYLES = {"PASS": "green", "FAIL": "bold red", "NOT RUN": "yellow"}
-
-
 def print_check(console: Console, check: CheckResult | Gate) -> None:
     """Prints one check or gate with its status in color."""
-    style = _STYLES[check.status]
+    style = STYLE_COLORS[style_of(check.status)]
     detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""
     console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

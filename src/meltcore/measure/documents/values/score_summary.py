@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.score import (
-    ANY_KERNEL,
-    SM_ACTIVE,
-    Expectation,
-    ExpectationVerdict,
-    GpuScore,
-    Score,
-    Totals,
-)
+from meltcore.measure.documents.score import ANY_KERNEL, SM_ACTIVE, Expectation, GpuScore, Score, Totals
 from meltcore.measure.documents.values.formatting import format_number
+from meltcore.measure.documents.verdicts import CheckVerdict
 
 MIN_SM_ACTIVE_PERCENT = 90.0
 TEMPERATURE_LIMIT_C = 85.0
@@ -108,7 +101,7 @@ def _judge_stability(devices: Sequence[GpuScore]) -> Expectation:
     )
 
 
-def _verdict(outcomes: Sequence[bool | None]) -> ExpectationVerdict:
+def _verdict(outcomes: Sequence[bool | None]) -> CheckVerdict:
     return "FAIL" if False in outcomes else "NOT MEASURED" if None in outcomes or not outcomes else "PASS"
 
 

@@ -25,6 +25,7 @@ from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerp
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.served_model import public_name
+from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.experiments.compare.backend_plan import OURS, BackendsPlan, PlannedRun
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
 from meltcore.measure.experiments.compare.server import (
@@ -43,7 +44,6 @@ from meltcore.measure.node.monitor.timeline import attach_gpu_timelines
 from meltcore.measure.report.comparisons.backends import backends_page
 from meltcore.measure.report.page.html import write_page
 
-_USABLE = ("OK", "CLIENT_BOUND", "NO_TEXT", "FAILED")
 _VERSION_ROUTES = {"/version": "version", "/get_server_info": "version", "/props": "build_info"}
 _PROBE = {"prompt": "1", "max_tokens": 1}
 
@@ -129,7 +129,7 @@ def _run(
                 run.ready_s = round(server.ready_s, 3) if server else None
                 run.version = __version__ if planned.backend == OURS else backend_version(url)
                 result = measure(replace(options.load, url=url), options.arguments)
-                run.levels = [level for level in result.levels if level.verdict in _USABLE]
+                run.levels = [level for level in result.levels if level.verdict not in CUT_SHORT]
                 run.reason = _failure(result)
                 if server is not None:
                     run.host_memory_bytes = _host_memory_bytes(server.process.pid)
@@ -206,7 +206,7 @@ def published_reason(text: str) -> str:
 
 def _failure(result: RunResult) -> str:
     """Return why a load was not measured to its end; empty where it was."""
-    failed = [level for level in result.levels if level.verdict not in _USABLE]
+    failed = [level for level in result.levels if level.verdict in CUT_SHORT]
     return f"at concurrency {failed[0].concurrency}: {'; '.join(failed[0].reasons)}" if failed else ""
 
 

@@ -11,11 +11,10 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process import ProcessError
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.starts import StartSet
+from meltcore.measure.documents.verdicts import SCORED
 from meltcore.measure.experiments.compare.server import START_LIMIT_S, ServerCommand, run_server, server_version
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
-
-_USABLE = ("OK", "CLIENT_BOUND")  # results with another verdict are partial or failed: no observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ def run_start(start: PlannedStart, options: StartOptions, folder: Path, *, repor
         raise ProcessError(f"{label}: {str(error).rstrip()}") from error
     if result.verdict == "PARTIAL":
         raise KeyboardInterrupt  # the load generator handled the Ctrl-C to end its level in order
-    if result.verdict not in _USABLE:
+    if result.verdict not in SCORED:  # partial or failed: no observation
         reasons = [*result.reasons, *(reason for level in result.levels for reason in level.reasons)]
         reason = "; ".join(dict.fromkeys(reasons)) or "requests failed"
         raise MeltcoreError(f"{label} ended {result.verdict}: {reason}; its log: {log_path}")

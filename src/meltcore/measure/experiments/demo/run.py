@@ -26,11 +26,11 @@ from meltcore.measure.documents.schema import (
     LevelResult,
     RunResult,
     Sample,
-    Verdict,
 )
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
 from meltcore.measure.documents.values.progress import answer_progress, print_check, progress_bar
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.demo.clients import check_installed, open_routes
 from meltcore.measure.experiments.demo.config import GENERATION, MIX, DemoConfig
 from meltcore.measure.experiments.demo.conversations import converse
@@ -56,7 +56,6 @@ from meltcore.measure.report.load.run import all_levels, levels_tables
 from meltcore.measure.report.page.console import print_table
 from meltcore.measure.report.render import save_run
 
-EXIT_PASSED, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 _EXIT_WAIT_S = 2.0
 
 
@@ -130,9 +129,7 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
     if result.verdict == "CLIENT_BOUND":
         console.print("[yellow]CLIENT_BOUND[/]: the load generator was at its limit and distorts the latencies")
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
-    if result.verdict == "PARTIAL":
-        return EXIT_INTERRUPTED
-    return EXIT_PASSED if passed(result.verdict) else EXIT_FAILED
+    return result.exit_code
 
 
 def _measure(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.schema import CheckResult, Evaluation, FleetLevel, LevelResult, Verdict
+from meltcore.measure.documents.schema import CheckResult, Evaluation, FleetLevel, LevelResult
 from meltcore.measure.documents.values.formatting import format_load, format_percent
+from meltcore.measure.documents.verdicts import SCORED, Verdict
 
 MIN_UNLOADED_ACCURACY = 0.95
 # Of 8 texts, 6: what a synthesizer with 95 % of texts right reaches, and none with a wrong step or mel.
@@ -38,14 +39,12 @@ def judge(
     verdicts += [load.level.verdict for level in mixed for load in level.streams]
     if "SERVER_DIED" in verdicts:
         return "SERVER_DIED", reasons
-    if reasons:
-        return "FAILED", reasons
-    return ("CLIENT_BOUND" if "CLIENT_BOUND" in verdicts else "OK"), []
+    return ("FAILED" if reasons else "CLIENT_BOUND" if "CLIENT_BOUND" in verdicts else "OK"), reasons
 
 
 def passed(verdict: Verdict) -> bool:
     """Return whether a verdict passes. A client-bound run distorts latencies, not answers; the report states it."""
-    return verdict in ("OK", "CLIENT_BOUND")
+    return verdict in SCORED
 
 
 def _unloaded_reasons(evaluation: Evaluation) -> list[str]:

@@ -13,17 +13,18 @@ from rich.console import Console
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.documents.schema import EvalScore, Gate, LevelResult, RunResult, Verdict
+from meltcore.measure.documents.schema import EvalScore, Gate, LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import format_load
 from meltcore.measure.documents.values.progress import answer_progress, dim_printer, print_check
+from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, Verdict, worst
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
 from meltcore.measure.experiments.evals import gsm8k
 from meltcore.measure.experiments.evals.config import GSM8K_LIMIT, LEVELS, EvaluationConfig
 from meltcore.measure.experiments.evals.gsm8k_data import read_items, read_shots
 from meltcore.measure.experiments.evals.run import run_eval
-from meltcore.measure.experiments.evals.throughput import SCORED_VERDICTS, load_config, run_throughput
+from meltcore.measure.experiments.evals.throughput import load_config, run_throughput
 from meltcore.measure.experiments.evals.throughput_prompts import TextGenerator
-from meltcore.measure.load.run.run import level_bars, worst_verdict
+from meltcore.measure.load.run.run import level_bars
 
 EvaluationMode = Literal["all", "baseline", "score"]
 # Settings of published scores; a score with another value is not comparable with them.
@@ -36,7 +37,6 @@ PUBLISHED_SETTINGS: dict[str, Any] = {
     "ignore_eos": False,
 }
 _PART_ONLY_SETTINGS = ("what", "min_accuracy")  # settings that do not describe the whole
-_INCOMPLETE_VERDICTS: tuple[Verdict, ...] = ("PARTIAL", "SERVER_DIED")
 
 
 def check_config(config: EvaluationConfig) -> None:
@@ -78,7 +78,7 @@ def run_evaluation(
     if speed_only:
         result.gates.insert(0, gsm8k.gate_not_run(config.limit, "--speed-only"))
     if early_end is not None:
-        result.status, result.verdict = "partial", worst_verdict((result.verdict, early_end[0]))
+        result.status, result.verdict = "partial", worst((result.verdict, early_end[0]), "PARTIAL")
         result.reasons.append(early_end[1])
     elif not speed_only and config.missing_levels:
         result.notes.append(f"No score without the levels {config.missing_levels}; it takes all of {list(LEVELS)}.")
@@ -95,13 +95,11 @@ def score(gates: Sequence[Gate], levels: Sequence[LevelResult]) -> EvalScore:
     skipped_gates = [gate.name for gate in gates if gate.status == "NOT RUN"]
     if skipped_gates or not gates:
         raise ConfigError(f"no score without its gates: {', '.join(skipped_gates) or 'none'} NOT RUN")
-    missing_levels = missing_concurrencies([level for level in levels if level.verdict not in _INCOMPLETE_VERDICTS])
+    missing_levels = missing_concurrencies([level for level in levels if level.verdict not in CUT_SHORT])
     if missing_levels:
         raise ConfigError(f"no score without the levels {missing_levels}; it takes all of {list(LEVELS)}")
     zero_reasons = [f"{gate.name}: {gate.detail}" for gate in gates if gate.status == "FAIL"]
-    zero_reasons += [
-        f"{format_load(level)}: {level.verdict}" for level in levels if level.verdict not in SCORED_VERDICTS
-    ]
+    zero_reasons += [f"{format_load(level)}: {level.verdict}" for level in levels if level.verdict not in SCORED]
     if zero_reasons:
         return EvalScore(total_tokens_per_s=0.0, output_tokens_per_s=0.0, zero_reasons=zero_reasons)
     return EvalScore(
@@ -150,7 +148,7 @@ def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
         weighted_throughput=next(
             (part.weighted_throughput for part in parts if part.weighted_throughput is not None), None
         ),
-        verdict=worst_verdict(part.verdict for part in parts),
+        verdict=worst((part.verdict for part in parts), "PARTIAL"),
         reasons=[reason for part in parts for reason in part.reasons],
         notes=list(dict.fromkeys([note for part in parts for note in part.notes] + _difference_notes(settings))),
     )

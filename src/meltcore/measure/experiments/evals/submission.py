@@ -14,7 +14,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.files import write_atomic, write_document
 from meltcore.measure.documents.runfolder import RESULT_FILE, read_result
 from meltcore.measure.documents.schema import Gate, RunResult
-from meltcore.measure.documents.submission import SUBMISSION_FILE, Submission, SubmissionVerdict
+from meltcore.measure.documents.submission import SUBMISSION_FILE, Submission
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.evals.config import SubmissionConfig
 from meltcore.measure.experiments.evals.evaluation import score_runs
 from meltcore.measure.experiments.evals.public_harness import as_json, correctness, public_score, throughput
@@ -137,7 +138,7 @@ def collect(folder: Path, evidence: Evidence, config: SubmissionConfig) -> Submi
     write_atomic(folder / THROUGHPUT_FILE, as_json(throughput_result))
     write_atomic(folder / WRITE_UP_FILE, write_up_text.encode())
     shutil.copy(source / "scripts" / START_SCRIPT, folder / START_SCRIPT)  # keeps its mode: it can be run
-    verdict: SubmissionVerdict = "ACCEPTED" if gates else "NOT CHECKED"
+    verdict: Verdict = "ACCEPTED" if gates else "NOT CHECKED"
     return _write_record(folder, evidence, config, gates, verdict, score)
 
 
@@ -155,7 +156,7 @@ def _write_record(
     evidence: Evidence,
     config: SubmissionConfig,
     gates: list[Gate],
-    verdict: SubmissionVerdict,
+    verdict: Verdict,
     score: float | None = None,
 ) -> Submission:
     file_names = [] if verdict == "REFUSED" else [START_SCRIPT, WRITE_UP_FILE, CORRECTNESS_FILE, THROUGHPUT_FILE]

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import Gate, LevelChecks, LevelResult, RunResult, Verdict, WeightedThroughput
+from meltcore.measure.documents.schema import Gate, LevelChecks, LevelResult, RunResult, WeightedThroughput
 from meltcore.measure.documents.served_model import model_notes
+from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, worst
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
 from meltcore.measure.experiments.evals.api import Api
 from meltcore.measure.experiments.evals.config import ThroughputConfig
@@ -22,11 +23,9 @@ from meltcore.measure.experiments.evals.throughput_prompts import (
 )
 from meltcore.measure.load.config import RANDOM_HIGH_ID, LoadConfig
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.run.run import worst_level_verdict
 from meltcore.measure.load.run.runner import OnProgress, run_levels
 
 PROMPTS_FILE = "prompts.jsonl"
-SCORED_VERDICTS: tuple[Verdict, ...] = ("OK", "CLIENT_BOUND")  # verdicts of levels whose throughput counts
 
 # Random text need not encode to the tokens it was decoded from; the public harness allows as much.
 TOLERANCE_RATIO = 0.05
@@ -64,11 +63,11 @@ def run_throughput(
     plan.write(folder / PROMPTS_FILE)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     levels = _run_levels(config, plan, folder, model, generator, on_progress)
-    verdict = worst_level_verdict(levels)
+    verdict = worst((level.verdict for level in levels), "PARTIAL")
     gates = make_gates(config, levels)
     return RunResult(
         command="eval",
-        status="partial" if verdict in ("PARTIAL", "SERVER_DIED") else "complete",
+        status="partial" if verdict in CUT_SHORT else "complete",
         started=started,
         duration_s=time.monotonic() - start_s,
         fingerprint=take_fingerprint(arguments, config.seed),
@@ -84,7 +83,7 @@ def run_throughput(
 
 def weighted_throughput(levels: Sequence[LevelResult]) -> WeightedThroughput | None:
     """Return the weighted sum of the throughput; None unless all seven levels have a valid result."""
-    valid_levels = [level for level in levels if level.verdict in SCORED_VERDICTS]
+    valid_levels = [level for level in levels if level.verdict in SCORED]
     if missing_concurrencies(valid_levels):
         return None
     return WeightedThroughput(
@@ -182,7 +181,7 @@ def check_level(
             result.token_count_source = "confirmed"
     if problems:
         result.reasons += problems
-        if result.verdict in SCORED_VERDICTS:
+        if result.verdict in SCORED:
             result.verdict = "FAILED"
 
 

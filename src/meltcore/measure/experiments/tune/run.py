@@ -27,6 +27,7 @@ from meltcore.measure.documents.tuning import (
     repeats_default,
 )
 from meltcore.measure.documents.values.formatting import format_change
+from meltcore.measure.documents.verdicts import SCORED
 from meltcore.measure.experiments.compare.server import START_LIMIT_S, RunningServer, ServerCommand, run_server
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
@@ -172,7 +173,7 @@ def _record_load(point: TuningPoint, result: RunResult) -> None:
     point.ttft_ms, point.itl_ms = level.ttft_ms.p50, level.itl_ms.p50
     if level.goodput_per_s is not None and level.requests:
         point.slo_attainment = round(level.goodput_per_s * level.duration_s) / level.requests
-    if level.verdict not in ("OK", "CLIENT_BOUND"):
+    if level.verdict not in SCORED:
         point.ok, point.reason = False, "; ".join(level.reasons) or level.verdict
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 from meltcore.measure.documents.fleet_load import FleetLoad, first_latency
 from meltcore.measure.documents.schema import Distribution, Gate, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
+from meltcore.measure.documents.verdicts import CheckVerdict
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[Gate]:
@@ -21,7 +21,7 @@ def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[
     failed = [line.name for line in models if line.status == "FAIL"]
     not_run = [line.name for line in models if line.status == "NOT RUN"]
     detail = f"{_counts(loads)}; {len(models) - len(failed) - len(not_run)} of {len(models)} models are well"
-    status: Literal["PASS", "FAIL", "NOT RUN"] = "FAIL" if failed else "NOT RUN" if not_run or not loads else "PASS"
+    status: CheckVerdict = "FAIL" if failed else "NOT RUN" if not_run or not loads else "PASS"
     if not_run:
         detail += f", {', '.join(not_run)} had no request"
     if result.status == "partial":

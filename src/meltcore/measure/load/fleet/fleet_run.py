@@ -14,6 +14,7 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.fleet_load import FleetLoad, Interference, LoadedModel
 from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
 from meltcore.measure.documents.served_model import model_facts, model_notes
+from meltcore.measure.documents.verdicts import Verdict, worst
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_experiment import (
     ExperimentSpec,
@@ -25,7 +26,6 @@ from meltcore.measure.load.fleet.fleet_health import fleet_health
 from meltcore.measure.load.fleet.fleet_models import ServedModel, default_workload, find_models
 from meltcore.measure.load.fleet.fleet_streams import OnFleetProgress, Stream, StreamRunner
 from meltcore.measure.load.record import RecordFile
-from meltcore.measure.load.run.run import worst_verdict
 from meltcore.measure.load.run.runner import check_limits
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
 
@@ -77,13 +77,13 @@ def measure_fleet(
     return result
 
 
-def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence[str]) -> None:
+def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence[Verdict]) -> None:
     """Set the health lines, the verdict and its reasons."""
     result.health = fleet_health(result, p95_limits_ms)
     gates = [*result.health, *(result.experiment.gates if result.experiment is not None else [])]
     failed = [gate for gate in gates if gate.status == "FAIL"]
     result.reasons = [f"{gate.name}: {gate.detail}" for gate in failed]
-    result.verdict = worst_verdict([*verdicts, *(["FAILED"] if failed else [])])  # type: ignore[list-item]
+    result.verdict = worst([*verdicts, "FAILED"] if failed else verdicts, "PARTIAL")
 
 
 class _FleetRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -12,17 +12,15 @@ import uvloop
 from rich.console import Console
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import LevelResult, RunResult, Verdict
+from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.served_model import model_notes, public_name
 from meltcore.measure.documents.values.progress import progress_bar, stop_progress
+from meltcore.measure.documents.verdicts import CUT_SHORT, worst
 from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.run.runner import OnProgress, Progress, run_levels
 from meltcore.measure.load.wire.connection import resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import first_model, served_facts
 from meltcore.measure.load.workloads.task_workload import sends_clips
-
-# The most severe first: a run has the verdict of its worst level.
-_VERDICTS_BY_SEVERITY: tuple[Verdict, ...] = ("SERVER_DIED", "PARTIAL", "FAILED", "NO_TEXT", "CLIENT_BOUND", "OK")
 
 NOT_STREAMED = "Answers were not streamed: TTFT, ITL and TPOT are not measured."
 
@@ -43,10 +41,10 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
     start_s = time.monotonic()
     served_model_facts = run_coroutine(_served_facts(config), uvloop.new_event_loop)
     levels = run_levels(config, on_progress)
-    verdict = worst_level_verdict(levels)
+    verdict = worst((level.verdict for level in levels), "PARTIAL")
     return RunResult(
         command="load",
-        status="partial" if verdict in ("PARTIAL", "SERVER_DIED") else "complete",
+        status="partial" if verdict in CUT_SHORT else "complete",
         started=started,
         duration_s=time.monotonic() - start_s,
         fingerprint=take_fingerprint(arguments, config.seed),
@@ -70,16 +68,6 @@ async def _served_facts(config: LoadConfig) -> dict[str, Any]:
     target = resolve_target(config.url, config.api_key)
     name = config.model or await first_model(target)
     return {"model": public_name(name)} | await served_facts(target, name)
-
-
-def worst_level_verdict(levels: Sequence[LevelResult]) -> Verdict:
-    """Return the most severe verdict of `levels`; PARTIAL where there are no levels."""
-    return worst_verdict(level.verdict for level in levels)
-
-
-def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the most severe of `verdicts`; PARTIAL where there are none."""
-    return min(verdicts, key=_VERDICTS_BY_SEVERITY.index, default="PARTIAL")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import uvloop
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult
+from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
@@ -153,7 +154,7 @@ class _LoadRun:
         for level_idx, level in enumerate(self._config.levels):
             result = await self._run_level(level_idx, level)
             results.append(result)
-            if result.verdict in ("PARTIAL", "SERVER_DIED"):
+            if result.verdict in CUT_SHORT:
                 break
         if self._record_file.problem is not None:
             results[-1].reasons.append(self._record_file.problem)

@@ -8,8 +8,9 @@ from typing import Literal
 
 import numpy as np
 
-from meltcore.measure.documents.schema import ClientLoad, LevelResult, Steady, Task, TimelinePoint, Verdict
+from meltcore.measure.documents.schema import ClientLoad, LevelResult, Steady, Task, TimelinePoint
 from meltcore.measure.documents.values.percentiles import distribution
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.load.config import Level
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage, client_bound_reasons

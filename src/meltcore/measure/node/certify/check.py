@@ -5,15 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from meltcore.common.process import CompletedRun
-from meltcore.measure.documents.certificate import (
-    TIERS,
-    CertificateRow,
-    CheckReport,
-    Conditions,
-    Expectation,
-    Finding,
-    worst,
-)
+from meltcore.measure.documents.certificate import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding
+from meltcore.measure.documents.verdicts import worst
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.expectations import prior
@@ -61,7 +54,7 @@ class HardwareCheck(ABC):
         return CheckReport(
             name=self.name,
             title=self.title,
-            verdict=worst([*(row.verdict for row in rows), *(finding.verdict for finding in findings)]),
+            verdict=worst([*(row.verdict for row in rows), *(finding.verdict for finding in findings)], "UNKNOWN"),
             rows=list(rows),
             findings=list(findings),
             conditions=list(conditions),

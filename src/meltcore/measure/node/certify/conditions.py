@@ -8,7 +8,8 @@ from meltcore.common.gpus.driver import map_concurrently
 from meltcore.common.gpus.metrics import SLOWDOWN_COUNTERS, SLOWDOWNS, UNKNOWN
 from meltcore.common.gpus.reader import Sample
 from meltcore.common.gpus.xid import describe
-from meltcore.measure.documents.certificate import Conditions, Finding, RowVerdict
+from meltcore.measure.documents.certificate import Conditions, Finding
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.faults import FaultCode
@@ -23,7 +24,7 @@ _ERRORS: dict[str, tuple[FaultCode, str]] = {
     "nvlink_errors": ("NEW_NVLINK_ERRORS", "NVLink errors (replays, recoveries, CRC)"),
 }
 _XID = "xid "
-_VERDICTS: dict[FaultCode, RowVerdict] = {"THROTTLED": "WARN", "TELEMETRY_UNREADABLE": "UNKNOWN"}
+_VERDICTS: dict[FaultCode, CheckVerdict] = {"THROTTLED": "WARN", "TELEMETRY_UNREADABLE": "UNKNOWN"}
 # A driver that is busy with a new process may delay the sampler by a second or two; a longer gap hides events.
 _GAP_S, _GAP_INTERVALS = 5.0, 3
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from meltcore.measure.documents.certificate import CertificateRow, Expectation, Finding, RowVerdict
+from meltcore.measure.documents.certificate import CertificateRow, Expectation, Finding
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.expectations import GEMM_FLOOR, power_limited, strictest, usable
 from meltcore.measure.node.certify.faults import FaultCode
@@ -47,7 +48,7 @@ class Judgement:
     row: CertificateRow
     code: FaultCode | None = None
 
-    def set_verdict(self, verdict: RowVerdict, code: FaultCode, note: str) -> None:
+    def set_verdict(self, verdict: CheckVerdict, code: FaultCode, note: str) -> None:
         """Sets the verdict, its fault code and its note."""
         self.row.verdict, self.code, self.row.note = verdict, code, note
 

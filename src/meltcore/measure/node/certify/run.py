@@ -8,16 +8,8 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.select import GpuDevice
-from meltcore.measure.documents.certificate import (
-    SEVERITY,
-    Certificate,
-    CheckReport,
-    Finding,
-    RowVerdict,
-    Tier,
-    overall,
-    worst,
-)
+from meltcore.measure.documents.certificate import Certificate, CheckReport, Finding, Tier, overall
+from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.checks import (
     collectives,
@@ -153,14 +145,14 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
         first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
         if finding.check not in first_finding.check.split(", "):
             first_finding.check += f", {finding.check}"
-            first_finding.verdict = worst([first_finding.verdict, finding.verdict])
+            first_finding.verdict = worst([first_finding.verdict, finding.verdict], "UNKNOWN")
     return sorted(merged.values(), key=lambda finding: SEVERITY.index(finding.verdict))
 
 
 def unverified(reports: Iterable[CheckReport]) -> list[str]:
     """Returns one line per check and reason."""
     lines = []
-    labels: dict[RowVerdict, str] = {"UNKNOWN": "unknown", "INVALID": "invalid", "NOT_APPLICABLE": "not applicable"}
+    labels: dict[CheckVerdict, str] = {"UNKNOWN": "unknown", "INVALID": "invalid", "NOT_APPLICABLE": "not applicable"}
     for report in reports:
         if report.reason:
             lines.append(f"{report.title}: {report.reason}")

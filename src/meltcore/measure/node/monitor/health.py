@@ -5,15 +5,12 @@ HEALTHY: every required value was readable, and there was no such event. NOT_APP
 NVML's utilization is never used (nvml/metrics.py says why).
 """
 
-from typing import Literal
-
 import msgspec
 
 from meltcore.common.gpus.metrics import METRIC_BY_KEY, METRICS, SLOWDOWN_COUNTERS, SLOWDOWNS
 from meltcore.common.gpus.xid import describe
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.node.monitor.summary import GpuSummary
-
-HealthVerdict = Literal["HEALTHY", "DEGRADED", "UNKNOWN"]
 
 # A value missing from more than this fraction of the samples counts as unreadable.
 _UNREADABLE_FRACTION = 0.05
@@ -28,7 +25,7 @@ LOST = "the GPU was lost: it fell off the bus, or the driver gave up on it"
 class HealthReport(msgspec.Struct, kw_only=True):
     """The verdict on one GPU. `reasons` says why it is not HEALTHY: events first, then unreadable values."""
 
-    verdict: HealthVerdict
+    verdict: Verdict
     reasons: list[str]
 
 
@@ -36,7 +33,7 @@ def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
     """Judges one GPU from the summary of its samples, which were taken every `interval_s`."""
     events = [*_errors(summary), *_slowdowns(summary), *_clock_drift(summary)]
     unreadable = _unreadable(summary, interval_s)
-    verdict: HealthVerdict = "DEGRADED" if events else "UNKNOWN" if unreadable else "HEALTHY"
+    verdict: Verdict = "DEGRADED" if events else "UNKNOWN" if unreadable else "HEALTHY"
     return HealthReport(verdict=verdict, reasons=[*events, *unreadable])
 
 

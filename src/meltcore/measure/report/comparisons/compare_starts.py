@@ -12,17 +12,11 @@ from collections.abc import Sequence
 from typing import cast
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.comparison import (
-    Better,
-    ComparedMetric,
-    ComparisonResult,
-    ComparisonVerdict,
-    Difference,
-    Limits,
-)
+from meltcore.measure.documents.comparison import Better, ComparedMetric, ComparisonResult, Difference, Limits
 from meltcore.measure.documents.schema import LevelResult, RunResult
 from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.values.formatting import format_load, format_setting
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.report.comparisons.compare_runs import (
     METRICS,
     Metric,
@@ -98,7 +92,7 @@ def compare_starts(
     )
 
 
-def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[ComparisonVerdict, str]:
+def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[Verdict, str]:
     """Returns the verdict on one metric, and its reason in one sentence."""
     num_starts = min(len(row.old_values), len(row.new_values))
     if row.change is None or row.low is None or row.high is None or row.p is None or noise is None:
@@ -112,7 +106,7 @@ def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[C
     is_significant = row.p < limits.alpha and not row.low <= 0 <= row.high
     if is_significant and magnitude > floor:
         is_better = (row.change > 0) == (row.better == "higher")
-        direction: ComparisonVerdict = "IMPROVEMENT" if is_better else "REGRESSION"
+        direction: Verdict = "IMPROVEMENT" if is_better else "REGRESSION"
         return direction, (
             f"A change of {100 * row.change:+.1f} % is above the least effect ({100 * limits.least_effect:g} %) and "
             f"above A's own noise ({100 * noise:.1f} %), p = {row.p:.3g}."

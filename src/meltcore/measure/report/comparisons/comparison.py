@@ -8,12 +8,7 @@ from difflib import SequenceMatcher
 
 from markupsafe import Markup
 
-from meltcore.measure.documents.comparison import (
-    COMPARISON_FILE,
-    ComparedMetric,
-    ComparisonResult,
-    ComparisonVerdict,
-)
+from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparedMetric, ComparisonResult
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     format_change,
@@ -21,6 +16,7 @@ from meltcore.measure.documents.values.formatting import (
     format_number,
     format_percent,
 )
+from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.report.load.run import machine_section
 from meltcore.measure.report.page.charts import dot_rows
 from meltcore.measure.report.page.page import (
@@ -32,20 +28,11 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     numeric_columns,
 )
 
-# For CI. 2 is every command's "could not run"; UNDERPOWERED is no pass and no failure of the new side.
-EXIT_CODES: dict[ComparisonVerdict, int] = {"IMPROVEMENT": 0, "NO EVIDENCE": 0, "REGRESSION": 1, "UNDERPOWERED": 3}
-_STYLES: dict[ComparisonVerdict, Style] = {
-    "IMPROVEMENT": "good",
-    "NO EVIDENCE": "",
-    "REGRESSION": "bad",
-    "UNDERPOWERED": "unsure",
-}
 _MAX_ARGS_CHARS = 20  # of the changed arguments beside the name of a side; what is longer is in the commands
 _HEADERS = ("load", "metric", "old", "new", "change", "95 % interval", "p", "n")
 
@@ -53,7 +40,7 @@ _HEADERS = ("load", "metric", "old", "new", "change", "95 % interval", "p", "n")
 def comparison_page(comparison: ComparisonResult) -> Page:
     """Builds the page: warnings and the result, then the commands, every start, and all metrics."""
     primary, limits = comparison.primary, comparison.limits
-    style = _STYLES[comparison.verdict]
+    style = style_of(comparison.verdict)
     differences = [f"{difference.name}: {difference.old} → {difference.new}" for difference in comparison.differences]
     warnings = [
         Box("bad", "These sets do not compare", items=comparison.doubts),

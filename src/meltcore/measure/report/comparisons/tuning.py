@@ -15,9 +15,10 @@ from meltcore.measure.documents.values.formatting import (
     format_setting,
     format_time,
 )
+from meltcore.measure.documents.verdicts import Style
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts import WIDE, Bar, Line, Mark, bar_chart, line_chart
-from meltcore.measure.report.page.page import Box, Cell, Column, Facts, Figure, Page, Row, Section, Style, Table
+from meltcore.measure.report.page.page import Box, Cell, Column, Facts, Figure, Page, Row, Section, Table
 
 _NUM_COLORS = 3  # the fourth color is that of the default settings
 _Column = tuple[str, Callable[[TuningPoint], object | None], Callable[[TuningPoint], str]]

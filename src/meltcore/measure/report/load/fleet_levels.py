@@ -9,7 +9,18 @@ from meltcore.measure.documents.schema import Distribution, FleetLevel, Part, St
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number
 from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
 from meltcore.measure.report.load.fleet_load_charts import fleet_charts
-from meltcore.measure.report.page.page import Block, Cell, Column, Figures, Row, Section, Table, Text, percentile_cell
+from meltcore.measure.report.page.page import (
+    Block,
+    Cell,
+    Column,
+    Figures,
+    Row,
+    Section,
+    Table,
+    Text,
+    percentile_cell,
+    verdict_cell,
+)
 
 _PART_TITLES: dict[Part, str] = {"mixed": "All models, mixed", "per-model": "Each model alone"}
 LOSS_TEXT = (
@@ -83,7 +94,7 @@ def _load_row(level: FleetLevel, load: StreamLoad, *, is_mixed: bool) -> Row:
         *latency_cells(first_latency(result)),
         *latency_cells(result.e2e_ms),
         *([] if is_mixed else [_gpu_text(level) or NOT_MEASURED]),
-        Cell(result.verdict, "good" if result.verdict == "OK" else "bad", tag=True),
+        verdict_cell(result.verdict),
     ]
     return Row(cells)
 

@@ -16,6 +16,7 @@ from meltcore.measure.documents.values.formatting import (
     format_time,
 )
 from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
+from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, latency_cells, part_section
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.page import (
@@ -28,15 +29,14 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
     numeric_columns,
     percentile_cell,
+    verdict_cell,
 )
 
-_STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad", "NOT RUN": "unsure"}
 _PAIR_TEXT = (
     "Each cell: p95 of the victim's end-to-end latency beside the aggressor, as a multiple of p95 alone, and its "
     "throughput as a share of alone. Both are closed loops of as many connections."
@@ -63,7 +63,7 @@ def fleet_load_page(result: FleetLoad) -> Page:
             [format_time(result.started), format_duration(result.duration_s), f"{len(result.models)} models"]
         ),
         badge=result.verdict,
-        style="good" if result.verdict == "OK" else "bad",
+        style=style_of(result.verdict),
         sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
@@ -101,7 +101,7 @@ def _tiles(result: FleetLoad) -> list[tuple[str, str, str]]:
 
 def _gate_table(gates: Sequence[Gate], head: str) -> Table:
     columns = [Column(head, align="text"), Column("verdict"), Column("numbers and limits", align="text")]
-    rows = [Row([gate.name, Cell(gate.status, _STATUS_STYLES[gate.status], tag=True), gate.detail]) for gate in gates]
+    rows = [Row([gate.name, verdict_cell(gate.status), gate.detail]) for gate in gates]
     return Table(columns, rows, is_stacked=True)
 
 

@@ -17,6 +17,7 @@ from meltcore.measure.documents.values.definitions import define
 from meltcore.measure.documents.values.formatting import format_duration, format_load, format_number, format_percent
 from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
 from meltcore.measure.documents.values.throughput import by_task, throughput, throughput_unit
+from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
 from meltcore.measure.report.load.load_charts import load_charts, timeline_figure
@@ -27,7 +28,6 @@ from meltcore.measure.report.load.task_tables import (
     task_distributions,
     task_facts,
     task_table,
-    verdict_cell,
 )
 from meltcore.measure.report.page.page import (
     Block,
@@ -41,12 +41,12 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
     numeric_columns,
     percentile_cell,
+    verdict_cell,
 )
 
 _DISTRIBUTION_KEYS = ("ttft_ms", "itl_ms", "event_gap_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
@@ -56,7 +56,6 @@ _TOKEN_COUNT_SOURCES: dict[TokenCountSource, str] = {
     "tokenizer": "counted with the tokenizer: the server reported none",
     "events": "events that carried text: the server reported none",
 }
-_STATUS_STYLES: dict[str, Style] = {"PASS": "good", "FAIL": "bad"}
 
 
 def run_page(result: RunResult) -> Page:
@@ -75,7 +74,7 @@ def run_page(result: RunResult) -> Page:
         conversations_section(result.samples),
         samples_section(result.samples),
         *(
-            Section(title, [Checks([(_STATUS_STYLES.get(check.status, ""), check.status, check.name, check.detail)
+            Section(title, [Checks([(style_of(check.status), check.status, check.name, check.detail)
                                     for check in checks])])
             for title, checks in (("Gates", result.gates), ("API checks", result.checks))
             if checks
@@ -88,7 +87,7 @@ def run_page(result: RunResult) -> Page:
         name=" ".join(str(part) for part in (result.command, evaluation_name) if part),
         subtitle=" · ".join(map(str, subtitle)),
         badge=result.verdict,
-        style="good" if result.verdict == "OK" else "bad",
+        style=style_of(result.verdict),
         sections=[section for section in sections if section.blocks or section.column_sections],
         footer=f"meltcore {result.fingerprint.versions['meltcore']} · result schema {result.schema_version} · "
         "the same numbers stand in result.json",
@@ -194,7 +193,7 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
             Cell("none", "faint") if level.steady is None else format_number(level.steady.output_tokens_per_s),
             *latencies,
             *([format_number(level.goodput_per_s)] if has_slo else []),
-            verdict_cell(level),
+            verdict_cell(level.verdict),
         ]
         rows.append(Row(cells))
     return Table(columns, rows, is_compact=True)
@@ -214,7 +213,7 @@ def throughput_table(levels: Sequence[LevelResult]) -> Table:
             percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
         ]
         first_cells: list[str | Cell] = [f"{level.concurrency:,}", f"{level.requests:,}", failed_cell(level)]
-        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, verdict_cell(level)]))
+        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, verdict_cell(level.verdict)]))
     return Table(columns, rows)
 
 

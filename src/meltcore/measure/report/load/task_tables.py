@@ -8,7 +8,7 @@ from meltcore.measure.documents.schema import Distribution, LevelResult, Task, T
 from meltcore.measure.documents.values.definitions import DEFINITIONS, TASK_DEFINITIONS, Definition
 from meltcore.measure.documents.values.formatting import format_load, format_number, format_percent
 from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
-from meltcore.measure.report.page.page import Cell, Column, Row, Table, percentile_cell
+from meltcore.measure.report.page.page import Cell, Column, Row, Table, percentile_cell, verdict_cell
 
 # Definitions of generation's metrics that hold for other tasks too.
 _COMMON_KEYS = ("e2e_ms", "queue_delay_ms", "steady", "goodput_per_s", "peak_in_flight", "accuracy", "succeeded")
@@ -103,7 +103,7 @@ def _level_row(level: LevelResult, load: TaskLoad, *, has_accuracy: bool, has_sl
         *([format_number(load.source_per_s)] if load.source_unit else []),
         *latencies,
         *([format_number(level.goodput_per_s)] if has_slo else []),
-        verdict_cell(level),
+        verdict_cell(level.verdict),
     ]
     return Row(cells)
 
@@ -111,8 +111,3 @@ def _level_row(level: LevelResult, load: TaskLoad, *, has_accuracy: bool, has_sl
 def failed_cell(level: LevelResult) -> Cell:
     """Returns the cell with the failed requests of a level."""
     return Cell(f"{level.failed:,}", "warning" if level.failed else "")
-
-
-def verdict_cell(level: LevelResult) -> Cell:
-    """Returns the cell with the verdict of a level."""
-    return Cell(level.verdict, "good" if level.verdict == "OK" else "bad", tag=True)

@@ -9,18 +9,8 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import write_document
-from meltcore.measure.documents.card import (
-    CARD_FILE,
-    CARD_PAGE,
-    COMMANDS,
-    REQUIRED,
-    Card,
-    CardVerdict,
-    Evidence,
-    EvidenceType,
-    StoryState,
-)
-from meltcore.measure.documents.certificate import Certificate, worst
+from meltcore.measure.documents.card import CARD_FILE, CARD_PAGE, COMMANDS, REQUIRED, Card, Evidence, EvidenceType
+from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import Profile
 from meltcore.measure.documents.schema import Fingerprint, RunResult
@@ -31,11 +21,12 @@ from meltcore.measure.documents.tuning import Tuning
 from meltcore.measure.documents.values.documents import Document
 from meltcore.measure.documents.values.formatting import format_counts, format_number, format_time
 from meltcore.measure.documents.values.score_summary import expectations
+from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst
 from meltcore.measure.report.comparisons.comparison import side_names, starts_chart, starts_line
 from meltcore.measure.report.comparisons.tuning import tuning_figure
 from meltcore.measure.report.load.load_charts import load_charts
 from meltcore.measure.report.load.run import machine_section, run_tiles
-from meltcore.measure.report.nodes.certificate import VERDICT_STYLES, certificate_charts, certificate_tiles
+from meltcore.measure.report.nodes.certificate import certificate_charts, certificate_tiles
 from meltcore.measure.report.nodes.evidence import evidence_of
 from meltcore.measure.report.nodes.profile import profile_headline, window_bar, window_legend
 from meltcore.measure.report.nodes.story import build_stories
@@ -50,16 +41,14 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
+    verdict_cell,
 )
 from meltcore.measure.report.scores.score import score_charts, score_tiles
 from meltcore.measure.report.scores.score_summary import expectation_blocks
 
-_CARD_STYLES: dict[str, Style] = {**{str(key): style for key, style in VERDICT_STYLES.items()}, "INCOMPLETE": "unsure"}
-_STORY_STYLES: dict[StoryState, Style] = {"CONFIRMED": "good", "NOT CONFIRMED": "unsure", "CONTRADICTED": "bad"}
 _MAX_CHARTS = 2  # of a run: throughput and time to first token; its own page has the others
 _MAX_REASONS = 6
 _TYPE_ORDER: list[EvidenceType] = list(COMMANDS)
@@ -145,12 +134,12 @@ def make_card(
 
 def _overall_verdict(
     evidence: Sequence[Evidence], missing_types: Sequence[EvidenceType], machine_mismatches: Sequence[str]
-) -> CardVerdict:
+) -> CheckVerdict:
     """Returns the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
 
     It is UNKNOWN where nothing was judged, or where the documents may be of several machines.
     """
-    verdict = worst([item.verdict for item in evidence])
+    verdict = worst([item.verdict for item in evidence], "UNKNOWN")
     if verdict == "FAIL":
         return "FAIL"
     if machine_mismatches or verdict not in ("WARN", "PASS"):
@@ -206,7 +195,7 @@ def _machine_name(documents: Sequence[Document]) -> str:
 
 
 def _reason(
-    verdict: CardVerdict,
+    verdict: CheckVerdict,
     evidence: Sequence[Evidence],
     required: Sequence[EvidenceType],
     missing_types: Sequence[EvidenceType],
@@ -234,8 +223,8 @@ def save_card(folder: Path, card: Card) -> Path:
 
 def card_page(card: Card) -> Page:
     """Builds the page: the verdict, one row per piece of evidence, the perf stories, and each document's charts."""
-    style = _CARD_STYLES[card.verdict]
-    rows = [Row([item.type, _verdict_cell(item.verdict), _summary_cell(item)]) for item in card.evidence]
+    style = style_of(card.verdict)
+    rows = [Row([item.type, verdict_cell(item.verdict), _summary_cell(item)]) for item in card.evidence]
     rows += [
         Row([name, Cell("MISSING", "plain", tag=True), Cell(f"required, and not there: {COMMANDS[name]}", "faint")])
         for name in card.missing
@@ -245,7 +234,7 @@ def card_page(card: Card) -> Page:
     mismatch_box = Box("bad", "These are not of one machine", items=card.doubts)
     story_boxes: list[Block] = [
         Box(
-            _STORY_STYLES[story.state],
+            style_of(story.state),
             story.change,
             items=[line for line in (story.tuned, story.compared) if line],
             small_print=f"On {story.workload}" if story.workload else "",
@@ -295,10 +284,6 @@ def _summary_cell(item: Evidence) -> Cell:
         items=reasons,
         small_print=" · ".join([item.source, *([format_time(item.taken)] if item.taken else [])]),
     )
-
-
-def _verdict_cell(verdict: str) -> Cell:
-    return Cell(verdict, _CARD_STYLES[verdict], tag=True)
 
 
 def _perf_story_sections(card: Card) -> list[Section]:

@@ -18,18 +18,16 @@ from meltcore.measure.documents.certificate import (
     Certificate,
     CertificateRow,
     CheckReport,
-    RowVerdict,
-    worst,
 )
 from meltcore.measure.documents.snapshot import GpuSnapshot
 from meltcore.measure.documents.values import formatting
 from meltcore.measure.documents.values.formatting import format_percent
+from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst
 from meltcore.measure.report.page.charts import NUM_COLORS, WIDE, Line, Mark, cell_grid, line_chart
 from meltcore.measure.report.page.html import write_page
 from meltcore.measure.report.page.page import (
     Block,
     Box,
-    Cell,
     Checks,
     Column,
     Details,
@@ -39,24 +37,15 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
     numeric_columns,
+    verdict_cell,
 )
 
-VERDICT_STYLES: dict[RowVerdict, Style] = {
-    "PASS": "good",
-    "WARN": "unsure",
-    "FAIL": "bad",
-    "UNKNOWN": "unsure",
-    "INVALID": "unsure",
-    "NOT_APPLICABLE": "plain",
-    "RECORDED": "plain",
-}
 # (class, mark) of a cell of the grid
-_GRID_CELLS: dict[RowVerdict, tuple[str, str]] = {
+_GRID_CELLS: dict[CheckVerdict, tuple[str, str]] = {
     "PASS": ("v-good", "✓"),
     "WARN": ("v-warn", "!"),
     "FAIL": ("v-bad", "✕"),
@@ -91,11 +80,11 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
 
     `folder`: where the certificate was saved, which the last line on the console names.
     """
-    snapshot, style = certificate.snapshot, VERDICT_STYLES[certificate.verdict]
+    snapshot, style = certificate.snapshot, style_of(certificate.verdict)
     num_gpus = len(snapshot.gpus)
     findings: list[Block] = [
         Box(
-            VERDICT_STYLES[finding.verdict],
+            style_of(finding.verdict),
             f"{finding.subject} · {finding.code}",
             text=finding.message,
             small_print=f"What to do: {finding.action}",
@@ -153,7 +142,7 @@ def check_line(report: CheckReport) -> Checks:
             f"{worst_row.unit}, {percent}"
         )
     detail = f"{measurements}{worst_text}, {report.duration_s:.0f} s"
-    return Checks([(VERDICT_STYLES[report.verdict], f"{report.verdict:<14}", report.title, detail)], console=True)
+    return Checks([(style_of(report.verdict), f"{report.verdict:<14}", report.title, detail)], console=True)
 
 
 def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
@@ -222,16 +211,16 @@ def _tile(label: str, rows: Sequence[CertificateRow]) -> tuple[str, str, str]:
     return label, _format_value(median(values)), small_print
 
 
-def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> RowVerdict:
+def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> CheckVerdict:
     """Returns one GPU's verdict in a check; a WARN on several GPUs counts only for GPUs that a finding names."""
     findings = [
         finding.verdict for finding in report.findings if gpu.label in _SUBJECT_SEPARATOR.split(finding.subject)
     ]
     gpu_rows = [row for row in report.rows if gpu_index in row.gpus]
-    rows: list[RowVerdict] = [
+    rows: list[CheckVerdict] = [
         "PASS" if row.verdict == "WARN" and len(row.gpus) > 1 else row.verdict for row in gpu_rows
     ]
-    return worst([*rows, *findings]) if rows or findings else report.verdict
+    return worst([*rows, *findings], "UNKNOWN") if rows or findings else report.verdict
 
 
 def _bandwidth_lines(rows: Sequence[CertificateRow]) -> list[Line]:
@@ -263,7 +252,7 @@ def _check_details(report: CheckReport) -> Details:
             _format_value(row.floor),
             row.floor_set_by or formatting.NOT_MEASURED,
             row.unit,
-            Cell(row.verdict, VERDICT_STYLES[row.verdict], tag=True),
+            verdict_cell(row.verdict),
             row.note,
         ])
         for row in _merge_passed_rows(report)
@@ -277,7 +266,7 @@ def _check_details(report: CheckReport) -> Details:
         report.title,
         [Table(columns, rows)],
         report.verdict,
-        VERDICT_STYLES[report.verdict],
+        style_of(report.verdict),
         aside_text,
         is_open=report.verdict in ("FAIL", "UNKNOWN", "WARN", "INVALID") and report.name != "state",
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from meltcore.measure.documents.card import Evidence, EvidenceVerdict
+from meltcore.measure.documents.card import Evidence
 from meltcore.measure.documents.certificate import Certificate
-from meltcore.measure.documents.comparison import ComparisonResult, ComparisonVerdict
+from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import Profile
 from meltcore.measure.documents.schema import RunResult
-from meltcore.measure.documents.score import HealthVerdict, ScoredRun
+from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import command_model, model_text
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
@@ -24,18 +24,11 @@ from meltcore.measure.documents.values.formatting import (
 )
 from meltcore.measure.documents.values.score_summary import expectations
 from meltcore.measure.documents.values.throughput import throughput, throughput_text
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict
 from meltcore.measure.report.comparisons.comparison import comparison_headline
 from meltcore.measure.report.nodes.profile import profile_headline
 
-EvidenceParts = tuple[EvidenceVerdict, str, list[str]]  # verdict, summary, reasons
-
-_COMPARISON_VERDICTS: dict[ComparisonVerdict, EvidenceVerdict] = {
-    "IMPROVEMENT": "PASS",
-    "NO EVIDENCE": "PASS",
-    "REGRESSION": "FAIL",
-    "UNDERPOWERED": "UNKNOWN",
-}
-_HEALTH_VERDICTS: dict[HealthVerdict, EvidenceVerdict] = {"HEALTHY": "PASS", "DEGRADED": "FAIL", "UNKNOWN": "UNKNOWN"}
+EvidenceParts = tuple[CheckVerdict, str, list[str]]  # verdict, summary, reasons
 
 
 def evidence_of(document: Document, changed_facts: Sequence[str] = ()) -> Evidence:
@@ -75,7 +68,7 @@ def _judge(content: Content) -> EvidenceParts:
         return "UNKNOWN" if reasons else "PASS", line, reasons
     assert isinstance(content, ComparisonResult)
     reasons = [f"does not compare: {reason}" for reason in content.doubts]
-    verdict = "UNKNOWN" if reasons else _COMPARISON_VERDICTS[content.verdict]
+    verdict = "UNKNOWN" if reasons else MEANINGS[content.verdict].check
     line = _join(content.verdict, command_model(content.new_command))
     return verdict, f"{line}: {comparison_headline(content)}", reasons  # the sentence says why
 
@@ -128,7 +121,7 @@ def _judge_benchmark(run: ScoredRun) -> EvidenceParts:
     health_reasons = [
         f"{device.label}: {reason}" for device in score.devices if device.health for reason in device.health.reasons
     ]
-    verdict = _HEALTH_VERDICTS[score.health]
+    verdict = MEANINGS[score.health].check
     if verdict == "PASS" and (score.not_comparable or run.verdict == "CLIENT_BOUND" or failed):
         verdict = "WARN"
     if failed:
@@ -151,7 +144,7 @@ def _judge_run(run: RunResult) -> EvidenceParts:
     return _run_verdict(run, reasons), _run_line(run), reasons
 
 
-def _run_verdict(run: RunResult, reasons: Sequence[str]) -> EvidenceVerdict:
+def _run_verdict(run: RunResult, reasons: Sequence[str]) -> CheckVerdict:
     if run.verdict in ("FAILED", "SERVER_DIED") or any(gate.status == "FAIL" for gate in run.gates):
         return "FAIL"
     if run.eval_score is not None and run.eval_score.zero_reasons:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meltcore.measure.documents.values.formatting import format_duration, format_number, format_time
-from meltcore.measure.documents.values.nodes import NodeMetric, NodesReport, NodeValue
+from meltcore.measure.documents.values.nodes import NodeMetric, NodeResult, NodesReport, NodeValue
+from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.report.page.page import (
     Block,
     Cell,
@@ -12,16 +13,11 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     numeric_columns,
+    verdict_cell,
 )
 
-_STYLES: dict[str, Style] = {
-    **dict.fromkeys(("OK", "PASS", "ALIKE"), "good"),
-    **dict.fromkeys(("WARN", "UNKNOWN", "DEGRADED", "DEVIATES", "PARTIAL"), "unsure"),
-    "NO GPU": "plain",
-}  # others are bad
 _RATE_NOTE = (
     "Each node's rate is that of its slowest part. The median is of the nodes with the same hardware. A node whose "
     "ratio to it is below the limit is SLOW; power-limited rates have a lower limit, as healthy GPUs differ in them."
@@ -46,13 +42,9 @@ def nodes_page(report: NodesReport) -> Page:
         footer=f"meltcore {report.command} --ray · result schema {report.schema_version} · the same numbers stand in "
         "nodes.json, with the whole result of each node",
         badge=report.verdict,
-        style=_style(report.verdict),
+        style=style_of(report.verdict),
         conclusion=_conclusion(report),
     )
-
-
-def _style(verdict: str) -> Style:
-    return _STYLES.get(verdict, "bad")
 
 
 def _conclusion(report: NodesReport) -> str:
@@ -75,11 +67,12 @@ def _conclusion(report: NodesReport) -> str:
 
 def _nodes(report: NodesReport) -> Table:
     columns = [Column(name, align="text") for name in ("node", "hardware", "verdict", "reason")]
-    rows = [
-        Row([node.node, node.hardware or "–", Cell(node.verdict, _style(node.verdict), tag=True), node.reason])
-        for node in report.nodes
-    ]
+    rows = [Row([node.node, node.hardware or "–", _verdict_cell(node), node.reason]) for node in report.nodes]
     return Table(columns, rows, is_stacked=True)
+
+
+def _verdict_cell(node: NodeResult) -> Cell:
+    return Cell(node.verdict, "plain", tag=True) if node.status == "no GPU" else verdict_cell(node.verdict)
 
 
 def _slowest(metrics: list[NodeMetric]) -> Table:
@@ -116,4 +109,4 @@ def _numbers(value: NodeValue, metric: NodeMetric) -> list[str]:
 
 
 def _judged(value: NodeValue) -> Cell:
-    return Cell("SLOW", "bad", tag=True) if value.is_slow else Cell("OK", "good", tag=True)
+    return verdict_cell("SLOW" if value.is_slow else "OK")

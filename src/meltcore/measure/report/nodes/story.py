@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.card import Story, StoryState
+from meltcore.measure.documents.card import Story
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.tuning import Tuning, TuningPoint, gain, repeats_default
 from meltcore.measure.documents.values.formatting import format_change, format_load_settings, format_number
+from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.report.comparisons.comparison import changed_arguments, comparison_headline
 
-_STORY_STATES: dict[str, StoryState] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
+_STORY_STATES: dict[str, Verdict] = {"IMPROVEMENT": "CONFIRMED", "REGRESSION": "CONTRADICTED"}
 # Below it a gain of one start each is no story: two starts of one setting may differ as much.
 _LEAST_ONE_START_GAIN = 0.05
 _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")

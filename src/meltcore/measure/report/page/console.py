@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text as RichText
 
+from meltcore.measure.documents.verdicts import STYLE_COLORS
 from meltcore.measure.report.page.page import (
     TOO_FEW_MARK,
     Block,
@@ -22,21 +23,11 @@ from meltcore.measure.report.page.page import (
     Figures,
     Page,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
 )
 
-STYLE_COLORS: dict[Style, str] = {
-    "good": "green",
-    "bad": "bold red",
-    "unsure": "bold yellow",
-    "plain": "dim",
-    "faint": "dim",
-    "warning": "red",
-    "": "bold",
-}
 _MAX_SPACED_COLUMNS = 7  # columns; more fit into 80 characters without gaps
 
 

@@ -15,9 +15,8 @@ from markupsafe import Markup
 from meltcore.measure.documents.schema import Distribution
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number, format_percentile
 from meltcore.measure.documents.values.percentiles import TOO_SMALL
+from meltcore.measure.documents.verdicts import Style, style_of
 
-# Of badges, tags and boxes. "faint" and "warning" color the text of a table cell alone.
-Style = Literal["good", "bad", "unsure", "plain", "faint", "warning", ""]
 TOO_FEW_MARK = "n<"  # a percentile that its sample is too small for, where a table is narrow
 
 
@@ -227,6 +226,11 @@ class Page:
 def numeric_columns(*heads: str, group: str = "", console: str | None = "") -> list[Column]:
     """Returns one column of numbers per head, all with the same group and console head."""
     return [Column(head, group, console) for head in heads]
+
+
+def verdict_cell(word: str) -> Cell:
+    """Return the cell with a verdict as a tag in its color."""
+    return Cell(word, style_of(word), tag=True)
 
 
 def percentile_cell(distribution: Distribution, name: str) -> Cell:

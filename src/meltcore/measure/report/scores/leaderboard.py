@@ -31,8 +31,8 @@ from meltcore.measure.report.page.page import (
     Text,
     numeric_columns,
     signed_percent,
+    verdict_cell,
 )
-from meltcore.measure.report.scores.score import HEALTH_STYLES
 
 FORCED_WARNING = "FORCED: these results must not be ranked together"
 _MAX_RUNS_READ = 20  # runs that the leaderboard without arguments reads
@@ -256,7 +256,7 @@ def _row(entry: NamedScore, best: NamedScore, is_forced: bool) -> Row:
         format_number(sustained.ttft_ms.p50),
         format_number(sustained.itl_ms.p50),
         signed_percent(None if first_device.spread is None else first_device.spread.change),
-        Cell(score.health, HEALTH_STYLES[score.health], tag=True),
+        verdict_cell(score.health),
     ]
     return Row([*cells, *([score.workload, score.engine, score.dtype, score.weights] if is_forced else [])])
 

@@ -13,7 +13,6 @@ from meltcore.measure.documents.score import (
     SM_ACTIVE,
     TENSOR_ACTIVE,
     GpuScore,
-    HealthVerdict,
     MetricRow,
     Score,
     ScoredRun,
@@ -23,6 +22,7 @@ from meltcore.measure.documents.values import formatting
 from meltcore.measure.documents.values.definitions import SCORE_DEFINITIONS
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
+from meltcore.measure.documents.verdicts import Style, style_of
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts import NUM_COLORS, Frame, Line, Mark, Strip, line_chart, time_strips
 from meltcore.measure.report.page.page import (
@@ -38,7 +38,6 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     Tiles,
@@ -50,7 +49,6 @@ from meltcore.measure.report.page.page import (
 from meltcore.measure.report.scores.score_summary import summary_sections
 from meltcore.measure.report.scores.sweep import sweep_page
 
-HEALTH_STYLES: dict[HealthVerdict, Style] = {"HEALTHY": "good", "DEGRADED": "bad", "UNKNOWN": "unsure"}
 _TIME_FRAME = Frame(1120, 0, 64, 1104, 0, 0)
 # What the summary line says of the sustained window, and of clock reasons that are no fault.
 _SUMMARY_METRICS = {"power_w": "", "temperature_c": "", "memory_temperature_c": "memory ", "sm_clock_mhz": "SM clock "}
@@ -101,11 +99,11 @@ def score_page(result: ScoredRun) -> Page:
     rate_text = "no score" if score.output_tokens_per_s is None else format_number(score.output_tokens_per_s)
     details = [score.workload, score.model, score.dtype, f"{score.weights} weights", f"engine {score.engine}"]
     if result.verdict != "OK":
-        badge, style = str(result.verdict), HEALTH_STYLES["DEGRADED"]
+        badge, style = str(result.verdict), style_of(result.verdict)
     elif all(device.health is None for device in score.devices):
-        badge, style = "NOT COMPARABLE", HEALTH_STYLES["UNKNOWN"]
+        badge, style = "NOT COMPARABLE", style_of("UNKNOWN")
     else:
-        badge, style = score.health, HEALTH_STYLES[score.health]
+        badge, style = score.health, style_of(score.health)
     not_comparable = Box("unsure", "NOT COMPARABLE: this number ranks with no other", items=score.not_comparable)
     reasons_box = Box("bad", "Reasons to distrust this run", items=result.reasons)
     warnings: list[Block] = [box for box in (not_comparable, reasons_box) if box.items]
@@ -276,7 +274,7 @@ def _device_section(device: GpuScore) -> Section:
         blocks.append(Box("bad", text=device.failure, console=False))
     health = device.health
     if health is not None and health.reasons:
-        blocks.append(Box(HEALTH_STYLES[health.verdict], items=health.reasons))
+        blocks.append(Box(style_of(health.verdict), items=health.reasons))
     if device.spread is not None:
         trend = "" if device.spread.change is None else f", last third {signed_percent(device.spread.change)}"
         blocks.append(Text(f"Over time: varies by {100 * device.spread.variation:.1f} %{trend}.", "small"))
@@ -301,7 +299,7 @@ def _device_section(device: GpuScore) -> Section:
             )
         summary_sections = f"Telemetry of the sustained window, {health.samples:,} samples in the whole run"
         blocks.append(Details(summary_sections, [Table(columns, rows), Facts(facts)]))
-    tag: tuple[str, Style] = ("", "") if health is None else (health.verdict, HEALTH_STYLES[health.verdict])
+    tag: tuple[str, Style] = ("", "") if health is None else (health.verdict, style_of(health.verdict))
     return Section(f"{device.label}: {device.name}", blocks, *tag)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from meltcore.measure.documents.score import ExpectationVerdict, Score
+from meltcore.measure.documents.score import Score
 from meltcore.measure.documents.values.score_references import ratio_line
 from meltcore.measure.documents.values.score_summary import expectations, totals, totals_line
-from meltcore.measure.report.page.page import Block, Checks, Section, Style, Text
-
-_EXPECTATION_STYLES: dict[ExpectationVerdict, Style] = {"PASS": "good", "FAIL": "bad", "NOT MEASURED": "unsure"}
+from meltcore.measure.documents.verdicts import style_of
+from meltcore.measure.report.page.page import Block, Checks, Section, Text
 
 
 def summary_sections(score: Score) -> list[Block]:
@@ -24,7 +23,7 @@ def expectation_blocks(score: Score) -> list[Block]:
     results = expectations(score)
     checks = [
         (
-            _EXPECTATION_STYLES[expectation.verdict],
+            style_of(expectation.verdict),
             expectation.verdict,
             expectation.name,
             f"expected {expectation.expected}: seen {expectation.seen}".replace("seen not measured", "not measured"),

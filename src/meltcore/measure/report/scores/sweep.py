@@ -8,6 +8,7 @@ from statistics import median
 from meltcore.measure.documents.score import GpuScore, ScoredRun, ScoreLevel, SweepGrid
 from meltcore.measure.documents.values import formatting
 from meltcore.measure.documents.values.formatting import format_number
+from meltcore.measure.documents.verdicts import Style, style_of
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts_isometric import isometric_bars
 from meltcore.measure.report.page.page import (
@@ -21,7 +22,6 @@ from meltcore.measure.report.page.page import (
     Page,
     Row,
     Section,
-    Style,
     Table,
     Text,
     numeric_columns,
@@ -42,7 +42,7 @@ def sweep_page(result: ScoredRun) -> Page:
     assert grid is not None, "only sweeps have this page"
     gpu_names = formatting.format_counts([device.name for device in score.devices])
     max_rate = max((level.output_tokens_per_s for device in score.devices for level in device.sweep), default=None)
-    style: Style = "plain" if result.verdict == "OK" else "bad"
+    style: Style = "plain" if result.verdict == "OK" else style_of(result.verdict)
     reason_boxes = [Box("bad", "Reasons to distrust this run", items=result.reasons)] if result.reasons else []
     details = [score.workload, score.model, score.dtype, f"{score.weights} weights", f"engine {score.engine}"]
     conclusion = (
@@ -131,7 +131,7 @@ def _device_section(device: GpuScore, grid: SweepGrid) -> Section:
         blocks.append(Box("bad", text=device.failure, console=False))
     health = device.health
     if health is not None and health.reasons:
-        blocks.append(Box("bad" if health.verdict == "DEGRADED" else "unsure", items=health.reasons))
+        blocks.append(Box(style_of(health.verdict), items=health.reasons))
     blocks += [Figures(sweep_charts(device, grid))]
     blocks += [Text(line, "small") for line in temperature_lines(device, grid)]
     blocks.append(_cell_table(device.sweep))

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 
 from meltcore.common.gpus.metrics import SLOWDOWNS, clock_reason_names
-from meltcore.measure.documents.certificate import CertificateRow, CheckReport, Finding, RowVerdict
+from meltcore.measure.documents.certificate import CertificateRow, CheckReport, Finding
 from meltcore.measure.documents.snapshot import NOT_APPLICABLE, UNKNOWN, GpuSnapshot
+from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.context import CertifyContext
@@ -14,7 +15,7 @@ from meltcore.measure.node.facts import FACT_BY_KEY
 MAX_ROWS_REMAPPED = 512  # Azure's node health checks, H200 x 8, 2026-05
 _POWER_ROUNDING_W = 1.0
 
-Fault = tuple[RowVerdict, FaultCode, str]  # verdict, fault code, message
+Fault = tuple[CheckVerdict, FaultCode, str]  # verdict, fault code, message
 
 
 def _pcie_width(gpu: GpuSnapshot, width: float) -> Fault | None:
@@ -48,7 +49,7 @@ def _recovery(_gpu: GpuSnapshot, action: float) -> Fault | None:
     return ("FAIL", "RECOVERY_ACTION", f"the driver requests: {text}") if action else None
 
 
-def _fault_if(condition: bool, verdict: RowVerdict, code: FaultCode, message: str) -> Fault | None:
+def _fault_if(condition: bool, verdict: CheckVerdict, code: FaultCode, message: str) -> Fault | None:
     return (verdict, code, message) if condition else None
 
 
@@ -116,7 +117,7 @@ class StateCheck(HardwareCheck):
         return self.report(rows, findings)
 
 
-def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, RowVerdict, FaultCode | None, str]]:
+def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCode | None, str]]:
     """Yields the judged facts of a GPU as (key, verdict, fault code, note)."""
     for key, rule in _RULES.items():
         value = gpu.number(key)
@@ -129,7 +130,7 @@ def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, RowVerdict, FaultCode | None
             yield key, *(rule(gpu, value) or ("PASS", None, ""))
 
 
-def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, RowVerdict, FaultCode | None, str]:
+def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
     count = gpu.facts.get("nvlinks")
     links_down = [str(link.link) for link in gpu.links if link.state == "down"]
     unreadable = [str(link.link) for link in gpu.links if link.state == UNKNOWN]

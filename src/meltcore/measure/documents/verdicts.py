@@ -1,0 +1,94 @@
+"""Every word with which a document judges: its color, a command's exit code for it, and what a card makes of it.
+
+Result files keep the words as text, so a word never changes its spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeVar
+
+# Of badges, tags and boxes of a page. "faint" and "warning" color the text of a table cell alone.
+Style = Literal["good", "bad", "unsure", "plain", "faint", "warning", ""]
+STYLE_COLORS: dict[Style, str] = {
+    "good": "green",
+    "bad": "bold red",
+    "unsure": "bold yellow",
+    "plain": "dim",
+    "faint": "dim",
+    "warning": "red",
+    "": "bold",
+}
+
+# Of a check, and of what is made of checks: gates, certificates, evidence, cards, the nodes of a cluster.
+CheckVerdict = Literal[
+    "PASS", "WARN", "FAIL", "UNKNOWN", "INVALID", "INCOMPLETE", "NOT RUN", "NOT MEASURED", "RECORDED", "NOT_APPLICABLE"
+]  # fmt: skip
+# Of a measurement: of a run and its levels, a comparison, a GPU's health, a submission, a perf story.
+Verdict = Literal[
+    "OK", "CLIENT_BOUND", "NO_TEXT", "SERVER_DIED", "PARTIAL", "FAILED",
+    "REGRESSION", "IMPROVEMENT", "NO EVIDENCE", "UNDERPOWERED",
+    "HEALTHY", "DEGRADED", "UNKNOWN",
+    "ACCEPTED", "REFUSED", "NOT CHECKED",
+    "CONFIRMED", "NOT CONFIRMED", "CONTRADICTED",
+]  # fmt: skip
+_AnyVerdict = TypeVar("_AnyVerdict", Verdict, CheckVerdict)
+
+SCORED: tuple[Verdict, ...] = ("OK", "CLIENT_BOUND")  # what such a level or run measured counts
+CUT_SHORT: tuple[Verdict, ...] = ("PARTIAL", "SERVER_DIED")  # such a level or run did not reach its end
+
+
+class Meaning(NamedTuple):
+    """What a word means to a page, to a command that ends with it, and to a card that has it as evidence."""
+
+    style: Style
+    exit_code: int
+    check: CheckVerdict
+
+
+# Words that judge the same thing follow each other from the worst on. 130 is an interrupt, as in shells; of a
+# certificate, 0 to 3 are what Nagios and compatible monitors expect. 2 is also every command's "could not run".
+MEANINGS: dict[str, Meaning] = {
+    "SERVER_DIED": Meaning("bad", 1, "FAIL"),
+    "PARTIAL": Meaning("unsure", 130, "UNKNOWN"),
+    "FAILED": Meaning("bad", 1, "FAIL"),
+    # The server counted tokens of answers that had no text, so what it generated was not seen.
+    "NO_TEXT": Meaning("unsure", 0, "WARN"),
+    "CLIENT_BOUND": Meaning("unsure", 0, "WARN"),
+    "OK": Meaning("good", 0, "PASS"),
+    "REGRESSION": Meaning("bad", 1, "FAIL"),
+    "UNDERPOWERED": Meaning("unsure", 3, "UNKNOWN"),  # no pass and no failure of the new side
+    "NO EVIDENCE": Meaning("", 0, "PASS"),
+    "IMPROVEMENT": Meaning("good", 0, "PASS"),
+    "REFUSED": Meaning("bad", 1, "FAIL"),
+    "NOT CHECKED": Meaning("unsure", 0, "NOT RUN"),  # collected without rules
+    "ACCEPTED": Meaning("good", 0, "PASS"),
+    "CONTRADICTED": Meaning("bad", 1, "FAIL"),
+    "NOT CONFIRMED": Meaning("unsure", 3, "UNKNOWN"),
+    "CONFIRMED": Meaning("good", 0, "PASS"),
+    "DEGRADED": Meaning("bad", 1, "FAIL"),
+    "FAIL": Meaning("bad", 2, "FAIL"),
+    "UNKNOWN": Meaning("unsure", 3, "UNKNOWN"),
+    "INVALID": Meaning("unsure", 3, "INVALID"),  # another program used the GPU during the measurement
+    "INCOMPLETE": Meaning("unsure", 4, "INCOMPLETE"),  # nothing found is wrong, and required evidence is missing
+    "NOT RUN": Meaning("unsure", 3, "NOT RUN"),
+    "NOT MEASURED": Meaning("unsure", 3, "NOT MEASURED"),
+    "WARN": Meaning("unsure", 1, "WARN"),
+    "PASS": Meaning("good", 0, "PASS"),
+    "HEALTHY": Meaning("good", 0, "PASS"),
+    # Neutral words count only where nothing else is present. RECORDED: a usable number or record by which nothing is
+    # judged. NOT_APPLICABLE: this machine lacks the feature.
+    "RECORDED": Meaning("plain", 3, "RECORDED"),
+    "NOT_APPLICABLE": Meaning("plain", 3, "NOT_APPLICABLE"),
+}
+SEVERITY = list(MEANINGS)
+
+
+def worst(verdicts: Iterable[_AnyVerdict], default: _AnyVerdict) -> _AnyVerdict:
+    """Return the worst of `verdicts`, and `default` where there are none."""
+    return min(verdicts, key=SEVERITY.index, default=default)
+
+
+def style_of(word: str) -> Style:
+    """Return the style of a verdict. What is no verdict is shown as a fault."""
+    return MEANINGS[word].style if word in MEANINGS else "bad"
