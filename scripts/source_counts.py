@@ -24,7 +24,7 @@ SETTING_ROOTS = ("ServerConfig", "FleetSpec")
 MODES = ("policy", "fleet", "cluster", "ray")  # what is None where a server is no fleet, or its engines are here
 # A module that uses one of each starts a server and waits until it answers.
 STARTS = ("start_process", "LoggedProcess", "ServerProcess", "MeltcoreServer", "run_server")
-AWAITS = ("wait_for", "wait_healthy", "_wait_ready", "_become_ready")
+AWAITS = ("wait_for", "_wait_ready", "_become_ready")
 CLIENT_LIBRARIES = ("http.client", "urllib.request", "aiohttp", "httpx")
 CLIENT_BASES = ("Protocol", "BufferedProtocol")
 MOST_VERDICTS = 20  # fault codes are more

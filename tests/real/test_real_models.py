@@ -19,7 +19,7 @@ from real_models import FORMATS, SAFETENSORS, store
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meltcore import LLM, SamplingParams
-from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.measure.experiments.servers.process import MeltcoreServer
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer

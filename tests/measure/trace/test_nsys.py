@@ -19,8 +19,7 @@ from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import start_ticks
 from meltcore.measure.documents.gaps import Profile
-from meltcore.measure.experiments.compare.server import free_port
-from meltcore.measure.experiments.evals.server_process import is_healthy
+from meltcore.measure.experiments.servers.process import free_port, is_healthy
 from meltcore.measure.trace.nsys import nsys_command, record
 
 # Runs the command, as nsys does, and then leaves what SCRIPT says. `export` copies the report, a database here.

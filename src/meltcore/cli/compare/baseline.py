@@ -61,8 +61,8 @@ def _save_baseline(args: argparse.Namespace) -> int:
     from meltcore.cli.start_options import start_options, start_printers
     from meltcore.common.errors import ConfigError
     from meltcore.measure.experiments.compare.baseline import MIN_STARTS, baseline_folder, save_baseline
-    from meltcore.measure.experiments.compare.server import read_command
     from meltcore.measure.experiments.compare.starts import interleave, run_starts
+    from meltcore.measure.experiments.servers.command import read_command
     from meltcore.measure.report.comparisons.baseline import print_start_set
 
     if args.run is None:

@@ -124,7 +124,7 @@ def _run_both(args: argparse.Namespace) -> int:
     from meltcore.common.errors import MeltcoreError
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.experiments.compare.run import NEW, OLD, Comparison, run_comparison
-    from meltcore.measure.experiments.compare.server import read_command
+    from meltcore.measure.experiments.servers.command import read_command
 
     old, new = (read_command(path) for path in args.run)
     comparison = Comparison(
@@ -167,8 +167,8 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     from meltcore.measure.documents.starts import write_start_set
     from meltcore.measure.experiments.compare.baseline import stored_load
     from meltcore.measure.experiments.compare.run import save_comparison
-    from meltcore.measure.experiments.compare.server import read_command
     from meltcore.measure.experiments.compare.starts import interleave, run_starts
+    from meltcore.measure.experiments.servers.command import read_command
     from meltcore.measure.load.workloads.workloads import check_workload
     from meltcore.measure.report.comparisons.compare_starts import compare_starts
 

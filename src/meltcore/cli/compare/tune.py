@@ -107,7 +107,7 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
 
     from meltcore.common.errors import ConfigError
     from meltcore.measure.documents.values.formatting import format_number
-    from meltcore.measure.experiments.compare.server import parse_command, read_command
+    from meltcore.measure.experiments.servers.command import parse_command, read_command
     from meltcore.measure.experiments.tune.run import Tuner, parse_flags
 
     if (args.checkpoint is None) == (args.run is None):

@@ -15,7 +15,7 @@ from meltcore.measure.documents.schema import Sample
 from meltcore.measure.experiments.demo.config import DemoConfig
 from meltcore.measure.experiments.demo.conversations import CONVERSATIONS, converse
 from meltcore.measure.experiments.demo.fleet import write_fleet
-from meltcore.measure.experiments.evals.api import ApiResponse
+from meltcore.measure.experiments.servers.api import ApiResponse
 from meltcore.measure.report.render import render
 
 

@@ -21,9 +21,9 @@ from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.experiments.demo import clients
 from meltcore.measure.experiments.demo.clients import open_routes
 from meltcore.measure.experiments.demo.config import DemoConfig
-from meltcore.measure.experiments.demo.fleet import FleetServer, write_fleet
+from meltcore.measure.experiments.demo.fleet import fleet_server, write_fleet
 from meltcore.measure.experiments.demo.run import print_outcome, run_demo
-from meltcore.measure.experiments.evals import server_process
+from meltcore.measure.experiments.servers import process as server_process
 from meltcore.measure.load.fleet.fleet_streams import NUM_PROBLEMS
 from meltcore.settings.fleet_file import load_fleet
 
@@ -109,7 +109,7 @@ def test_failed_start_shows_the_servers_log(tmp_path: Path, answers_file: Path) 
 @pytest.mark.parametrize(("fault", "what"), [("silent", "print its address"), ("never-ready", "become ready")])
 def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, what: str) -> None:
     fake_server("--fault", fault)
-    server = FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
+    server = fleet_server(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
     with server, pytest.raises(ProcessError, match=what):
         server.wait_ready(listen_limit_s=1.5 if fault == "silent" else WAIT_S, ready_limit_s=0.5)
     assert not server.running
@@ -118,7 +118,7 @@ def test_wait_for_a_server_has_a_limit_and_ends_it(tmp_path: Path, fault: str, w
 def test_server_that_ignores_sigterm_is_killed_and_reported(tmp_path: Path) -> None:
     lines: list[str] = []
     fake_server("--fault", "deaf")
-    with FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lines.append) as server:
+    with fleet_server(tmp_path / "fleet.yaml", tmp_path / "log", report=lines.append) as server:
         server.wait_ready()
         assert server.stop(limit_s=0.5) == -signal.SIGKILL
     assert "killing it" in lines[0]
@@ -131,8 +131,8 @@ def test_interrupted_demo_ends_its_server_and_leaves_a_partial_run(
 ) -> None:
     command = fake_server("--fault", "slow", "--answers", str(answers_file))
     script = (
-        "import sys; from meltcore.cli import main; from meltcore.measure.experiments.evals import server_process\n"
-        f"server_process.SERVER_COMMAND = {command!r}\n"
+        "import sys; from meltcore.cli import main; from meltcore.measure.experiments.servers import process\n"
+        f"process.SERVER_COMMAND = {command!r}\n"
         f"options = ['--levels', '{LEVEL}', '--out', {str(tmp_path)!r}, '--no-clients', '--tasks', 'generation']\n"
         "sys.exit(main.main(['demo', *options]))\n"
     )
@@ -177,7 +177,7 @@ def _target(link: Path) -> str:
 
 
 def _answers(address: str) -> bool:
-    from meltcore.measure.experiments.evals.api import Api, ApiError
+    from meltcore.measure.experiments.servers.api import Api, ApiError
 
     try:
         Api(address, timeout_s=2.0).get("/health")
@@ -188,7 +188,7 @@ def _answers(address: str) -> bool:
 
 def test_model_that_fails_to_start_is_named(tmp_path: Path) -> None:
     fake_server("--fault", "failed-model")
-    server = FleetServer(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
+    server = fleet_server(tmp_path / "fleet.yaml", tmp_path / "log", report=lambda text: None)
     with server, pytest.raises(MeltcoreError, match=r"fake did not start: .*no memory"):
         server.wait_ready()
     assert not server.running

@@ -18,7 +18,6 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.experiments.evals.api import Answer, Api
 from meltcore.measure.experiments.evals.config import Gsm8kConfig
 from meltcore.measure.experiments.evals.gsm8k import run_gsm8k
 from meltcore.measure.experiments.evals.gsm8k_data import (
@@ -31,7 +30,8 @@ from meltcore.measure.experiments.evals.gsm8k_data import (
 )
 from meltcore.measure.experiments.evals.gsm8k_grading import grade
 from meltcore.measure.experiments.evals.harness import HarnessError, HarnessItem, compare, find_package, run_harness
-from meltcore.measure.experiments.evals.server_process import MeltcoreServer
+from meltcore.measure.experiments.servers.api import Answer, Api
+from meltcore.measure.experiments.servers.process import MeltcoreServer
 
 # A Python that has lm-eval need not be the one that runs the tests: its packages are many.
 HARNESS = os.environ.get("LM_EVAL_PYTHON") or (sys.executable if importlib.util.find_spec("lm_eval") else None)

@@ -25,8 +25,8 @@ from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import Evaluation, Fingerprint, Gate, LevelChecks, LevelResult, RunResult
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
-from meltcore.measure.experiments.evals.server_process import MeltcoreServer
 from meltcore.measure.experiments.evals.write_up import decision_items, find_section
+from meltcore.measure.experiments.servers.process import MeltcoreServer
 
 # A checkout of the public harness, whose own programs then read our files and check our server.
 HARNESS = os.environ.get("MELTCORE_PUBLIC_HARNESS")

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from meltcore import __version__
 from meltcore.common.errors import ConfigError, MeltcoreError
@@ -28,14 +28,15 @@ from meltcore.measure.documents.served_model import public_name
 from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.experiments.compare.backend_plan import OURS, BackendsPlan, PlannedRun
 from meltcore.measure.experiments.compare.backend_verdicts import best_backends, find_aspects
-from meltcore.measure.experiments.compare.server import (
+from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers.command import ServerCommand
+from meltcore.measure.experiments.servers.process import (
     START_LIMIT_S,
     RunningServer,
-    ServerCommand,
     free_port,
     run_server,
+    server_version,
 )
-from meltcore.measure.experiments.evals.api import Api, ApiError
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
 from meltcore.measure.node.monitor.recording import read_recording
@@ -166,35 +167,26 @@ def _server(
         fleet = folder / f"fleet-{planned.backend}.yaml"  # JSON is YAML
         fleet.write_text(json.dumps(planned.fleet(port, options.start_limit_s, plan.settings.api_server_count)))
         command = ServerCommand((sys.executable, "-m", "meltcore.cli.main", "up", str(fleet)))
-    start_s = time.monotonic()
-    with run_server(command, log_path, report=report, limit_s=options.start_limit_s, port=port) as server:
-        left_s = max(1.0, options.start_limit_s - (time.monotonic() - start_s))
-        server.process.wait_for(lambda: _answers(server.url, left_s), left_s, "answer a request")
-        yield server.url, replace(server, ready_s=time.monotonic() - start_s)
+    limit_s = options.start_limit_s
+    answers = partial(_answers, deadline_s=time.monotonic() + limit_s)
+    with run_server(command, log_path, report=report, limit_s=limit_s, port=port, is_ready=answers) as server:
+        yield server.url, server
 
 
-def _answers(url: str, limit_s: float) -> bool | None:
-    """Return True once the server has answered one request of one token; None before."""
-    api = Api(url, timeout_s=limit_s)
+def _answers(url: str, deadline_s: float) -> bool:
+    """Return whether the server answers one request of one token, before `deadline_s` by time.monotonic()."""
+    api = Api(url, timeout_s=max(1.0, deadline_s - time.monotonic()))
     try:
         name, _ = api.resolve_model()
-        return api.post("/v1/completions", {"model": name, **_PROBE}).status == 200 or None
+        return api.post("/v1/completions", {"model": name, **_PROBE}).status == 200
     except (ApiError, ConfigError):
-        return None
+        return False
 
 
 def backend_version(url: str) -> str | None:
     """Return the version that the server reports, as vLLM, SGLang or llama.cpp do; None where it reports none."""
-    api = Api(url, timeout_s=5.0)
-    for path, key in _VERSION_ROUTES.items():
-        try:
-            reply = api.get(path)
-            facts: Any = reply.json() if reply.status == 200 else None
-        except ApiError:
-            continue
-        if isinstance(facts, Mapping) and facts.get(key):
-            return str(facts[key])
-    return None
+    found = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
+    return next(filter(None, found), None)
 
 
 def published_reason(text: str) -> str:

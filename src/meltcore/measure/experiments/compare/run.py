@@ -10,8 +10,8 @@ from meltcore.common.files import write_atomic, write_document
 from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparisonResult, Limits
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.starts import StartSet, write_start_set
-from meltcore.measure.experiments.compare.server import ServerCommand
 from meltcore.measure.experiments.compare.starts import OnStart, StartOptions, interleave, run_starts
+from meltcore.measure.experiments.servers.command import ServerCommand
 from meltcore.measure.report.comparisons.compare_starts import compare_starts, find_metric
 from meltcore.measure.report.comparisons.comparison import comparison_markdown, comparison_page
 from meltcore.measure.report.page.html import write_page

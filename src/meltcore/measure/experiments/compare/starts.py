@@ -12,7 +12,8 @@ from meltcore.common.process import ProcessError
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.verdicts import SCORED
-from meltcore.measure.experiments.compare.server import START_LIMIT_S, ServerCommand, run_server, server_version
+from meltcore.measure.experiments.servers.command import ServerCommand
+from meltcore.measure.experiments.servers.process import START_LIMIT_S, run_server, server_version
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult, Sample
-from meltcore.measure.experiments.evals.api import Api
+from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.workloads.workload import CHAT_PATH
 
 MAX_TOKENS = 80

@@ -12,8 +12,8 @@ import yaml
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import ProcessError, run
 from meltcore.measure.experiments.demo.config import GENERATION
-from meltcore.measure.experiments.evals.api import Api, ApiError
-from meltcore.measure.experiments.evals.server_process import COMMAND, LISTEN_LIMIT_S, READY_LIMIT_S, MeltcoreServer
+from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers.process import COMMAND, MeltcoreServer
 
 FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
@@ -45,20 +45,9 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-class FleetServer(MeltcoreServer):
-    """A `meltcore up` on a fleet.yaml. A context manager: all its processes have ended after the block."""
-
-    def __init__(self, fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> None:
-        super().__init__(["up", str(fleet)], log_path, report=report)
-
-    def wait_ready(self, *, listen_limit_s: float = LISTEN_LIMIT_S, ready_limit_s: float = READY_LIMIT_S) -> str:
-        """Return the address once all models are ready.
-
-        Raises ProcessError past the limits and where the process ends first, MeltcoreError where a model has failed.
-        """
-        address = super().wait_ready(listen_limit_s=listen_limit_s, ready_limit_s=ready_limit_s)
-        self.wait_for(lambda: _all_ready(Api(address)) or None, ready_limit_s, "have all models ready")
-        return address
+def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> MeltcoreServer:
+    """Return a `meltcore up` on a fleet.yaml, which is ready once all models are, and fails where one has failed."""
+    return MeltcoreServer(["up", str(fleet)], log_path, report=report, is_ready=_all_ready)
 
 
 def models_by_task(api: Api) -> dict[str, str]:
@@ -69,7 +58,9 @@ def models_by_task(api: Api) -> dict[str, str]:
     return found
 
 
-def _all_ready(api: Api) -> bool:
+def _all_ready(address: str) -> bool:
+    """Return whether all models are ready. Raises MeltcoreError where one has failed."""
+    api = Api(address)
     try:
         models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]
     except ApiError:

@@ -37,16 +37,17 @@ from meltcore.measure.experiments.demo.conversations import converse
 from meltcore.measure.experiments.demo.fleet import (
     FILE_NAME,
     LOG_NAME,
-    FleetServer,
     chat_model_name,
+    fleet_server,
     models_by_task,
     write_fleet,
 )
 from meltcore.measure.experiments.demo.tasks import Problem, TaskStep, run_step, speak, spoken_texts, task_steps
 from meltcore.measure.experiments.demo.verdict import judge, passed
-from meltcore.measure.experiments.evals.api import Api
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.evals.run import evaluate
+from meltcore.measure.experiments.servers.api import Api
+from meltcore.measure.experiments.servers.process import MeltcoreServer
 from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
@@ -92,7 +93,7 @@ def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult
     def report(text: str) -> None:
         console.print(text, style="yellow", highlight=False)
 
-    with FleetServer(fleet, folder.path / LOG_NAME, report=report) as server:
+    with fleet_server(fleet, folder.path / LOG_NAME, report=report) as server:
         try:
             with console.status("starting the fleet"):
                 address = server.wait_ready()
@@ -133,7 +134,12 @@ def print_outcome(console: Console, folder: RunFolder, result: RunResult) -> int
 
 
 def _measure(
-    config: DemoConfig, console: Console, server: FleetServer, api: Api, folder: RunFolder, measurements: _Measurements
+    config: DemoConfig,
+    console: Console,
+    server: MeltcoreServer,
+    api: Api,
+    folder: RunFolder,
+    measurements: _Measurements,
 ) -> None:
     """Run checks, problems of each task and levels, and record each finding in `measurements` immediately.
 
@@ -189,7 +195,7 @@ def _measure_step(
     folder: RunFolder,
     measurements: _Measurements,
     step: TaskStep,
-    server: FleetServer,
+    server: MeltcoreServer,
     address: str,
 ) -> None:
     """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
@@ -208,7 +214,7 @@ def _load_step(
     console: Console,
     folder: RunFolder,
     measurements: _Measurements,
-    server: FleetServer,
+    server: MeltcoreServer,
     address: str,
 ) -> None:
     model = measurements.models[step.task]
@@ -232,7 +238,7 @@ def _run_ladder(
     console: Console,
     folder: RunFolder,
     measurements: _Measurements,
-    server: FleetServer,
+    server: MeltcoreServer,
     address: str,
 ) -> None:
     """Load all models together at each level. Raises KeyboardInterrupt when interrupted, MeltcoreError without server.

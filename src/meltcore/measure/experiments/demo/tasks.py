@@ -17,7 +17,7 @@ import numpy as np
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import LevelResult, Sample, Task
 from meltcore.measure.experiments.demo.config import DemoConfig
-from meltcore.measure.experiments.evals.api import Api
+from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.runner import OnProgress, run_levels

@@ -14,13 +14,12 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fingerprint import clean_arguments
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
-from meltcore.measure.experiments.evals.api import Api
 from meltcore.measure.experiments.evals.config import EvaluationConfig
 from meltcore.measure.experiments.evals.evaluation import run_evaluation
-from meltcore.measure.experiments.evals.server_process import ServerProcess, accepts_connections
+from meltcore.measure.experiments.servers.api import Api
+from meltcore.measure.experiments.servers.process import START_LIMIT_S, ServerProcess, accepts_connections
 
 SERVER_LOG = "server.log"
-START_TIMEOUT_S = 900.0  # vLLM took 217 s for Qwen3.5-35B-A3B on eight H200s (2026-11-20), more where it must compile
 _SETTLE_S = 2.0  # a command that only starts its server in the background ends within this after that is ready
 # They point at our packages, which another environment's Python must not find.
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -32,7 +31,7 @@ def run_baseline(
     folder: Path,
     console: Console,
     arguments: Sequence[str] = (),
-    start_timeout_s: float = START_TIMEOUT_S,
+    start_timeout_s: float = START_LIMIT_S,
 ) -> RunResult:
     """Start `command`, wait until the server of `config` is ready, evaluate it, and end its process group.
 
@@ -54,9 +53,11 @@ def run_baseline(
     command_text = shlex.join(clean_arguments(argv))
     result: RunResult | None = None
     try:
-        with ServerProcess(argv, folder / SERVER_LOG, report=report, environment=environment) as server:
+        with ServerProcess(
+            argv, folder / SERVER_LOG, report=report, url=url, api_key=api_key, environment=environment
+        ) as server:
             with console.status(f"waiting for {argv[0]} to be ready at {url}"):
-                server.wait_healthy(url, start_timeout_s, api_key=api_key, settle_s=_SETTLE_S)
+                server.wait_ready(ready_limit_s=start_timeout_s, settle_s=_SETTLE_S)
             result = run_evaluation(config, folder, console, arguments, "baseline")
             result.settings["server_command"] = command_text
             RunFolder(folder).write_result(result)

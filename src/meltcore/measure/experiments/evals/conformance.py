@@ -15,7 +15,7 @@ from typing import Any
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
-from meltcore.measure.experiments.evals.api import Api, ApiResponse, ApiTimeoutError
+from meltcore.measure.experiments.servers.api import Api, ApiResponse, ApiTimeoutError
 from meltcore.measure.load.workloads.workload import CHAT_PATH, COMPLETIONS_PATH
 
 _QUESTION = "What is 12 + 7?"

@@ -15,12 +15,12 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import Evaluation, Gate, IncorrectAnswer, RunResult
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.values.intervals import wilson
-from meltcore.measure.experiments.evals.api import Api, ask_all, death_reason, failure_reasons
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
 from meltcore.measure.experiments.evals.gsm8k_data import Item, Shots, conversation, read_items, read_shots
 from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
 from meltcore.measure.experiments.evals.harness import compare, failed_comparison, find_package, run_harness
 from meltcore.measure.experiments.evals.run import MAX_KEPT_INCORRECT, MAX_TEXT_CHARS, OnAnswer
+from meltcore.measure.experiments.servers.api import Api, ask_all, death_reason, failure_reasons
 
 MAX_TOKENS = 256  # that of lm-evaluation-harness for an API model
 STOP_STRINGS = ("Q:", "</s>", "<|im_end|>")  # of the task gsm8k_cot

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from meltcore.measure.experiments.evals.api import Answer
 from meltcore.measure.experiments.evals.gsm8k_data import Item
+from meltcore.measure.experiments.servers.api import Answer
 
 INVALID = "[invalid]"
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from meltcore.common import process
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.schema import Gate
-from meltcore.measure.experiments.evals.api import Answer
 from meltcore.measure.experiments.evals.gsm8k_data import TASK_FILE, Item, Shots, conversation
 from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
+from meltcore.measure.experiments.servers.api import Answer
 
 _TASK = "meltcore_gsm8k"
 _PRINT_PACKAGE_FOLDER = "import lm_eval, os; print(os.path.dirname(lm_eval.__file__))"

@@ -12,9 +12,9 @@ from meltcore.measure.documents.schema import CheckResult, Evaluation, Incorrect
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.values.formatting import format_percent
 from meltcore.measure.documents.values.intervals import wilson
-from meltcore.measure.experiments.evals.api import Api, ask_all, death_reason, failure_reasons
 from meltcore.measure.experiments.evals.config import CONCURRENCY
 from meltcore.measure.experiments.evals.conformance import run_checks
+from meltcore.measure.experiments.servers.api import Api, ask_all, death_reason, failure_reasons
 from meltcore.measure.problems import Problem, evaluation_set, is_correct
 
 MAX_TOKENS = 512

@@ -12,7 +12,6 @@ from meltcore.measure.documents.schema import Gate, LevelChecks, LevelResult, Ru
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, worst
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
-from meltcore.measure.experiments.evals.api import Api
 from meltcore.measure.experiments.evals.config import ThroughputConfig
 from meltcore.measure.experiments.evals.throughput_prompts import (
     NUM_WARMUPS,
@@ -21,6 +20,7 @@ from meltcore.measure.experiments.evals.throughput_prompts import (
     TextGenerator,
     make_plan,
 )
+from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import RANDOM_HIGH_ID, LoadConfig
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.runner import OnProgress, run_levels

@@ -13,8 +13,8 @@ from typing import Any
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
 from meltcore.measure.documents.tuning import Fact, TuningPoint
-from meltcore.measure.experiments.compare.server import RunningServer
-from meltcore.measure.experiments.evals.api import Api, ApiError
+from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers.process import RunningServer
 from meltcore.measure.experiments.tune.config import ANSWER_TOKENS, ContextOptions
 from meltcore.measure.experiments.tune.run import Tuner
 from meltcore.measure.load.config import LoadConfig

@@ -16,13 +16,13 @@ from typing import Any
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.tuning import AnswerComparison, TuningPoint, gain
 from meltcore.measure.documents.values.formatting import format_change, format_number
-from meltcore.measure.experiments.compare.server import RunningServer
 from meltcore.measure.experiments.evals import gsm8k
-from meltcore.measure.experiments.evals.api import Api, ApiError
 from meltcore.measure.experiments.evals.config import CONCURRENCY
 from meltcore.measure.experiments.evals.gsm8k_data import conversation, read_items, read_shots
 from meltcore.measure.experiments.evals.gsm8k_grading import exact_match, extract_flexible
 from meltcore.measure.experiments.evals.run import MAX_TOKENS
+from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers.process import RunningServer
 from meltcore.measure.experiments.tune.run import Tuner
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.problems import evaluation_set, is_correct

@@ -28,7 +28,8 @@ from meltcore.measure.documents.tuning import (
 )
 from meltcore.measure.documents.values.formatting import format_change
 from meltcore.measure.documents.verdicts import SCORED
-from meltcore.measure.experiments.compare.server import START_LIMIT_S, RunningServer, ServerCommand, run_server
+from meltcore.measure.experiments.servers.command import ServerCommand
+from meltcore.measure.experiments.servers.process import START_LIMIT_S, RunningServer, run_server
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.run import measure
 from meltcore.measure.report.comparisons.tuning import tuning_page

@@ -1,4 +1,4 @@
-"""Start any server from a command template: ours, vLLM's, llama.cpp's.
+"""Templates of commands that start any server: ours, vLLM's, llama.cpp's.
 
     # comments and line breaks are allowed
     CUDA_VISIBLE_DEVICES=0 meltcore serve meltcore/sums --port {port} {args}
@@ -12,20 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fingerprint import clean_arguments
-from meltcore.measure.experiments.evals.api import Api, ApiError
-from meltcore.measure.experiments.evals.server_process import ServerProcess
 
 PORT, ARGS = "{port}", "{args}"
-START_LIMIT_S = 900.0  # vLLM took 217 s for a 35B model on eight H200s
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -48,6 +42,11 @@ class ServerCommand:
         return argv if ARGS in self.template else [*argv, *args]
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The whole environment of the server."""
+        return {**(os.environ if self.inherits else {}), **self.environment}
+
+    @property
     def redacted(self) -> str:
         """The template as results store it, without secrets, folders and values of environment variables."""
         parts = [
@@ -55,15 +54,6 @@ class ServerCommand:
             for argument in clean_arguments(self.template)
         ]
         return " ".join([*(f"{name}=..." for name in self.environment if self.inherits), *parts])
-
-
-@dataclass(frozen=True)
-class RunningServer:
-    """A server that is ready. `ready_s`: from the start of its process until /health answered 200."""
-
-    url: str
-    ready_s: float
-    process: ServerProcess
 
 
 def parse_command(text: str, source: str = "the command") -> ServerCommand:
@@ -93,44 +83,3 @@ def read_command(path: Path | str) -> ServerCommand:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the command file {path}: {error}") from error
     return parse_command(text.replace("\\\n", " "), str(path))
-
-
-def free_port() -> int:
-    """Return a port without a listener. The kernel assigns others first, so it stays free until the server binds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def run_server(
-    command: ServerCommand,
-    log_path: Path,
-    *,
-    report: Callable[[str], None],
-    args: Sequence[str] = (),
-    limit_s: float = START_LIMIT_S,
-    port: int | None = None,
-) -> Iterator[RunningServer]:
-    """Start the server, wait until it is ready, and end it with all its processes after the block.
-
-    `report` takes lines for the user. `port`: None for a free one. Raises ProcessError where the server is not ready
-    within `limit_s`.
-    """
-    port = free_port() if port is None else port
-    url = f"http://127.0.0.1:{port}"
-    environment = {**(os.environ if command.inherits else {}), **command.environment}
-    start_s = time.monotonic()
-    with ServerProcess(command.argv(port, args), log_path, report=report, environment=environment) as process:
-        process.wait_healthy(url, limit_s)
-        yield RunningServer(url, time.monotonic() - start_s, process)
-
-
-def server_version(url: str) -> str | None:
-    """Return the version that GET /version reports, as vLLM has it; None for a server without this route."""
-    try:
-        reply = Api(url, timeout_s=5.0).get("/version")
-        version_info = reply.json() if reply.status == 200 else None
-    except ApiError:
-        return None
-    return str(version_info["version"]) if isinstance(version_info, dict) and "version" in version_info else None

@@ -1,0 +1,1 @@
+"""How experiments start servers, wait for them, ask them and end them."""

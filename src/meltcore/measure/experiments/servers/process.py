@@ -1,0 +1,174 @@
+"""Starts a server, waits until it is ready, and ends it with all its processes: for every experiment, in one class."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.process import LoggedProcess, ProcessError
+from meltcore.measure.documents.fingerprint import clean_arguments
+from meltcore.measure.experiments.servers.api import Api, ApiError
+from meltcore.measure.experiments.servers.command import ServerCommand
+from meltcore.measure.load.wire.connection import parse_target
+
+COMMAND = SERVER_COMMAND = (sys.executable, "-m", "meltcore.cli.main")
+START_LIMIT_S = 900.0  # vLLM took 217 s for Qwen3.5-35B-A3B on eight H200s (2026-11-20), more where it must compile
+LISTEN_LIMIT_S = 60.0
+READY_LIMIT_S = 360.0  # of our own server, all models of a fleet included
+STOP_LIMIT_S = 45.0  # above our own server's drain limit of 30 s
+_PROBE_TIMEOUT_S = 5.0
+_BANNER = re.compile(r"^meltcore: listening on (http://\S+)", re.MULTILINE)
+
+
+class ServerProcess(LoggedProcess):
+    """Runs a server inside a `with` block, and ends its process group afterwards."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log_path: Path,
+        *,
+        report: Callable[[str], None],
+        url: str | None = None,
+        api_key: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        is_ready: Callable[[str], bool] = lambda _url: True,
+    ) -> None:
+        """Store the command, which `with` starts.
+
+        url: the server's address; None reads it from the line that our own server prints. environment: the whole
+        environment; None: that of this process. is_ready: what must hold at the address once /health answers 200.
+        """
+        super().__init__(
+            command,
+            log_path,
+            name="the server",
+            report=report,
+            environment=environment,
+            stop_limit_s=STOP_LIMIT_S,
+        )
+        self._url = url
+        self._api_key = api_key
+        self._is_ready = is_ready
+
+    def wait_ready(
+        self, *, ready_limit_s: float = READY_LIMIT_S, listen_limit_s: float = LISTEN_LIMIT_S, settle_s: float = 0.0
+    ) -> str:
+        """Return the address once the server is ready and its process has stayed alive for `settle_s` more.
+
+        Raises ProcessError where the process ends or is not ready within the limits. Raises ConfigError where a server
+        answers that is not the process started here, and what `is_ready` raises.
+        """
+        url = self._url or self.wait_for(self._printed_url, listen_limit_s, "print its address")
+        self.wait_for(
+            lambda: (is_healthy(url, self._api_key) and self._is_ready(url)) or None, ready_limit_s, "become ready"
+        )
+        if not self.ended_within(settle_s):
+            return url
+        if not accepts_connections(url):
+            raise ProcessError(f"the server ended with code {self.returncode} once it was ready:\n{self.log_tail()}")
+        raise ConfigError(
+            f"{shlex.join(clean_arguments(self.command))} ended with code {self.returncode}, and a server answers at "
+            f"{url}: one in the background, which cannot be ended from here, or another's; give a command that "
+            "runs as long as its server does"
+        )
+
+    def _printed_url(self) -> str | None:
+        match = _BANNER.search(self.log)
+        return match[1] if match else None
+
+
+class MeltcoreServer(ServerProcess):
+    """A `meltcore serve` or `meltcore up`, whose port the system may choose (`--port 0`)."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        *,
+        report: Callable[[str], None],
+        is_ready: Callable[[str], bool] = lambda _url: True,
+    ) -> None:
+        super().__init__([*SERVER_COMMAND, *arguments], log_path, report=report, is_ready=is_ready)
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that is ready. `ready_s`: from the start of its process until it was."""
+
+    url: str
+    ready_s: float
+    process: ServerProcess
+
+
+@contextmanager
+def run_server(
+    command: ServerCommand,
+    log_path: Path,
+    *,
+    report: Callable[[str], None],
+    args: Sequence[str] = (),
+    limit_s: float = START_LIMIT_S,
+    port: int | None = None,
+    is_ready: Callable[[str], bool] = lambda _url: True,
+) -> Iterator[RunningServer]:
+    """Start the server, wait until it is ready, and end it with all its processes after the block.
+
+    `report` takes lines for the user. `port`: None for a free one. `is_ready` as in ServerProcess. Raises ProcessError
+    where the server is not ready within `limit_s`.
+    """
+    port = free_port() if port is None else port
+    start_s = time.monotonic()
+    with ServerProcess(
+        command.argv(port, args),
+        log_path,
+        report=report,
+        url=f"http://127.0.0.1:{port}",
+        environment=command.variables,
+        is_ready=is_ready,
+    ) as process:
+        url = process.wait_ready(ready_limit_s=limit_s)
+        yield RunningServer(url, time.monotonic() - start_s, process)
+
+
+def free_port() -> int:
+    """Return a port without a listener. The kernel assigns others first, so it stays free until the server binds it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_healthy(address: str, api_key: str | None = None) -> bool:
+    """Return whether /health of `address` answers 200 now."""
+    try:
+        return Api(address, api_key=api_key, timeout_s=_PROBE_TIMEOUT_S).get("/health").status == 200
+    except ApiError:
+        return False
+
+
+def accepts_connections(address: str) -> bool:
+    """Return whether anything accepts a connection at `address`. Raises ConfigError for a malformed address."""
+    target = parse_target(address)
+    try:
+        with socket.create_connection((target.host, target.port), _PROBE_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def server_version(url: str, path: str = "/version", key: str = "version") -> str | None:
+    """Return the version that GET `path` reports under `key`, by default as vLLM has it; None where there is none."""
+    try:
+        reply = Api(url, timeout_s=_PROBE_TIMEOUT_S).get(path)
+        facts = reply.json() if reply.status == 200 else None
+    except ApiError:
+        return None
+    return str(facts[key]) if isinstance(facts, dict) and facts.get(key) else None
