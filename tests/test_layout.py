@@ -79,7 +79,7 @@ MOST = {
     "import circles": 0,
     "two-way pairs of folders in engine": 0,
     "two-way pairs of folders": 1,
-    "files that name a task": 45,
+    "files that name a task": 44,
     "files that name synthesis": 49,
     "settings": 216,
     "forms of a chat request": 22,

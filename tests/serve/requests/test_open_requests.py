@@ -1,9 +1,11 @@
 """Open requests: each ends exactly once, and one that fails does not affect others."""
 
 import asyncio
+import os
 import sys
 from typing import Any
 
+import pytest
 from open_tickets import open_requests, start
 
 from meltcore.common.errors import RequestError
@@ -12,6 +14,7 @@ from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.serve.requests.generation import MAX_UNSENT_CHARS, Generation
 from meltcore.serve.requests.stats import ServerStats
+from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.text.tokenizer import Tokenizer
 
@@ -146,3 +149,13 @@ def test_stop_strings_are_not_sent_to_the_engine() -> None:
     table.step(output(generation, "1ab2", 0), output(generation, "xyz", 1, finish_reason="length"))
     assert [choice.take_text() for choice in generation.choices] == ["1", "xyz"]
     table.check_idle(finished=2)
+
+
+def test_ids_at_engines_differ_among_api_server_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the engines. A number of the process alone, or after the client's header, may occur in each."""
+    ids: list[str] = []
+    for process in (10, 11):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        ids += [Child(Ticket(0.0)).request_id for _ in range(2)]
+    assert [each.partition("-")[0] for each in ids] == ["a", "a", "b", "b"]
+    assert len(set(ids)) == len(ids)

@@ -14,8 +14,8 @@ from foreign_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.serve.requests.task_backends import ForwardOutcome
+from meltcore.serve.tasks.foreign_chat import ask_foreign
 from meltcore.serve.upstream import forward
-from meltcore.serve.upstream.foreign_chat import ask_foreign
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
 from meltcore.settings.config import ServerConfig
 

@@ -15,8 +15,8 @@ from meltcore.serve.requests.protocol import (
     TranslateRequest,
     decode_request,
 )
+from meltcore.serve.tasks.chat import ask
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
-from meltcore.serve.tasks.generation.chat import ask
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.text.languages import english_name
 from meltcore.text.visible import is_visible

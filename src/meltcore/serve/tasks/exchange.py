@@ -125,6 +125,7 @@ class Endpoint(ABC):
         try:
             self._models.check_ready()
             await self.respond(exchange)
+            fields.setdefault("status", 200)
         except RequestError as error:
             fields |= {"status": error.status, "error": error.code or error.param}
             await exchange.fail(error)
@@ -136,7 +137,6 @@ class Endpoint(ABC):
             raise
         finally:
             if exchange.passed_body is None:
-                fields.setdefault("status", 200)
                 fields.setdefault("error", None)
                 self._log.write(
                     "request",

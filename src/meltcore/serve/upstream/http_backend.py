@@ -17,7 +17,7 @@ from starlette.types import Scope
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
-from meltcore.serve.requests.backend import SERVING, Health
+from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
 from meltcore.serve.requests.request_queue import (
     EQUAL_SHARES,
     EXPECTED_OUTPUT_TOKENS,
@@ -27,7 +27,6 @@ from meltcore.serve.requests.request_queue import (
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
-from meltcore.serve.upstream.foreign_chat import PATH as CHAT_PATH
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import Replica
@@ -339,7 +338,7 @@ class HttpBackend:
     @property
     def chats(self) -> bool:
         """Whether the server takes chats."""
-        return CHAT_PATH in self.paths
+        return LANGUAGE_PATHS[0] in self.paths
 
     @property
     def purpose(self) -> str:

@@ -10,9 +10,9 @@ import msgspec
 from starlette.types import Message
 
 from meltcore.common.errors import RequestError
+from meltcore.serve.requests.backend import LANGUAGE_PATHS
 from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardingBackend
 
-PATH = "/v1/chat/completions"
 _MAX_ANSWER_BYTES = 8 * 2**20
 
 
@@ -76,9 +76,9 @@ async def ask_foreign(backend: ForwardingBackend, fields: dict[str, Any], reques
 
     outcome = await backend.forward(
         ForwardedRequest(
-            scope={"type": "http", "headers": [], "path": PATH, "meltcore.connection": _NoConnection()},
+            scope={"type": "http", "headers": [], "path": LANGUAGE_PATHS[0], "meltcore.connection": _NoConnection()},
             send=send,
-            path=PATH,
+            path=LANGUAGE_PATHS[0],
             request_id=request_id,
             arrived_s=time.monotonic(),
             body=msgspec.json.encode(fields),

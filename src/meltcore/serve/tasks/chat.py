@@ -10,7 +10,7 @@ from meltcore.serve.requests.backend import Backend, language_backend
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
 from meltcore.serve.requests.task_backends import is_forwarding
-from meltcore.serve.upstream.foreign_chat import ask_foreign
+from meltcore.serve.tasks.foreign_chat import ask_foreign
 
 # An answer that has this many is ended, since these routes have no field for it.
 MAX_ANSWER_TOKENS = 2048
