@@ -19,7 +19,13 @@ from meltcore.kernels.quant.ggml_wgmma_gemm import WgmmaConfig, ggml_wgmma_gemm,
 
 TYPES = [*DECODED_TYPES, *INT4_TYPES]
 FORMATS = pytest.mark.parametrize("block_type", TYPES, ids=lambda each: each.name)
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+# How a pair is rounded to float16 has nothing to do with how it was decoded, so a few formats show it.
+FORMATS_AND_DTYPES = pytest.mark.parametrize(
+    ("block_type", "dtype"),
+    [(each, torch.bfloat16) for each in TYPES]
+    + [(each, torch.float16) for each in (GgmlType.Q4_0, GgmlType.Q6_K, INT4_TYPES[0])],
+    ids=lambda each: str(each)[6:] if isinstance(each, torch.dtype) else each.name,
+)
 
 
 @pytest.mark.slow
@@ -34,11 +40,28 @@ def test_compiles(block_type: BlockType) -> None:
 def test_every_number_of_tokens_has_a_tile_and_stages(block_type: BlockType) -> None:
     for tokens in (1, 16, 17, 64, 65, 128, 129, 256, 512, 1000):
         for rows, columns in ((43008, 5376), (5376, 21504), (4096, 4096), (112, 512)):
-            config = select_config(tokens, rows, columns, block_type)
+            config = select_config(tokens, rows, columns, block_type, 132)
             assert config.tokens in wgmma.TOKEN_TILES
             assert -(-tokens // config.tokens) == -(-tokens // 256), "no more tiles than the largest makes"
             assert config.weight_stages >= 2
             assert config.token_stages >= 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "block_type", "groups"),
+    [
+        (24576, 4096, GgmlType.Q4_0, 3),  # 128 tiles of 192 rows, one for nearly every SM
+        (28672, 4096, GgmlType.Q4_0, 2),  # 150
+        (43008, 5376, GgmlType.Q4_0, 3),
+        (16384, 4096, GgmlType.Q6_K, 3),
+        (4096, 4096, GgmlType.Q6_K, 2),
+    ],
+)
+def test_a_third_warp_group_multiplies_large_weights(
+    rows: int, columns: int, block_type: BlockType, groups: int
+) -> None:
+    assert select_config(64, rows, columns, block_type, 132).warp_groups == groups
+    assert select_config(200, rows, columns, block_type, 132).warp_groups == 2
 
 
 @pytest.mark.parametrize(
@@ -147,8 +170,7 @@ def need_hopper() -> None:
 
 
 @pytest.mark.gpu
-@FORMATS
-@DTYPES
+@FORMATS_AND_DTYPES
 @pytest.mark.parametrize("groups", [2, 3])
 def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, groups: int) -> None:
     """Rows, columns and tokens that are no multiple of a tile, a chunk or a copy."""

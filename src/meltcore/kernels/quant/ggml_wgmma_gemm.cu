@@ -229,15 +229,17 @@ struct Raw {
     }
 
     // Value `index` of a plane of 4 to 6 bits, plus `base(plane)`: moved to bits 8, 12 or 16, below the exponent that
-    // makes that bit a one.
+    // makes that bit a one. INT4 has no bit 8: what `offset` has there, times a scale, would not fit a float32 number.
     __device__ __forceinline__ static int position(int plane) {
+        if (FORMAT == INT4) return plane == 2 || plane == 4 || plane > 5 ? 16 : 12;
         return 4 * (plane < 2 ? plane + 2 : plane < 5 ? plane : plane - 3);
     }
     __device__ __forceinline__ static float base(int plane) { return (float)(1 << (23 - position(plane))); }
 
     __device__ __forceinline__ float number(int which, int half, int index, int plane) const {
         const u32 word = words[which][half][index], at = position(plane);
-        const u32 moved = plane < 2 ? word << 8 : plane < 5 ? word : word >> 12;
+        const int right = 4 * plane - (int)at;
+        const u32 moved = right < 0 ? word << -right : word >> right;
         const u32 exponent = (127 + 23 - at) << 23;
         if (FORMAT == Q6_K) {
             const u32 pair = high[which][half][index / 2];
@@ -311,7 +313,7 @@ struct Raw {
                     } else {
                         first = number(which, half, 2 * i, plane), second = number(which, half, 2 * i + 1, plane);
                         const float plus = offset(which, plane);
-                        if (FORMAT == Q4_0) {
+                        if (FORMAT == Q4_0 || FORMAT == INT4) {
                             first = fmaf(first, by, plus * by), second = fmaf(second, by, plus * by);
                         } else if (HAS_MINIMA) {
                             const float least = minimum(which, plane);
@@ -487,28 +489,41 @@ struct Group {
     __device__ __forceinline__ void store(const float* sums, int row_tile, int token_tile) const {
         const int first = row_tile * ROWS + first_row(), row = (IS_GATED ? first / 2 : first) + lane / 4;
         const bool has_row = row < params.outputs, has_next = !IS_GATED && row + 8 < params.outputs;
+        // The residual of a batch is read before any of the batch is written: reads that follow writes would wait for
+        // one another, each as long as memory takes.
+        constexpr int BATCH = TOKENS / 8 < 4 ? TOKENS / 8 : 4;  // of 8 tokens
         int token = token_tile * TOKENS + lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i, token += 6) {
+        for (int batch = 0; batch < TOKENS / 8; batch += BATCH, token += 8 * BATCH) {
             forget_value(token);
+            u16 residual[4 * BATCH];
+            if (params.flags & RESIDUAL)
 #pragma unroll
-            for (int j = 0; j < 2; ++j, ++token) {
-                if (token >= params.token_count) continue;
-                const i64 out = (i64)token * params.output_stride + row;
-                const float value = sums[4 * i + j], next = sums[4 * i + 2 + j];
-                if (has_row) store_one(out, IS_GATED ? value / (1.0f + __expf(-value)) * next : value);
-                if (has_next) store_one(out + 8, next);
+                for (int i = 0; i < 2 * BATCH; ++i) {
+                    const u16* const from = (const u16*)params.output + place_of(token + i / 2 * 8 + i % 2, row);
+                    const bool has_token = token + i / 2 * 8 + i % 2 < params.token_count;
+                    if (has_token && has_row) residual[2 * i] = from[0];
+                    if (has_token && has_next) residual[2 * i + 1] = from[8];
+                }
+#pragma unroll
+            for (int i = 0; i < 2 * BATCH; ++i) {
+                if (token + i / 2 * 8 + i % 2 >= params.token_count) continue;
+                const i64 to = place_of(token + i / 2 * 8 + i % 2, row);
+                const float* const both = sums + 4 * (batch + i / 2) + i % 2;
+                const float value = IS_GATED ? both[0] / (1.0f + __expf(-both[0])) * both[2] : both[0];
+                if (has_row) store_one(to, value, residual[2 * i]);
+                if (has_next) store_one(to + 8, both[2], residual[2 * i + 1]);
             }
         }
     }
 
-    __device__ __forceinline__ void store_one(i64 index, float value) const {
-        if (params.flags & FLOAT_OUTPUT) {
-            ((float*)params.output)[index] = value;
-            return;
-        }
-        u16* const out = (u16*)params.output + index;
-        *out = from_float(params.flags & RESIDUAL ? value + to_float(*out) : value);
+    __device__ __forceinline__ i64 place_of(int token, int row) const { return (i64)token * params.output_stride + row; }
+
+    __device__ __forceinline__ void store_one(i64 place, float value, u16 residual) const {
+        if (params.flags & FLOAT_OUTPUT)
+            ((float*)params.output)[place] = value;
+        else
+            ((u16*)params.output)[place] = from_float(params.flags & RESIDUAL ? value + to_float(residual) : value);
     }
 
     __device__ __forceinline__ void run() {

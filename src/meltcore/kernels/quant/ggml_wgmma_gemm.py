@@ -120,14 +120,14 @@ def _has_much_to_decode(values: int, block_type: BlockType) -> bool:
 
 
 @cache
-def select_config(tokens: int, rows: int, columns: int, block_type: BlockType) -> WgmmaConfig:
+def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int) -> WgmmaConfig:
     """Select the configuration for a number of tokens and a weight [rows, columns]. Measured on an H200."""
     token_tiles = -(-tokens // TOKEN_TILES[-1])
     tile = next(each for each in TOKEN_TILES if token_tiles * each >= tokens)
-    # A third warp group pays where a block has long runs, or much to decode.
-    values = rows * columns
-    wide = tile <= _MAX_WIDE_TOKENS and (values >= _MIN_WIDE_VALUES or _has_much_to_decode(values, block_type))
-    return WgmmaConfig.of(tile, 3 if wide else 2, block_type)
+    # A third warp group pays where a block has long runs or much to decode, and where each SM then has a whole tile.
+    values, wide_tiles = rows * columns, -(-rows // (3 * _GROUP_ROWS))
+    pays = values >= _MIN_WIDE_VALUES or _has_much_to_decode(values, block_type) or 0.9 * sms <= wide_tiles <= sms
+    return WgmmaConfig.of(tile, 3 if pays and tile <= _MAX_WIDE_TOKENS else 2, block_type)
 
 
 @cache
@@ -163,7 +163,7 @@ def ggml_wgmma_gemm(
     output = out if residual is None else residual
     if output is None:
         output = torch.empty(tokens, n, dtype=hidden.dtype, device=device)
-    config = config or select_config(tokens, rows, k, weight.type)
+    config = config or select_config(tokens, rows, k, weight.type, sm_count(device))
     token_tiles, chunks = -(-tokens // config.tokens), -(-k // chunk_columns(weight.type))
     tiles = -(-rows // config.rows) * token_tiles
     grid = grid_size(tiles, chunks, config.tokens, sm_count(device))
