@@ -446,6 +446,13 @@ def test_interrupted_level_is_partial_and_keeps_its_records(scripted: Start, tmp
     assert len(records.read_text().splitlines()) == result.requests
 
 
+def test_interrupt_after_the_last_answer_is_not_lost(scripted: Start) -> None:
+    config = LoadConfig(url=scripted("--tokens", "4").url, concurrency=(2,), num_prompts=(4,), **QUICK)  # type: ignore[attr-defined, arg-type]
+    [result] = run_levels(config, on_level=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert (result.verdict, result.succeeded) == ("PARTIAL", 4)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_address_without_a_server_is_an_error() -> None:
     with pytest.raises(ConfigError, match="refused"):
         run_levels(LoadConfig(url="http://127.0.0.1:9"))

@@ -73,7 +73,8 @@ def measure_fleet(
     if run.plan.experiment is not None and len(run.experiment_loads) == 2:
         alone, together = run.experiment_loads
         result.experiment = make_experiment(run.plan.experiment, config.interference_s, alone, together)
-    judge(result, config.p95_limits_ms, [stream.level.verdict for level in run.levels for stream in level.streams])
+    verdicts: list[Verdict] = [stream.level.verdict for level in run.levels for stream in level.streams]
+    judge(result, config.p95_limits_ms, [*verdicts, "PARTIAL"] if run.has_ended_early else verdicts)
     return result
 
 
@@ -126,7 +127,7 @@ class _FleetRun:
                 timeouts=config.timeouts,
                 on_progress=self._on_progress,
             )
-            with self._runner.stop_on_interrupt():
+            with self._runner.interrupt:
                 await self._run_parts()
         finally:
             record_file.close()

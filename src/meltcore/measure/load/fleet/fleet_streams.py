@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,7 +19,7 @@ from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.runner import PROGRESS_INTERVAL_S, RELEASE_DELAY_S
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
 from meltcore.measure.load.run.timeline import InFlight
-from meltcore.measure.load.run.worker import LoadWorker, LocalWorker, WorkerResult, WorkerSettings, first_interrupt
+from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
 from meltcore.measure.load.wire.connection import Target
 from meltcore.measure.load.workloads.clips import Clip
@@ -117,23 +117,17 @@ class StreamRunner:
         self._workloads: dict[str, Workload] = {}
         self._next_prompt_idx: dict[str, int] = {}
         self._workers: list[LoadWorker] = []
-        self.interrupted = False
+        self.interrupt = FirstInterrupt(self._stop_workers)
         self.server_died = False
 
     @property
     def has_ended(self) -> bool:
         """Whether no further level makes sense."""
-        return self.interrupted or self.server_died
+        return self.interrupt.arrived or self.server_died
 
-    def stop_on_interrupt(self) -> AbstractContextManager[None]:
-        """Make the first Ctrl-C end the current level in order. A second one raises KeyboardInterrupt."""
-
-        def stop() -> None:
-            self.interrupted = True
-            for worker in self._workers:
-                worker.stop()
-
-        return first_interrupt(stop)
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.stop()
 
     async def warm_up(self, streams: Sequence[Stream]) -> None:
         """Send a few requests to each model; their records are dropped."""
@@ -186,9 +180,8 @@ class StreamRunner:
         progress = asyncio.ensure_future(self._report(label, records))
         try:
             await asyncio.gather(*(worker.open() for worker in self._workers))
-            if self.interrupted:
-                for worker in self._workers:
-                    worker.stop()
+            if self.interrupt.arrived:
+                self._stop_workers()
             released_s = time.monotonic() + (RELEASE_DELAY_S if self._processes > 1 else 0.0)
             # For all: the first worker of this process that ends would turn it on for the others.
             with without_collection():
@@ -265,7 +258,7 @@ class StreamRunner:
                 released_s=released_s,
                 client_usages=[result.usage for result in results],
                 server_died_s=min(died_at_s, default=None),
-                interrupted=self.interrupted,
+                interrupted=self.interrupt.arrived,
                 workload_name=workload.name,
                 is_graded=workload.is_graded,
                 task=workload.task,

@@ -6,7 +6,6 @@ import asyncio
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from meltcore.measure.documents.verdicts import CUT_SHORT
 from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
-from meltcore.measure.load.run.worker import LoadWorker, LocalWorker, OnRecords, WorkerSettings, first_interrupt
+from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, OnRecords, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
 from meltcore.measure.load.token_counter import TokenCounter
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
@@ -80,10 +79,15 @@ async def run_levels_async(
     record_file = RecordFile(config.records_path, with_event_times=config.record_event_times)
     run = _LoadRun(config, target, model, token_counter, record_file, on_progress, on_level)
     try:
-        with run.stop_on_interrupt():
-            return await run.run_levels()
+        with run.interrupt:
+            results = await run.run_levels()
     finally:
         record_file.close()
+    last = results[-1]
+    if run.interrupt.arrived and last.verdict not in CUT_SHORT:
+        last.verdict = "PARTIAL"
+        last.reasons.append("interrupted after its last answer")
+    return results
 
 
 def check_limits(num_connections: int, *, connections_per_process: int, port_range: Path = _PORT_RANGE) -> None:
@@ -137,17 +141,11 @@ class _LoadRun:
         self._workload = open_workload(config, self._num_prompts)
         self._next_prompt_idx = 0
         self._workers: list[LoadWorker] = []
-        self._interrupted = False
+        self.interrupt = FirstInterrupt(self._stop_workers)
 
-    def stop_on_interrupt(self) -> AbstractContextManager[None]:
-        """Make the first Ctrl-C end the current level in order. A second one raises KeyboardInterrupt."""
-
-        def stop() -> None:
-            self._interrupted = True
-            for worker in self._workers:
-                worker.stop()
-
-        return first_interrupt(stop)
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.stop()
 
     async def run_levels(self) -> list[LevelResult]:
         results: list[LevelResult] = []
@@ -200,9 +198,8 @@ class _LoadRun:
         try:
             await asyncio.gather(*(worker.open() for worker in self._workers))
             await probe.start()
-            if self._interrupted:
-                for worker in self._workers:
-                    worker.stop()
+            if self.interrupt.arrived:
+                self._stop_workers()
             records.released_s = time.monotonic() + (RELEASE_DELAY_S if num_workers > 1 else 0.0)
             worker_results = await asyncio.gather(*(worker.run(records.released_s) for worker in self._workers))
         finally:
@@ -219,7 +216,7 @@ class _LoadRun:
             released_s=records.released_s,
             client_usages=[worker_result.usage for worker_result in worker_results],
             server_died_s=min(died_at_s, default=None),
-            interrupted=self._interrupted,
+            interrupted=self.interrupt.arrived,
             server_peak_in_flight=server_peak,
             workload_name=self._workload.name,
             is_graded=self._workload.is_graded,

@@ -7,9 +7,9 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -186,20 +186,35 @@ class LocalWorker:
         )
 
 
-@contextmanager
-def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first Ctrl-C. A second one raises KeyboardInterrupt, as it does without this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
-        return
-    loop = asyncio.get_running_loop()
+class FirstInterrupt:
+    """The first Ctrl-C of a run, which ends the current level in order. A second one ends the run as it does elsewhere.
 
-    def stop_once() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        stop()
+    A context manager, entered in the event loop. Only the main thread receives signals; elsewhere it does nothing.
+    """
 
-    loop.add_signal_handler(signal.SIGINT, stop_once)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
+    def __init__(self, stop: Callable[[], None]) -> None:
+        """stop: is called in the event loop after the signal, unless the loop ends first."""
+        # Set by the signal's own handler: the loop may not run again before the run returns its results.
+        self.arrived = False
+        self._stop = stop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._previous: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._loop = asyncio.get_running_loop()
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
+        assert self._loop is not None
+        self.arrived = True
+        self._loop.call_soon_threadsafe(self._stop)
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._loop is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._loop = None
