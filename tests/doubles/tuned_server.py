@@ -10,7 +10,7 @@ import uvloop
 from scripted_server import Script, ScriptedServer
 
 LONGEST, MOST_SEQS = 5000, 5
-ITL_S = {1: 0.02, 2: 0.01, 4: 0.005, 8: 0.005}
+ITL_S = {1: 0.3, 2: 0.01, 4: 0.005, 8: 0.005}
 
 
 class TunedServer(ScriptedServer):

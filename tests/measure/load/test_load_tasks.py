@@ -39,7 +39,7 @@ def test_translation_counts_sentences_and_source(tokens: int | None) -> None:
     with serve_tasks(delay_s=0.02, **({} if tokens is None else {"tokens": tokens})) as server:
         level, task = load(server.url, TRANSLATE)
         requests = server.received
-    assert (level.failed, level.verdict, task.task) == (0, "OK", "translation")
+    assert (level.failed, level.verdict in FINE, task.task) == (0, True, "translation")
     assert task.work == sum(len(request["sentences"]) for request in requests) > 24
     assert task.work_per_s == pytest.approx(task.work / level.duration_s)
     num_chars = sum(len(sentence) for request in requests for sentence in request["sentences"])

@@ -109,7 +109,8 @@ def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(t
                 assert "the address of an upstream leads back to this server" in answer.error["message"]
                 after = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
                 assert (after[0] - before[0], after[1] - before[1]) == (1, 1)
-            assert [chat(first, "a").status, chat(second, "b").status] == [200, 200]
+            for server, own in ((first, "a"), (second, "b")):
+                wait_until(lambda server=server, own=own: chat(server, own).status == 200, "the model of its own")
             assert first.metrics()["requests_in_flight"] == second.metrics()["requests_in_flight"] == 0
 
 
