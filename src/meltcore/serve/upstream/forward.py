@@ -7,8 +7,6 @@ model's name, and passes the request to its backend, or to the other endpoint.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -75,13 +73,8 @@ class ForwardingEndpoint(Endpoint):
         path = exchange.scope["path"]
         body, content_type = await exchange.body(self._limit_bytes)
         body, content_type = body.removeprefix(codecs.BOM_UTF8), content_type or "application/json"
-        has_default = path in LANGUAGE_PATHS or path in FOREIGN_PATHS  # speech and translation choose by language
-        default = self._models.default(self._config.routes, path) if has_default else None
-        if self._own is not None and not self._may_forward(default, body):
-            exchange.passed_body = body
-            return
         fields = read_fields(body, content_type)
-        name = None if fields is None else fields.model or default
+        name = None if fields is None else fields.model or self._default(path)
         backend = None if name is None else self._models.get(name)
         if fields is None or not is_forwarding(backend):
             if self._own is None:
@@ -108,12 +101,10 @@ class ForwardingEndpoint(Endpoint):
             exchange.fields["ttft_s"] = round(request.first_byte_s - exchange.arrived_s, 6)
         exchange.fields |= msgspec.structs.asdict(outcome)
 
-    def _may_forward(self, default: str | None, body: bytes) -> bool:
-        """Return whether a request may be for a model that is forwarded. Nothing is decoded for that."""
-        if default is not None and is_forwarding(self._models.get(default)):
-            return True
-        forwarding = (backend for backend in self._models.backends if is_forwarding(backend))
-        return any(mark in body for backend in forwarding for mark in _marks(backend.names))
+    def _default(self, path: str) -> str | None:
+        """Return the model of a request that names none. Speech and translation choose theirs by language."""
+        has_default = path in LANGUAGE_PATHS or path in FOREIGN_PATHS
+        return self._models.default(self._config.routes, path) if has_default else None
 
     def _not_here(self, fields: _Fields | None, name: str | None, path: str) -> RequestError:
         if fields is None:
@@ -130,13 +121,6 @@ def read_fields(body: bytes, content_type: str) -> _Fields | None:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # the endpoint of our own models says what is wrong
-
-
-@cache
-def _marks(names: tuple[str, ...]) -> Sequence[bytes]:
-    """Return what a body that names one of these models has: a name, or an escape that may spell a part of one."""
-    written = {each for name in names for each in (name.encode(), msgspec.json.encode(name)[1:-1])}
-    return (*written, b"\\/", b"\\u00" if all(map(str.isascii, names)) else b"\\u")
 
 
 def _not_served(backend: Backend | ForwardingBackend, path: str) -> RequestError:
