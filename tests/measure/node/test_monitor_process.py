@@ -57,8 +57,9 @@ def test_samples_keep_their_interval_on_the_monotonic_clock(tmp_path: Path) -> N
     assert before_s < times[0] < times[-1] < time.monotonic()
     # Samples stay on the grid: each is on time or late, and lateness is not passed on to those that follow.
     assert monitor.end is not None
-    passed, until_end = (round((end_s - times[0]) / 0.02) for end_s in (times[-1], monitor.end.t_s))
-    assert passed - 1 <= len(times) - 1 + monitor.end.missed <= until_end + 1
+    # The grid begins when the first sample was due, which the sampler may have slept past on a busy machine.
+    passed, most = round((times[-1] - times[0]) / 0.02), round((monitor.end.t_s - before_s) / 0.02)
+    assert passed - 1 <= len(times) - 1 + monitor.end.missed <= most
     assert all(sample.gpm_window_s is not None for sample in samples), "the first sample already has a window"
 
 
