@@ -10,6 +10,8 @@ REAL_NAMES ?= smollm2
 REAL_STAMP := $(VENV)/.installed-real
 # Gemma's terms are to be accepted first, so only REAL_NAMES="smollm2 gemma3" runs its tests.
 REAL_SELECT := $(if $(findstring gemma3,$(REAL_NAMES)),,-k 'not gemma3')
+# Comparisons with llama.cpp and with indic-nlp-library, which are skipped where these are not installed.
+REFERENCE_TESTS := tests/models/test_llama_cpp.py tests/text/test_gguf_pre_tokenizers.py tests/text/test_translation_text.py
 SMOLLM2 := $(REAL_MODELS)/smollm2-135m-instruct.q4_1.gguf
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
@@ -47,6 +49,7 @@ test-cluster: $(CLUSTER_STAMP)  ## Run the tests that need Ray, which this insta
 test-real: $(REAL_STAMP)  ## Fetch language models with real weights and compare them with transformers (about 15 minutes).
 	$(BIN)/python scripts/real_models.py fetch $(REAL_MODELS) $(REAL_NAMES)
 	REQUIRE_REAL=1 REAL_MODELS=$(REAL_MODELS) $(BIN)/python -m pytest -n 0 -rs tests/real -m 'not gpu' $(REAL_SELECT)
+	REQUIRE_REAL=1 $(BIN)/python -m pytest -n 0 -rs $(REFERENCE_TESTS)
 
 lint: $(STAMP)  ## Check format, lint rules and types.
 	$(BIN)/ruff format --check .
@@ -86,6 +89,8 @@ $(CLUSTER_STAMP): $(STAMP)
 
 $(REAL_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group real
+	@# Its requirements are sphinx-argparse, sphinx-rtd-theme and morfessor too, which its sentences do not need.
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps indic-nlp-library
 	touch $@
 
 clean:  ## Remove the virtual environment and the built documentation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import socket
 import unicodedata
@@ -143,7 +144,10 @@ def llama_cpp_tokens(path: Path, texts: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs xllamacpp, a wheel of llama.cpp")
+@pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None and not os.environ.get("REQUIRE_REAL"),
+    reason="llama.cpp's bindings, xllamacpp, are not installed (make test-real)",
+)
 @pytest.mark.parametrize("name", [*WORDS, "command-r", "chatglm-bpe"])
 def test_tokens_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     texts = [text for text in [TEXT, CHINESE, *draw_texts()] if is_alike(name, text)]
