@@ -275,6 +275,19 @@ def test_all_reasons_of_a_refusal_are_named_together(tmp_path: Path) -> None:
     assert len(error.value.reasons) == 2
 
 
+@pytest.mark.parametrize(
+    "change", [{"general.architecture": "falcon"}, {"expert_count": 8}, {"final_logit_softcapping": 30.0}], ids=str
+)
+@pytest.mark.parametrize("kind", ["IQ1_S", "IQ2_S"])
+def test_another_format_is_no_remedy_for_another_architecture(
+    tmp_path: Path, change: dict[str, Any], kind: str
+) -> None:
+    refused_quickly(
+        write(tmp_path / "model.gguf", change, kind=kind),
+        rf"2 reasons: .*; \(2\) stores 1 tensor as {kind} .*; take a file of the model in one of these$",
+    )
+
+
 @pytest.mark.parametrize("kind", [each for each in GgmlType if each.block_size == 256], ids=lambda each: each.name)
 def test_rows_and_bytes_of_k_quants_are_checked(tmp_path: Path, kind: GgmlType) -> None:
     """A row that is no whole number of blocks, blocks cut short, and a shape of 2^60 rows."""

@@ -101,7 +101,7 @@ def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, 
         config = read_config(model)
     except ConfigError as error:
         reasons.append(str(error).removeprefix(f"{model.path}: ").removeprefix(f"{model.path} "))
-    if (reason := unsupported_formats(model)) is not None:
+    if (reason := unsupported_formats(model, is_configured=not reasons)) is not None:
         reasons.append(reason)
     if not has_tokenizer and "tokenizer.ggml.tokens" not in model.metadata:
         reasons.append("has no tokenizer (tokenizer.ggml.tokens); name one with --tokenizer")

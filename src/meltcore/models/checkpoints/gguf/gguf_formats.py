@@ -37,8 +37,11 @@ ROUTER = "ffn_gate_inp"
 QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
-def unsupported_formats(model: GGUFModel) -> str | None:
-    """Return why a file's formats cannot be served, with the numbers of tensors. None means that all can be served."""
+def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
+    """Return why a file's formats cannot be served, with the numbers of tensors. None means that all can be served.
+
+    is_configured: the file's architecture and metadata can be served, so it is worth writing in another format.
+    """
     found = {
         name: tensor.type.name
         for name, tensor in model.tensors.items()
@@ -53,7 +56,7 @@ def unsupported_formats(model: GGUFModel) -> str | None:
         return None
     supported = ", ".join(each.name for each in (*DENSE_TYPES, *QUANTIZED_TYPES))
     remedy = "take a file of the model in one of these"
-    if is_readable:
+    if is_readable and is_configured:
         remedy += f", or write one: meltcore quantize {model.path} --to q8_0 --allow-requantize"
     return f"stores {count_formats(found.values())} (first: {next(iter(found))}); supported: {supported}; {remedy}"
 
