@@ -172,6 +172,9 @@ def test_offer_that_ends_the_connection_ends_it() -> None:
     ("bad", "status"),
     [
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
+        (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", 400),

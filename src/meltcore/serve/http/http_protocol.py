@@ -185,6 +185,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Start the request, unless its head offers another protocol: then it is parsed again."""
         if self.parser.get_method() == b"CONNECT":
             self._reject(RequestError("CONNECT: this server is no proxy", status=405))
+        elif (version := self.parser.get_http_version()) == "2.0":  # of all others the parser refuses those above 1.1
+            self._reject(RequestError(f"the version of HTTP is {version}; this server has 1.0 and 1.1"))
         elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._reject_long_head()  # its end came with the data that made it too long
         if self._is_rejected or self.parser.should_upgrade():

@@ -278,7 +278,10 @@ def decode_request(body: bytes, form: type[Request]) -> Request:
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from error
+        # msgspec takes a body for truncated whose end is too near to hold the second half of a surrogate pair.
+        lone = _LONE_SURROGATE_AT_END.search(body) if "truncated" in str(error) else None
+        reason = f"{lone[1].decode()} is half of a surrogate pair, which is no character" if lone else error
+        raise RequestError(f"the body is not valid JSON: {reason}") from error
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     check_supported(request)
@@ -335,6 +338,10 @@ _ENUMERATIONS = {
     "format": ("audio", "json"),
 }
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+# Fewer bytes follow than the six of a second half, and they do not begin one.
+_LONE_SURROGATE_AT_END = re.compile(
+    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u|\\\Z|\Z).{1,5}\Z", re.DOTALL
+)
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _CONTENT_TYPE = re.compile(r"content\[[^]]*\]\.type$")  # of a part of a message
 _NAMED_FIELD = re.compile(r"field `(?P<name>[^`]+)`")
