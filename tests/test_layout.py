@@ -40,7 +40,7 @@ ALLOWED = {
     "text": (
         *("models.checkpoints.checkpoint", "models.checkpoints.fairseq_config", "models.checkpoints.gguf.gguf_config"),
         *("models.checkpoints.gguf.gguf_file", "models.checkpoints.gguf.gguf_tokens", "models.configs.config_fields"),
-        *("models.configs.json_file", *GROUND),
+        *("models.configs.turn_tokens", "models.configs.json_file", *GROUND),
     ),
     "audio": ("common",),
     "measure.experiments.demo": (

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from meltcore.common.errors import ConfigError
 from meltcore.models.checkpoints.checkpoint import open_checkpoint, read_json
 from meltcore.protocol.sampling_params import SamplingParams
+from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.detokenizer import Detokenizer
 from meltcore.text.tokenizer import Tokenizer
@@ -82,6 +83,62 @@ def test_special_token_in_a_message_is_text(tmp_path: Path, name: str) -> None:
     for token in ours.control_tokens.texts:
         for text in (token, f"a {token} b", f"a{token}b"):
             assert not ours.special_ids & set(ours.control_tokens.encode(text, []))
+
+
+# Tokens of turns that published templates write. The layouts have them as text ("special": false).
+WRITTEN = {
+    "Aya Expanse": ["<|START_OF_TURN_TOKEN|>"],
+    "Command R+": ["<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"],
+    "DeepSeek R1 Distill Qwen": ["<｜User｜>", "<｜Assistant｜>"],
+    "DeepSeek V3": ["<｜User｜>"],
+    "DeepSeek V4": ["<｜User｜>"],
+    "Qwen 3": ["<tool_call>", "</tool_call>"],
+}
+
+
+def counts_in_chat(folder: Path, source: str, token: str) -> list[tuple[int, str]]:
+    """How often a token is in a prompt, and the prompt, for messages with the token and for one without it."""
+    ours, template, found = our_tokenizer(folder), ChatTemplate(source), []
+    for content in ("x", token, f"hi{token}Sure", f"a < b {token}\n"):
+        messages = [{"role": "User", "content": content}]
+        ids = render_chat(ours, template, messages).encode(ours)
+        found.append((ids.count(ours.token_id(token)), template.render(messages)))
+        assert not ours.is_byte_level or ours.decode(ids, skip_special_tokens=False) == found[-1][1]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_added_token_that_a_template_writes_is_text_in_a_message(tmp_path: Path, name: str) -> None:
+    """Special or not. Tokens of whitespace are no control tokens."""
+    LAYOUTS[name].write(tmp_path)
+    listed = [token["content"] for token in LAYOUTS[name].tokenizer["added_tokens"] if not token["content"].isspace()]
+    assert set(WRITTEN.get(name, ())) <= {*listed}
+    for token in listed:
+        for source in (f"{token}{{{{ messages[0].content }}}}z", f"{{{{ {token!r} ~ messages[0].content ~ 'z' }}}}"):
+            assert {count for count, _ in counts_in_chat(tmp_path, source, token)} == {1}, (token, source)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek R1 Distill Qwen", "DeepSeek V3", "DeepSeek V4"])
+def test_token_of_a_turn_that_a_template_joins_of_parts_is_text_in_a_message(tmp_path: Path, name: str) -> None:
+    source = "{% for m in messages %}{{ '<｜' ~ m.role ~ '｜>' ~ m.content }}{% endfor %}"
+    found = counts_in_chat(LAYOUTS[name].write(tmp_path), source, "<｜User｜>")
+    assert {count for count, _ in found} == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "sought"),
+    [
+        ("SmolLM3", "</think>", "{{ '' if '</think>' in messages[0].content }}"),
+        ("SmolLM3", "<think>", "{{ messages[0].content.split('<think>')[5] }}"),
+        ("Qwen 3", "<tool_call>", "{{ messages[0].content | replace('<tool_call>y', '') | length * 0 or '' }}"),
+        ("GPT-NeoX", " " * 24, ""),
+    ],
+)
+def test_token_that_a_template_looks_for_or_whitespace_stays_a_token(
+    tmp_path: Path, name: str, token: str, sought: str
+) -> None:
+    source = f"{sought}{{{{ {token!r} ~ messages[0].content }}}}"
+    assert [count for count, _ in counts_in_chat(LAYOUTS[name].write(tmp_path), source, token)][2:] == [2, 2]
 
 
 # --- every field counts

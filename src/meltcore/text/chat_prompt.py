@@ -1,8 +1,8 @@
-"""Renders chats and encodes them, with special tokens of the chat template and plain text of the messages.
+"""Renders chats and encodes them, with control tokens of the chat template and plain text of the messages.
 
 What a template does with a message (trim it, split it, repeat it, ask what it begins with) cannot be followed. So the
-chat is rendered a second time, with stand-ins for those characters of the messages that begin or end special tokens.
-The special tokens of this second prompt are the template's own. If the first prompt has the same ones, it is encoded as
+chat is rendered a second time, with stand-ins for those characters of the messages that begin or end control tokens.
+The control tokens of this second prompt are the template's own. If the first prompt has the same ones, it is encoded as
 it is. Else the second one is, where stand-ins mark what is text. Strings that the template itself compares with, such
 as "</think>", stay in both, so that it treats them alike.
 """
@@ -30,17 +30,19 @@ class ChatPrompt(NamedTuple):
 
     Args:
         text: what the model reads, special tokens included.
-        special_tokens: the template's special tokens in it. None means all that the tokenizer finds.
+        special_tokens: the template's control tokens in it. None means all that the tokenizer finds.
+        controls: the control tokens of the tokenizer and the template, which `special_tokens` are some of.
     """
 
     text: str
     special_tokens: list[Match] | None = None
+    controls: ControlTokens | None = None
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Return the token ids."""
-        if self.special_tokens is None:
+        if self.special_tokens is None or self.controls is None:
             return tokenizer.encode(self.text, add_special_tokens=False)
-        return tokenizer.control_tokens.encode(self.text, self.special_tokens)
+        return self.controls.encode(self.text, self.special_tokens)
 
 
 def render_chat(
@@ -53,15 +55,17 @@ def render_chat(
 ) -> ChatPrompt:
     """Return the prompt of a chat, up to where the answer begins.
 
-    special_tokens_in_messages: whether special tokens in the text of messages are special. Raises RequestError (400).
+    special_tokens_in_messages: whether control tokens in the text of messages are tokens. Raises RequestError (400).
     """
     text = template.render(messages, kwargs)
-    controls = tokenizer.control_tokens
-    edges = controls.first_characters | controls.last_characters
-    strings = list(_strings(messages))
-    if special_tokens_in_messages or not any(edge in string for string in strings for edge in edges):
+    if special_tokens_in_messages:
         return ChatPrompt(text)
     assert isinstance(template, ChatTemplate)  # the other one renders nothing
+    controls = tokenizer.control_tokens.of_template(template.written, template.sought)
+    edges = controls.first_characters | controls.last_characters
+    strings = list(_strings(messages))
+    if not any(edge in string for string in strings for edge in edges):
+        return ChatPrompt(text)
     stand_ins = _stand_ins(edges, [*strings, text, *controls.texts])
     kept = _kept_strings(template.constants, controls)
     pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
@@ -70,10 +74,10 @@ def render_chat(
     as_text = shadow.translate({ord(stand_in): char for char, stand_in in stand_ins.items()})
     if as_text == text:
         is_same = own == found
-    else:  # the template has seen a difference, which matters only where a message has a special token
+    else:  # the template has seen a difference, which matters only where a message has a control token
         has_same_tokens = [match.token for match in own] == [match.token for match in found]
         is_same = has_same_tokens and not any(map(controls.find, strings))
-    return ChatPrompt(text) if is_same else ChatPrompt(as_text, own)
+    return ChatPrompt(text) if is_same else ChatPrompt(as_text, own, controls)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -99,7 +103,7 @@ def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str
     if len(chosen) < len(characters):
         raise RequestError(
             f"the messages must leave {len(characters)} of Unicode's {sum(map(len, _PRIVATE_USE)):,} private-use "
-            f"characters unused, to tell their text from special tokens; they leave {len(chosen)}",
+            f"characters unused, to tell their text from control tokens; they leave {len(chosen)}",
             param="messages",
         )
     return dict(zip(sorted(characters), chosen, strict=True))
@@ -118,6 +122,6 @@ def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -
 
 @lru_cache(maxsize=8)
 def _kept_strings(constants: frozenset[str], controls: ControlTokens) -> tuple[str, ...]:
-    """Return the strings of a template that no special token overlaps, the longest first."""
+    """Return the strings of a template that no control token overlaps, the longest first."""
     strings = (string for string in constants if len(string) >= _MIN_KEPT_CHARS)
     return tuple(sorted((string for string in strings if not controls.overlaps(string)), key=len, reverse=True))

@@ -19,6 +19,13 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"}
 )
+# Methods of texts, and filters, whose first argument is looked for in the text.
+_SEEKING_METHODS = frozenset(
+    {
+        *("split", "rsplit", "partition", "rpartition", "startswith", "endswith", "find", "rfind", "index", "rindex"),
+        *("count", "replace", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "trim"),
+    }
+)
 
 
 class ChatTemplate:
@@ -37,13 +44,16 @@ class ChatTemplate:
         environment = TemplateEnvironment()
         try:
             self._template = environment.from_string(source)
-            constants = [node.value for node in environment.parse(source).find_all(nodes.Const)]
+            tree = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of the code that Jinja makes of it
             raise ConfigError(f"the chat template cannot be compiled: {type(error).__name__}: {error}") from error
         self.source = source
-        self.constants = frozenset(value for value in constants if isinstance(value, str))  # in its expressions
+        self.constants = _constants(tree)  # in its expressions
+        self.sought = _sought_strings(tree)
+        data = frozenset(node.data for node in tree.find_all(nodes.TemplateData))
+        self.written = self.constants | data | frozenset((special_tokens or {}).values())
         # transformers gives tools and documents to every template.
         self._variables = {"tools": None, "documents": None, **(special_tokens or {}), **(defaults or {})}
 
@@ -113,6 +123,26 @@ class ChatTemplate:
         except (RecursionError, MemoryError) as error:
             raise RequestError("the chat template failed: nested too deeply", param="messages") from error
         return "".join(parts)
+
+
+def _constants(node: nodes.Node) -> frozenset[str]:
+    """Return the strings of a node and of all nodes within it."""
+    found = (each for each in (node, *node.find_all(nodes.Const)) if isinstance(each, nodes.Const))
+    return frozenset(each.value for each in found if isinstance(each.value, str))
+
+
+def _sought_strings(tree: nodes.Template) -> frozenset[str]:
+    """Return the strings that a template compares with, or gives to a method that looks for them in a text."""
+    where: list[nodes.Node] = []
+    for compare in tree.find_all(nodes.Compare):
+        where += [compare.expr, *(operand.expr for operand in compare.ops)]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEEKING_METHODS:
+            where += call.args[:1]
+    for each in tree.find_all(nodes.Filter):
+        if each.name in _SEEKING_METHODS:
+            where += each.args[:1]
+    return frozenset().union(*map(_constants, where))
 
 
 class MissingTemplate:

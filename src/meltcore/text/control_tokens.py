@@ -1,11 +1,16 @@
-"""Finds special tokens in text, and encodes a text in which only some of them are special.
+"""Finds control tokens in text, and encodes a text in which only some of them are tokens.
 
-A tokenizer takes the text of a special token for the token wherever it stands. In a prompt, only those that the chat
+A tokenizer takes the text of a control token for the token wherever it stands. In a prompt, only those that the chat
 template has written may be tokens; the same characters in a message are text.
+
+Control tokens are the special tokens of a vocabulary, and other added tokens that steer a chat. DeepSeek-R1's distilled
+models publish the tokens of their turns as text (`"special": false`), and so do others. Such a token is known by its
+text, or because the chat template writes it.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,11 +19,16 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, models
 
+from meltcore.models.configs.turn_tokens import TURN_TOKENS
+
 _UNMATCHED = "\0"  # the scanner's token for all text between added tokens
+# Templates also write added tokens that are whitespace, words or quotes, which are common in messages.
+_BRACKETS = frozenset("<>[]{}()|｜")
+_MIN_BRACKETED_CHARS = 3
 
 
 class Match(NamedTuple):
-    """A special token in a text: its content, and the characters that it covers."""
+    """A control token in a text: its content, and the characters that it covers."""
 
     token: str
     start: int
@@ -26,13 +36,15 @@ class Match(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of a vocabulary."""
+    """The special tokens of a vocabulary, its tokens of turns, and the added tokens `written` by a chat template."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, written: frozenset[str] = frozenset()) -> None:
         self._backend = backend
+        self._of_templates: dict[tuple[frozenset[str], frozenset[str]], ControlTokens] = {}
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        self._added = [token for _, token in sorted(added.items())]
-        self._ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        by_text = TURN_TOKENS | written
+        self._ids = {token.content: i for i, token in added.items() if token.special or token.content in by_text}
+        self._added = [self._as_special(token) for _, token in sorted(added.items())]
         # A vocabulary of one word: it finds added tokens as the tokenizer does, and takes all else as a whole.
         self._scanner = tokenizers.Tokenizer(models.WordLevel({_UNMATCHED: 0}, unk_token=_UNMATCHED))
         self._scanner.add_tokens(self._added)
@@ -40,8 +52,35 @@ class ControlTokens:
         self.first_characters = frozenset(text[0] for text in self.texts)
         self.last_characters = frozenset(text[-1] for text in self.texts)
 
+    def of_template(self, written: frozenset[str], sought: frozenset[str]) -> ControlTokens:
+        """Return these tokens, and the added tokens in brackets that a chat template writes.
+
+        Args:
+            written: the strings that the template may write.
+            sought: the strings that the template looks for in messages. A token in one of them stays as it is, since
+                messages are meant to have it: `</think>` ends the reasoning of an earlier answer.
+        """
+        key = written, sought
+        found = self._of_templates.get(key)
+        if found is None:
+            texts = (token.content for token in self._added if not token.special and _is_in_brackets(token.content))
+            more = frozenset(
+                text
+                for text in texts
+                if any(text in each for each in written) and not any(text in each for each in sought)
+            )
+            found = self._of_templates[key] = ControlTokens(self._backend, more) if more else self
+        return found
+
+    def _as_special(self, token: AddedToken) -> AddedToken:
+        """Return an added token as the text encoder must have it, which reads special tokens as text."""
+        if token.special or token.content not in self._ids:
+            return token
+        sides = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+        return AddedToken(token.content, normalized=token.normalized, special=True, **sides)
+
     def find(self, text: str) -> list[Match]:
-        """Return the special tokens that encoding `text` as a whole would find."""
+        """Return the control tokens that encoding `text` as a whole would find."""
         if not self._ids:
             return []
         found = self._scanner.encode(text, add_special_tokens=False)
@@ -54,7 +93,7 @@ class ControlTokens:
         ]
 
     def overlaps(self, string: str) -> bool:
-        """Return whether a string contains a special token, or begins or ends in the middle of one."""
+        """Return whether a string contains a control token, or begins or ends in the middle of one."""
         starts, ends = self._parts
         lengths = range(1, len(string) + 1)
         is_part = any(string[-length:] in starts or string[:length] in ends for length in lengths)
@@ -62,12 +101,12 @@ class ControlTokens:
 
     @cached_property
     def _parts(self) -> tuple[set[str], set[str]]:
-        """The beginnings and the ends of special tokens."""
+        """The beginnings and the ends of control tokens."""
         cuts = [(text, length) for text in self.texts for length in range(1, len(text))]
         return {text[:length] for text, length in cuts}, {text[length:] for text, length in cuts}
 
     def encode(self, text: str, matches: Sequence[Match]) -> list[int]:
-        """Return the token ids of `text`, in which `matches`, in order, are special tokens and nothing else is."""
+        """Return the token ids of `text`, in which `matches`, in order, are control tokens and nothing else is."""
         backend, marks = self._text_encoder
         parts, end = [], 0
         for match in matches:
@@ -81,7 +120,7 @@ class ControlTokens:
 
     @cached_property
     def _text_encoder(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-        """A tokenizer to which special tokens are text, and by special token the mark that it reads instead.
+        """A tokenizer to which control tokens are text, and by control token the mark that it reads instead.
 
         It shares the vocabulary. Marks are unknown outside, so that no message can contain one.
         """
@@ -92,7 +131,10 @@ class ControlTokens:
             backend.pre_tokenizer = self._backend.pre_tokenizer
         backend.add_tokens(self._added)
         if backend.get_added_tokens_decoder().keys() != self._backend.get_added_tokens_decoder().keys():
-            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # ids with gaps, which only a copy keeps
+            state = json.loads(self._backend.to_str())  # ids with gaps, which only a copy keeps
+            for token in state["added_tokens"]:
+                token["special"] = token["special"] or token["content"] in self._ids
+            backend = tokenizers.Tokenizer.from_str(json.dumps(state))
         backend.encode_special_tokens = True
         secret = secrets.token_hex(8)
         marks = {text: f"\U0010fffd{secret}:{token_id}:" for text, token_id in self._ids.items()}
@@ -101,9 +143,9 @@ class ControlTokens:
 
     @cached_property
     def _replacements(self) -> dict[int, list[int]]:
-        """The ids that stand for an id of the text encoder, which is a mark or text that is one special token.
+        """The ids that stand for an id of the text encoder, which is a mark or text that is one control token.
 
-        A vocabulary may hold the text of a special token as a word. Then its characters are encoded one by one.
+        A vocabulary may hold the text of a control token as a word. Then its characters are encoded one by one.
         """
         backend, marks = self._text_encoder
         replacements: dict[int, list[int]] = {
@@ -116,3 +158,7 @@ class ControlTokens:
                 encodings = backend.encode_batch_fast(list(text), add_special_tokens=False)
                 replacements[token_id] = [each for encoding in encodings for each in encoding.ids]
         return replacements
+
+
+def _is_in_brackets(text: str) -> bool:
+    return len(text) >= _MIN_BRACKETED_CHARS and text[0] in _BRACKETS and text[-1] in _BRACKETS

@@ -19,8 +19,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.checkpoints.gguf.gguf_config import read_config
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
-from meltcore.models.checkpoints.gguf.gguf_tokens import END_TOKENS
 from meltcore.models.configs.json_file import read_json
+from meltcore.models.configs.turn_tokens import END_TOKENS
 from meltcore.text.chat_template import find_source, special_token_texts, tokenizer_config
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meltcore.text.gguf_tokenizer import (

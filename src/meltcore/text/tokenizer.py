@@ -56,7 +56,7 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> ControlTokens:
-        """The special tokens, which text outside of a chat template is not taken for."""
+        """The control tokens, which text outside of a chat template is not taken for."""
         return ControlTokens(self._backend)
 
     @classmethod

@@ -12,21 +12,8 @@ from gguf.constants import TokenType
 
 from meltcore.common.errors import ConfigError
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
+from meltcore.models.configs.turn_tokens import END_TOKENS, TURN_TOKENS
 
-# Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
-END_TOKENS = frozenset(
-    {
-        *("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"),
-        *("<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>", "<EOT>", "▁<EOT>"),
-    }
-)
-# Control tokens, whatever type a file gives them. "</s>" is not among them, since Qwen's vocabulary has it as a word.
-_TURN_TOKENS = END_TOKENS | {
-    *("<|im_start|>", "<|im_sep|>", "<start_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
-    *("<|system|>", "<|user|>", "<|assistant|>", "<|header_start|>", "<|header_end|>", "<|start_of_role|>"),
-    *("<|end_of_role|>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
-    *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
-}
 # Their type is USER_DEFINED in files that have types: text, but whole tokens.
 _REASONING_TOKENS = ("<think>", "</think>")
 _STATED_KEYS = ("bos", "eos", "eot", "eom")
@@ -60,7 +47,7 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
         raise ConfigError(f"{model.path}: {key} has {len(types)} values for {len(tokens)} tokens")
     reasoning = [i for i, token in enumerate(tokens) if token in _REASONING_TOKENS and types[i] == TokenType.NORMAL]
     types[reasoning] = TokenType.USER_DEFINED
-    candidates = {token_id for token_id, token in enumerate(tokens) if token in _TURN_TOKENS}
+    candidates = {token_id for token_id, token in enumerate(tokens) if token in TURN_TOKENS}
     stated = [token_id for name in _STATED_KEYS if (token_id := special_id(model, name, len(tokens))) is not None]
     candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
     wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
