@@ -1,10 +1,10 @@
 """Renders chats and encodes them, with control tokens of the chat template and plain text of the messages.
 
 What a template does with a message (trim it, split it, repeat it, ask what it begins with) cannot be followed. So the
-chat is rendered a second time, with stand-ins for those characters of the messages that begin or end control tokens.
-The control tokens of this second prompt are the template's own. If the first prompt has the same ones, it is encoded as
-it is. Else the second one is, where stand-ins mark what is text. Strings that the template itself compares with, such
-as "</think>", stay in both, so that it treats them alike.
+chat is rendered a second time, with stand-ins for those characters of the messages, and of the request's variables such
+as `documents`, that begin or end control tokens. The control tokens of this second prompt are the template's own. If
+the first prompt has the same ones, it is encoded as it is. Else the second one is, where stand-ins mark what is text.
+Strings that the template itself compares with, such as "</think>", stay in both, so that it treats them alike.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def render_chat(
     assert isinstance(template, ChatTemplate)  # the other one renders nothing
     controls = tokenizer.control_tokens.of_template(template.written, template.sought)
     edges = controls.first_characters | controls.last_characters
-    strings = list(_strings(messages))
+    strings = list(_strings([messages, kwargs or {}]))
     if not any(edge in string for string in strings for edge in edges):
         return ChatPrompt(text)
     stand_ins = _stand_ins(edges, [*strings, text, *controls.texts])
     kept = _kept_strings(template.constants, controls)
     pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
-    shadow = template.render([_replaced(message, stand_ins, pattern) for message in messages], kwargs)
+    shadow = template.render(*(_replaced(each, stand_ins, pattern) for each in (messages, kwargs)))
     own, found = controls.find(shadow), controls.find(text)
     as_text = shadow.translate({ord(stand_in): char for char, stand_in in stand_ins.items()})
     if as_text == text:
@@ -81,11 +81,16 @@ def render_chat(
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all texts in a message or a list of them, apart from names of fields."""
+    """Yield all texts in messages or variables of a template, apart from names of fields.
+
+    A name that is no identifier is a text too, since no template can expect it: it may be written as it is.
+    """
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
+        for key, each in value.items():
+            if not str(key).isidentifier():
+                yield str(key)
             yield from _strings(each)
     elif isinstance(value, list | tuple):
         for each in value:
@@ -110,11 +115,19 @@ def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str
 
 
 def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
-    """Return a message with stand-ins for characters. pattern: matches these, and first the strings that are kept."""
+    """Return messages or variables with stand-ins for characters.
+
+    pattern: matches these, and first the strings that are kept.
+    """
     if isinstance(value, str):
         return pattern.sub(lambda found: stand_ins.get(found[0], found[0]), value)
     if isinstance(value, Mapping):
-        return {key: _replaced(each, stand_ins, pattern) for key, each in value.items()}
+        return {
+            _replaced(key, stand_ins, pattern) if not str(key).isidentifier() else key: _replaced(
+                each, stand_ins, pattern
+            )
+            for key, each in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_replaced(each, stand_ins, pattern) for each in value]
     return value
