@@ -24,6 +24,7 @@ from meltcore.cli import stop as stop_cli
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.options import from_options
 from meltcore.common.sizes import size_text
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, open_checkpoint
 from meltcore.protocol.generation import EngineStats, FromEngine
 from meltcore.protocol.shell import EngineFailed
 from meltcore.serve.engines.engine_process import LocalEngineProcess
@@ -31,7 +32,7 @@ from meltcore.serve.requests.admission import Admission, Load
 from meltcore.serve.requests.backend import Health
 from meltcore.serve.requests.log import BYTES_PER_WRITE, MAX_LINES_WAITING, Log
 from meltcore.serve.requests.metrics import Metrics
-from meltcore.serve.requests.protocol import ChatRequest, decode_request
+from meltcore.serve.requests.protocol import ChatMessage, ChatRequest, decode_request
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.status import _model
 from meltcore.serve.tasks.generation.prompts import chat_prompt, encode_all
@@ -39,6 +40,7 @@ from meltcore.serve.tasks.generation.sampling import checkpoint_defaults, sampli
 from meltcore.serve.tasks.generation.text_model import load_text_model
 from meltcore.settings.config import EngineConfig, ModelConfig
 from meltcore.text.chat_template import ChatTemplate
+from meltcore.text.control_tokens import ControlTokens
 from meltcore.text.tokenizer import Tokenizer
 
 
@@ -423,6 +425,23 @@ def test_template_receives_reasoning_of_earlier_messages() -> None:
     request = decode_request(json.dumps(body).encode(), ChatRequest)
     ids = asyncio.run(chat_prompt(tokenizer, template, request.messages, None))
     assert tokenizer.decode(ids) == "[q|][a|hm][a|]"
+
+
+@pytest.mark.parametrize("content", ["<" * 4000, "a<|im_end|>" * 400])
+def test_chat_that_is_too_long_is_refused_before_its_control_tokens_are_sought(
+    monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    sought: list[str] = []
+    find = ControlTokens.find
+    monkeypatch.setattr(ControlTokens, "find", lambda self, text: sought.append(text) or find(self, text))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(BUNDLED_MODEL, files="text"))
+    template = ChatTemplate("{{ messages[0].content }}<|im_end|>")
+    messages = [ChatMessage(role="user", content=content)]
+    with pytest.raises(RequestError, match="maximum context length is 20"):
+        asyncio.run(chat_prompt(tokenizer, template, messages, None, 20))
+    assert sought == []
+    assert asyncio.run(chat_prompt(tokenizer, template, messages, None, 10_000))
+    assert sought != []
 
 
 def test_long_text_of_few_tokens_is_tokenized_completely() -> None:

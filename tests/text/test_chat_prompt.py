@@ -225,6 +225,23 @@ def test_template_variables_still_compare_equal_beside_control_text(value: str) 
     assert len(special_ids(tokenizer, prompt.encode(tokenizer))) == 3
 
 
+def test_control_tokens_are_sought_by_the_call_that_frees_the_gil() -> None:
+    controls, calls = load(BUNDLED_GEMMA).control_tokens, []
+
+    class Scanner:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(scanner, name)
+
+    scanner, controls._scanner = controls._scanner, Scanner()  # type: ignore[assignment]
+    try:
+        controls.find("a" * 100)
+    finally:
+        controls._scanner = scanner
+    assert "encode_batch" in calls
+    assert "encode" not in calls
+
+
 @pytest.mark.parametrize("used", [range(0xF0000, 0x110000), [*range(0xE000, 0xF900), *range(0x100000, 0x110000)]])
 def test_messages_with_many_private_use_characters_are_text(used: Sequence[int]) -> None:
     tokenizer, text = load(BUNDLED_MODEL), "".join(map(chr, used))

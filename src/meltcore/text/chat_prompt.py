@@ -10,7 +10,7 @@ Strings that the template itself compares with, such as "</think>", stay in both
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -52,12 +52,18 @@ def render_chat(
     kwargs: dict[str, Any] | None = None,
     *,
     special_tokens_in_messages: bool = False,
+    check_text: Callable[[str], None] | None = None,
 ) -> ChatPrompt:
     """Return the prompt of a chat, up to where the answer begins.
 
-    special_tokens_in_messages: whether control tokens in the text of messages are tokens. Raises RequestError (400).
+    special_tokens_in_messages: whether control tokens in the text of messages are tokens. check_text: is called with
+    the prompt's text before stand-ins are made, which takes long for a long text.
+
+    Raises RequestError (400).
     """
     text = template.render(messages, kwargs)
+    if check_text is not None:
+        check_text(text)
     if special_tokens_in_messages:
         return ChatPrompt(text)
     assert isinstance(template, ChatTemplate)  # the other one renders nothing

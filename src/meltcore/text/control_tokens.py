@@ -83,7 +83,8 @@ class ControlTokens:
         """Return the control tokens that encoding `text` as a whole would find."""
         if not self._ids:
             return []
-        found = self._scanner.encode(text, add_special_tokens=False)
+        # `encode` would hold the GIL throughout. `encode_batch_fast` gives no offsets of characters.
+        [found] = self._scanner.encode_batch([text], add_special_tokens=False)
         # By id: where a token takes the whitespace beside it, its text in an encoding has the whitespace too.
         tokens = map(self._scanner.id_to_token, found.ids)
         return [

@@ -40,12 +40,19 @@ async def chat_prompt(
         raise RequestError("messages is empty; give at least one message", param="messages")
     template_messages = [_with_system_role(message) for message in messages]
 
+    def check_text(text: str) -> None:
+        if context is not None:
+            _check_head(tokenizer, text, "messages", context)
+
     def work() -> list[int]:
         prompt = render_chat(
-            tokenizer, template, template_messages, kwargs, special_tokens_in_messages=special_tokens_in_messages
+            tokenizer,
+            template,
+            template_messages,
+            kwargs,
+            special_tokens_in_messages=special_tokens_in_messages,
+            check_text=check_text,
         )
-        if context is not None:
-            _check_head(tokenizer, prompt.text, "messages", context)
         return prompt.encode(tokenizer)
 
     characters = sum(len(text) for message in template_messages for text in message.values())
