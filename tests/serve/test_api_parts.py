@@ -427,6 +427,24 @@ def test_template_receives_reasoning_of_earlier_messages() -> None:
     assert tokenizer.decode(ids) == "[q|][a|hm][a|]"
 
 
+@pytest.mark.parametrize(("characters", "on_thread"), [(100, False), (20_000, True)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_long_chat_or_document_is_tokenized_on_a_thread(characters: int, *, on_thread: bool, documents: bool) -> None:
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(BUNDLED_MODEL, files="text"))
+    threads: list[bool] = []
+
+    class Template(ChatTemplate):
+        def render(self, *args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread() is not threading.main_thread())
+            return super().render(*args, **kwargs)
+
+    template, text = Template("{{ messages[0].content }}{{ documents }}"), "a " * (characters // 2)
+    message = ChatMessage(role="user", content="hi" if documents else text)
+    kwargs = {"documents": [{"text": text}]} if documents else None
+    assert asyncio.run(chat_prompt(tokenizer, template, [message], kwargs))
+    assert set(threads) == {on_thread}
+
+
 @pytest.mark.parametrize("content", ["<" * 4000, "a<|im_end|>" * 400])
 def test_chat_that_is_too_long_is_refused_before_its_control_tokens_are_sought(
     monkeypatch: pytest.MonkeyPatch, content: str

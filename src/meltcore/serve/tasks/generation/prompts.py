@@ -56,6 +56,7 @@ async def chat_prompt(
         return prompt.encode(tokenizer)
 
     characters = sum(len(text) for message in template_messages for text in message.values())
+    characters += len(str(kwargs))  # the template may write any of it, such as retrieved documents
     ids = work() if characters <= INLINE_CHARS else await asyncio.to_thread(work)
     return _require_tokens(ids, "messages")
 
