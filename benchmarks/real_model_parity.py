@@ -12,9 +12,7 @@ stands beside it where xllamacpp is installed: it rounds activations to 8 bits.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import llama_cpp
 import torch
 from bench_output import Row, Target, write_result
 from parity_texts import ENGLISH, HINDI, PROMPTS
@@ -41,15 +40,6 @@ TIE = 0.05  # of two log-probabilities: rounding may decide between them
 TOLERANCE = {"cpu": 2e-4, "cuda": 1e-3}  # relative, of a perplexity
 _LOGITS_ROWS = 256  # a vocabulary of 262,144 takes 256 MiB in float32
 _LICENSE = Path(__file__).resolve().parent.parent / "LICENSE"
-_LLAMA_CPP = """
-import json, sys, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.cpuparams.n_threads, params.warmup = sys.argv[1], 512, 2, False
-server = xllamacpp.Server(params)
-for prompt in json.load(sys.stdin):
-    request = {"prompt": prompt, "max_tokens": int(sys.argv[2]), "temperature": 0, "return_tokens": True, "logprobs": 1}
-    print("ANSWER" + json.dumps([each["id"] for each in server.handle_completions(request)["choices"][0]["logprobs"]["content"]]), flush=True)
-"""  # noqa: E501 - a program of its own
 _LLAMA_CPP_LIMIT_S = 600
 
 
@@ -128,7 +118,7 @@ def measure(
     *,
     dtype: str = "auto",
     long_prompts: Sequence[int] = LONG_PROMPTS,
-    llama_cpp: bool = False,
+    beside_llama_cpp: bool = False,
 ) -> Parity:
     """Return the parity of a GGUF file or a safetensors folder on `device`, cpu or cuda, computed in `dtype`."""
     llm = LLM(str(path), device=device, dtype=dtype, max_model_len=max((2_000, *long_prompts)) + OUTPUT_TOKENS)
@@ -148,7 +138,7 @@ def measure(
     perplexities = {name: _perplexity(reference, each) for name, each in zip(prompts, scored, strict=True)}
     differences = [found for index, each in enumerate(greedy) if (found := _first_difference(reference, index, each))]
     parity = Parity(perplexities, len(greedy), differences)
-    if llama_cpp:
+    if beside_llama_cpp:
         parity.equal_to_llama_cpp = _equal_to_llama_cpp(path, greedy[: len(PROMPTS)])
     return parity
 
@@ -185,12 +175,9 @@ def _first_difference(reference: _Reference, prompt: int, completion: Completion
 
 def _equal_to_llama_cpp(path: Path, completions: Sequence[Completion]) -> int:
     """Return how many greedy texts llama.cpp continues with the same tokens, on two threads of the CPU."""
-    prompts = json.dumps([each.prompt_token_ids for each in completions])
-    command = [sys.executable, "-c", _LLAMA_CPP, str(path), str(OUTPUT_TOKENS)]
-    done = subprocess.run(
-        command, input=prompts, capture_output=True, text=True, timeout=_LLAMA_CPP_LIMIT_S, check=True
-    )
-    answers = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+    requests = [{"prompt": each.prompt_token_ids, "max_tokens": OUTPUT_TOKENS} for each in completions]
+    texts = llama_cpp.completions(path, requests, _LLAMA_CPP_LIMIT_S)
+    answers = [[token["id"] for token in text] for text in texts]
     pairs = zip(answers, completions, strict=True)
     return sum(answer == each.token_ids[: len(answer)] for answer, each in pairs)
 
@@ -246,8 +233,8 @@ def main() -> None:
     import transformers
 
     versions: dict[str, Any] = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    llama_cpp = find_spec("xllamacpp") is not None
-    if llama_cpp:
+    beside_llama_cpp = find_spec("xllamacpp") is not None
+    if beside_llama_cpp:
         import xllamacpp
 
         versions["xllamacpp"] = xllamacpp.__version__
@@ -264,7 +251,7 @@ def main() -> None:
                 args.device,
                 dtype=args.dtype,
                 long_prompts=LONG_PROMPTS if format_name in (AS_IS, SAFETENSORS) else (),
-                llama_cpp=llama_cpp and format_name != SAFETENSORS,
+                beside_llama_cpp=beside_llama_cpp and format_name != SAFETENSORS,
             )
             title = format_name if args.dtype == "auto" else f"{format_name} in {args.dtype}"
             notes = [f"{title}: {each}" for each in parity.differences]

@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 from random_gguf import layout, new_writer, text_config, write_data, write_header
 from waiting import WAIT_S
@@ -71,24 +70,12 @@ PROMPT = [500 + 37 * index % 7000 for index in range(200)]
 TOKENS = 6
 # Its caches of keys and values are float16, and activations that meet quantized weights have 8 bits.
 TOLERANCES = {"f32": 0.02, "q8_0": 0.2, "q4_0": 0.4, "q4_k_m": 0.4}
-LLAMA_CPP = """
-import json, sys, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.cpuparams.n_threads, params.warmup = sys.argv[1], 512, 2, False
-request = json.loads(sys.argv[2])
-answer = xllamacpp.Server(params).handle_completions(request)
-if "choices" not in answer or not answer["choices"][0]["logprobs"]: sys.exit(str(answer))
-print("ANSWER" + json.dumps(answer["choices"][0]["logprobs"]["content"]), flush=True)
-"""
 
 
 def answer_of_llama_cpp(path: Path) -> list[tuple[int, float]]:
-    request = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 3}
-    command = [sys.executable, "-c", LLAMA_CPP, str(path), json.dumps(request)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    lines = [line.removeprefix("ANSWER") for line in finished.stdout.splitlines() if line.startswith("ANSWER")]
-    assert lines, finished.stderr[-2000:]
-    return [(token["id"], token["logprob"]) for token in json.loads(lines[-1])]
+    request = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 3}
+    [answer] = llama_cpp.completions(path, [request], WAIT_S)
+    return [(token["id"], token["logprob"]) for token in answer]
 
 
 @pytest.mark.parametrize("file_type", TOLERANCES)

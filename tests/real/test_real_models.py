@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 from openai import OpenAI
 from parity_texts import PROMPTS
@@ -102,6 +103,18 @@ def test_3000_strings_have_the_tokens_of_transformers(
         for text in strings(SPECIAL)
         if tokenizer.encode(text, add_special_tokens=True) != reference(text)["input_ids"]
     ]
+    assert not wrong, f"{len(wrong)} strings differ, the first is {wrong[0]!r}"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_3000_strings_have_the_tokens_of_llama_cpp(name: str, request: pytest.FixtureRequest) -> None:
+    """Its tokenizer is its own code, where the references of the other tests are built from the file by ours."""
+    path: Path = request.getfixturevalue(name)
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(str(path), files="all"))
+    texts = list(strings(SPECIAL))
+    expected = llama_cpp.tokens(path, texts, 300, special=True)
+    pairs = zip(texts, expected, strict=True)
+    wrong = [text for text, ids in pairs if tokenizer.encode(text, add_special_tokens=False) != ids]
     assert not wrong, f"{len(wrong)} strings differ, the first is {wrong[0]!r}"
 
 

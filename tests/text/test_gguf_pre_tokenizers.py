@@ -6,17 +6,17 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import unicodedata
-import urllib.request
 from pathlib import Path
 
 import gguf
+import llama_cpp
 import numpy as np
 import pytest
 import tokenizers
 from gguf_tools import add_tokenizer, finish
 from tokenizers import models, pre_tokenizers, trainers
+from waiting import WAIT_S
 
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
@@ -121,28 +121,6 @@ def write_model(path: Path, pre: str, texts: list[str]) -> Path:
     return finish(writer, path)
 
 
-def llama_cpp_tokens(path: Path, texts: list[str]) -> list[list[int]]:
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.warmup = params.fit_params = False
-    params.n_ctx, params.n_parallel, params.cpuparams.n_threads, params.verbosity = 256, 1, 1, -1
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        params.port = free.getsockname()[1]
-    server = xllamacpp.Server(params)  # ends when it is collected
-    found = []
-    for text in texts:
-        body = json.dumps({"content": text, "add_special": False, "parse_special": False}).encode()
-        request = urllib.request.Request(
-            f"{server.listening_address}/tokenize", body, {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as response:
-            found.append(json.load(response)["tokens"])
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("xllamacpp") is None and not os.environ.get("REQUIRE_REAL"),
@@ -154,5 +132,5 @@ def test_tokens_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     assert len(texts) > 100
     path = write_model(tmp_path / "m.gguf", name, texts)
     ours = Tokenizer.from_checkpoint(Checkpoint("m", path.parent, {}, {}, GGUFModel(path)))
-    for text, expected in zip(texts, llama_cpp_tokens(path, texts), strict=True):
+    for text, expected in zip(texts, llama_cpp.tokens(path, texts, WAIT_S), strict=True):
         assert ours.encode(text, add_special_tokens=False) == expected, text
