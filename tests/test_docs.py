@@ -20,7 +20,17 @@ from meltcore.text.chat_template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parent.parent
 
-DOCUMENTS = [*ROOT.glob("*.md"), *(path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md"))]
+# What lives in a folder, its rules, where a fix belongs and which tests guard it.
+AGENTS = [
+    *(path / "AGENTS.md" for path in sorted((ROOT / "src/meltcore").iterdir()) if (path / "__init__.py").exists()),
+    *(ROOT / folder / "AGENTS.md" for folder in ("benchmarks", "docs", "scripts", "tests")),
+]
+MOST_WORDS_OF_AGENTS = 150
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md") if path.name != "AGENTS.md"),
+    *AGENTS,
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|src=\"([^\"]+)\"|srcset=\"([^\"]+)\"")
 # A path of the project in backticks: with a folder of the project first and an ending last.
 PATH = re.compile(r"`((?:src|tests|scripts|benchmarks|docs)/[\w./{},*-]+\.(?:py|md|json|html|sh|cu|yml|svg))`")
@@ -34,6 +44,8 @@ CLASS = re.compile(r"`([A-Z][a-z0-9]+[A-Z][A-Za-z0-9]*)\b")
 # A member of a class, and a file by its name alone.
 MEMBER = re.compile(r"`([A-Z][a-z]\w+)\.([a-z_]\w*)")
 FILE_NAME = re.compile(r"`([\w-]+\.(?:py|cu|svg|yml))`")
+LOCAL_FILE = re.compile(r"`([\w-]+\.(?:py|cu|md|sh|yml))`")
+LOCAL_FOLDER = re.compile(r"`([a-z_]+(?:/[a-z_]+)*/)`")
 REMOVED_FILES = {"layer_gemms.cu"}  # which a decision looks for in git's history
 # Names of others, and attributes of traces, which have the form of a class or of a module.
 NOT_OURS = re.compile(r".*For(CausalLM|ConditionalGeneration)|NaN|MoE|HuggingFaceTB|QdstrmImporter|Node\w+Strategy")
@@ -101,7 +113,7 @@ def test_classes_and_modules_of_a_document_exist(document: Path) -> None:
     missing = [name for name in CLASS.findall(text) if name not in defined_names() and not NOT_OURS.fullmatch(name)]
     missing += [name for name in MODULE.findall(text) if name not in TRACE_ATTRIBUTES and not is_module_or_name(name)]
     missing += [folder for folder in FOLDER.findall(text) if not (ROOT / folder).is_dir()]
-    roots = (ROOT, ROOT / "src/meltcore", ROOT / "tests")
+    roots = (ROOT, ROOT / "src/meltcore", ROOT / "tests", document.parent)
     missing += [path for path in INNER_PATH.findall(text) if not any((root / path).exists() for root in roots)]
     missing += [
         f"{name}.{member}"
@@ -110,6 +122,18 @@ def test_classes_and_modules_of_a_document_exist(document: Path) -> None:
     ]
     missing += [name for name in FILE_NAME.findall(text) if name not in project_files() | REMOVED_FILES]
     assert missing == []
+
+
+@pytest.mark.parametrize("document", AGENTS, ids=name_of)
+def test_agents_of_a_folder_are_short_and_name_what_is_in_it(document: Path) -> None:
+    text = document.read_text()
+    assert text.startswith(f"# {document.parent.name}\n")
+    assert len(text.split()) <= MOST_WORDS_OF_AGENTS
+    missing = [name for name in LOCAL_FILE.findall(text) if not any(document.parent.rglob(name))]
+    assert [name for name in missing if not (ROOT / name).exists()] == []
+    roots = (document.parent, ROOT, ROOT / "src/meltcore")
+    folders = LOCAL_FOLDER.findall(text)
+    assert [name for name in folders if not any((root / name).is_dir() for root in roots)] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
