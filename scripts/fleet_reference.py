@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meltcore.settings.fleet_spec import ENGINE_SETTING_TASKS, PLACEHOLDERS, json_schema
+from meltcore.common.tasks import setting_tasks
+from meltcore.settings.fleet_spec import PLACEHOLDERS, json_schema
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# fleet.yaml
@@ -51,7 +52,7 @@ def page(definitions: dict[str, Any]) -> str:
     parts = [HEAD]
     for name, path in paths.items():
         definition = definitions[name]
-        tasks = ENGINE_SETTING_TASKS if name == "ModelSection" else {}
+        tasks = setting_tasks() if name == "ModelSection" else {}
         rows = [
             row(key, field, key in definition["required"], tasks.get(key, ()))
             for key, field in definition["properties"].items()

@@ -57,7 +57,7 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig, Task
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig
 from meltcore.settings.routes_config import RoutesConfig
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class Supervisor:
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""
         try:
-            task: Task | None = await asyncio.to_thread(find_task, config)
+            task: str | None = await asyncio.to_thread(find_task, config)
         except MeltcoreError as error:
             model = self._add_model(config, None, placements)
             model.fail(str(error))
@@ -361,7 +361,7 @@ class Supervisor:
             config = replace(self.config, models=(model.config,), foreign=(), routes=RoutesConfig())
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
-    def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
+    def _add_model(self, config: ModelConfig, task: str | None, placements: Sequence[Placement]) -> ServedModel:
         number = next(self._numbers)
         stats = self._stats.add_model(number, len(placements))
         model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)

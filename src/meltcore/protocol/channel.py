@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.protocol.engines import ServedReady
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig, Task
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig
 from meltcore.settings.routes_config import RoutesConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
@@ -41,7 +41,7 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
 
     model: int
     config: ModelConfig
-    task: Task | None
+    task: str | None
     engines: list[int | None]
 
 

@@ -60,14 +60,13 @@ from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.config import Task
 
 if TYPE_CHECKING:
     from meltcore.serve.tasks.translation.translations import TranslationText
 
 
 _EngineBackend = LocalEngine | TranslationEngine | SynthesisEngine | TranscriptionEngine
-_BACKENDS: dict[Task, type[_EngineBackend]] = {
+_BACKENDS: dict[str, type[_EngineBackend]] = {
     "generation": LocalEngine,
     "translation": TranslationEngine,
     "transcription": TranscriptionEngine,

@@ -6,13 +6,13 @@ from typing import Any, Literal, get_args
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import check_origins, json_object, not_empty, number, option, server_url_fault
+from meltcore.common.tasks import DEFAULT
 from meltcore.settings.routes_config import RoutesConfig
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 Profiler = Literal["torch", "cuda"]
-Task = Literal["generation", "translation", "transcription", "synthesis"]  # of a model: what its engines do
 KVCacheDType = Literal["auto", "fp8"]
 PriorityClass = Literal["interactive", "standard", "batch"]  # of a request, the most urgent first
 # Of a model. "restarting": its engines have died or are replaced; "failed": they are not started again by themselves;
@@ -283,7 +283,7 @@ class ForeignConfig:
     sleep_mode: Literal["restart", "vllm"] = "restart"  # vllm: asked at /sleep and /wake_up, else ended and started
     upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
     api_key_variable: str | None = None  # environment variable with the key that the upstream wants
-    paths: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")  # that are forwarded
+    paths: tuple[str, ...] = tuple(DEFAULT.paths)  # that are forwarded
     # A replica is sent a quarter more requests than max_num_seqs (None: 16,384). Others wait in our queue.
     max_queue: int = 16_384  # requests that may wait
     max_queue_tokens: int = 16_777_216  # their prompt tokens, at 4 bytes of a JSON body each

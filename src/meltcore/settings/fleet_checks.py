@@ -10,17 +10,16 @@ from typing import Any
 import msgspec
 
 from meltcore.common.options import braces_fault, server_url_fault
+from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import FOREIGN_TEMPLATES
 from meltcore.settings.fleet_spec import (
-    ENGINE_SETTING_TASKS,
     PLACEHOLDERS,
     FleetSpec,
-    FleetTask,
     LimitsSection,
     ModelSection,
     SharingSection,
 )
-from meltcore.settings.routes_config import PROMPT_FIELDS
+from meltcore.settings.routes_config import PROMPT_FIELDS, language_models
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
@@ -156,13 +155,13 @@ def _check_kind(model: ModelSection, path: str) -> None:
 
 def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
     """Refuse settings of a model with an engine of Meltcore's that engines of its task would ignore."""
-    for name, tasks in ENGINE_SETTING_TASKS.items():
-        if name in changed and model.task not in tasks:
+    for name, names in setting_tasks().items():
+        if name in changed and model.task not in names:
             raise FleetError(
                 f"{path}.{name}",
-                f"got {getattr(model, name)!r}; is for task {' or '.join(tasks)}, and the model's is {model.task}",
+                f"got {getattr(model, name)!r}; is for task {' or '.join(names)}, and the model's is {model.task}",
             )
-    if model.task != "generation" and model.max_num_seqs is not None and model.memory is not None:
+    if not model.has_context and model.max_num_seqs is not None and model.memory is not None:
         raise FleetError(
             f"{path}.max_num_seqs",
             f"got {model.max_num_seqs} beside memory, which decides it for task {model.task}: remove one of the two",
@@ -171,20 +170,21 @@ def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
 
 def _has_tokens(model: ModelSection) -> bool:
     """Return whether the queue of a foreign server counts tokens, by the length of JSON bodies. Uploads have none."""
-    return model.task != "transcription"
+    return not tasks()[model.task].is_upload
 
 
 def _check_limits(spec: FleetSpec) -> None:
     """Refuse bounds of queues that no model of the fleet has."""
-    for name in sorted(_changed(spec.limits) & ENGINE_SETTING_TASKS.keys()):
-        tasks = ENGINE_SETTING_TASKS[name]
+    tasks_by_setting = setting_tasks()
+    for name in sorted(_changed(spec.limits) & tasks_by_setting.keys()):
+        names = tasks_by_setting[name]
         if not any(
-            model.task in tasks if model.kind == "engine" else name == "max_queue_tokens" and _has_tokens(model)
+            model.task in names if model.kind == "engine" else name == "max_queue_tokens" and _has_tokens(model)
             for model in spec.models.values()
         ):
             raise FleetError(
                 f"limits.{name}",
-                f"got {getattr(spec.limits, name)}; is for task {' or '.join(tasks)}, and no model is of it",
+                f"got {getattr(spec.limits, name)}; is for task {' or '.join(names)}, and no model is of it",
             )
 
 
@@ -236,7 +236,7 @@ def _check_device(spec: FleetSpec, model: ModelSection, path: str) -> None:
         )
 
 
-def _require_model(spec: FleetSpec, path: str, name: str, task: FleetTask | None) -> None:
+def _require_model(spec: FleetSpec, path: str, name: str, task: str) -> None:
     """Raise FleetError unless `name` is a model, and one of this task."""
     owner = spec.resolve(name)
     if owner is None:
@@ -244,21 +244,21 @@ def _require_model(spec: FleetSpec, path: str, name: str, task: FleetTask | None
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise FleetError(path, f"got {name!r}; no model has this name{hint}; models are {', '.join(spec.models)}")
-    if task is not None and spec.models[owner].task != task:
+    if spec.models[owner].task != task:
         raise FleetError(path, f"got {name!r}, a model of task {spec.models[owner].task}; must be one of task {task}")
 
 
 def _check_languages(spec: FleetSpec) -> None:
     languages = spec.languages
+    for task, key, name in language_models(languages):
+        _require_model(spec, f"languages.{key}", name, task)
     for index, rule in enumerate(languages.translation):
-        path = f"languages.translation[{index}]"
-        _require_model(spec, f"{path}.model", rule.model, "translation")
         for earlier, other in enumerate(languages.translation[:index]):
             if other.matches(rule.source, rule.target):
-                raise FleetError(path, f"never applies: languages.translation[{earlier}] matches all of its directions")
-    for task, models in (("transcription", languages.transcription), ("synthesis", languages.synthesis)):
-        for language, name in models.items():
-            _require_model(spec, f"languages.{task}.{language}", name, task)  # type: ignore[arg-type]
+                raise FleetError(
+                    f"languages.translation[{index}]",
+                    f"never applies: languages.translation[{earlier}] matches all of its directions",
+                )
     for language, replacements in languages.substitute_lists.items():
         for replacement in replacements:
             if replacement in languages.substitute:
@@ -275,7 +275,7 @@ def _check_routes(spec: FleetSpec) -> None:
     if translate.backend != "llm" and translate.model is not None:
         raise FleetError("routes.translate.model", "is for backend llm; indictrans2 uses languages.translation")
     if translate.model is not None:
-        _require_model(spec, "routes.translate.model", translate.model, "generation")
+        _require_model(spec, "routes.translate.model", translate.model, DEFAULT.name)
     for key, is_given in (("prompt", translate.prompt is not None), ("stop", bool(translate.stop))):
         if is_given and translate.backend != "llm":
             raise FleetError(f"routes.translate.{key}", "is for backend llm; translation models have no prompt")
@@ -283,7 +283,7 @@ def _check_routes(spec: FleetSpec) -> None:
         if fault := braces_fault(prompt or "", PROMPT_FIELDS[f"{route}_prompt"]):
             raise FleetError(f"routes.{route}.prompt", fault)
     if chat.model is not None:
-        _require_model(spec, "routes.chat.model", chat.model, "generation")
+        _require_model(spec, "routes.chat.model", chat.model, DEFAULT.name)
 
 
 def _check_keys(spec: FleetSpec) -> None:

@@ -210,15 +210,17 @@ def _convert_leaf(value: Any, hint: Any, base: Any, meta: tuple[Any, ...], path:
         raise FleetError(path, f"got {value}; must be a finite number")
     if isinstance(value, str) and "\0" in value:  # which no path, command or address can hold
         raise FleetError(path, "has a NUL character; remove it")
+    extra = {key: entry for each in meta for key, entry in (each.extra or {}).items()}
+    allowed = tuple(extra["choices"]()) if "choices" in extra else get_args(base) if get_origin(base) is Literal else ()
     try:
+        if "choices" in extra and value not in allowed:
+            raise msgspec.ValidationError
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        extra = {key: entry for each in meta for key, entry in (each.extra or {}).items()}
         shown = "a value that is not shown" if extra.get("is_secret") else _shown(value)
         if extra.get("is_address") and isinstance(value, str):
             shown = _shown(shown_url(value))
-        if get_origin(base) is Literal:
-            allowed = get_args(base)
+        if allowed:
             raise FleetError(path, f"got {shown}; must be {_names(allowed, 'or')}{_hint(value, allowed)}") from error
         expected = extra.get("expected") or str(error).removeprefix("Expected ").partition(", got")[0].replace("`", "")
         quotes = "; put it in quotes" if base is str and isinstance(value, int | float) else ""

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN
+from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.settings.config import DType, KVCacheDType, LoadFormat, Quantization
 
-FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
 Priority = Literal["interactive", "standard", "batch"]
 WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
 ModelKind = Literal["engine", "url", "command"]
@@ -31,18 +31,6 @@ PLACEHOLDERS = {
     "max_num_seqs": "`max_num_seqs`",
     "tensor_parallel_size": "`tensor_parallel_size`",
 }
-# Settings that engines of Meltcore's own read for some tasks alone. For another task they are refused.
-ENGINE_SETTING_TASKS: dict[str, tuple[FleetTask, ...]] = {
-    **dict.fromkeys(("tokenizer", "chat_template", "special_tokens_in_messages"), ("generation",)),
-    **dict.fromkeys(("quantization", "kv_cache_dtype", "tensor_parallel_size"), ("generation",)),
-    **dict.fromkeys(("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"), ("generation",)),
-    **dict.fromkeys(("generation_config", "max_queue_tokens"), ("generation",)),
-    "max_model_len": ("generation", "translation"),
-    "max_queue_chars": ("translation", "synthesis"),
-    "max_queue_audio_s": ("transcription",),
-}
-
-
 MAX_SIZE_BYTES = 2**50
 
 
@@ -77,6 +65,7 @@ VariableName: TypeAlias = Annotated[
     ),
 ]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+TaskName: TypeAlias = Annotated[str, Meta(extra={"choices": tasks})]  # of the built-in tasks, or of another package's
 # A password in it is not repeated in errors.
 Url: TypeAlias = Annotated[
     str,
@@ -192,12 +181,12 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         ),
     ] = None
     task: Annotated[
-        FleetTask,
+        TaskName,
         Meta(
             description="What the model does; decides the routes that accept it. A checkpoint of another task is an "
             "error, once its configuration is on this machine."
         ),
-    ] = "generation"
+    ] = DEFAULT.name
     aliases: Annotated[tuple[Name, ...], Meta(description="Further names in the API.")] = ()
     tokenizer: Annotated[
         Text | None, Meta(description="Folder or hub id whose tokenizer replaces the checkpoint's.")
@@ -271,6 +260,11 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     def kind(self) -> ModelKind:
         """Whether an engine of Meltcore's, a server at a URL or a server from a command runs the model."""
         return "url" if self.url is not None else "command" if self.command is not None else "engine"
+
+    @property
+    def has_context(self) -> bool:
+        """Whether its engines are told a context length and a concurrency, which a plan may lower."""
+        return tasks()[self.task].has_context
 
 
 class TranslationRule(_Section, frozen=True, kw_only=True):
@@ -476,4 +470,8 @@ def json_schema() -> dict[str, Any]:
             return {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": pattern}]}
         raise NotImplementedError(kind)
 
-    return msgspec.json.schema(FleetSpec, schema_hook=custom)
+    schema = msgspec.json.schema(FleetSpec, schema_hook=custom)
+    task = schema["$defs"]["ModelSection"]["properties"]["task"]
+    del task["type"]
+    task["enum"], task["default"] = sorted(tasks()), task.pop("default")
+    return schema

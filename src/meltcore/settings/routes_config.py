@@ -6,8 +6,22 @@ from typing import Literal
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import braces_fault
+from meltcore.common.tasks import tasks
 
 PROMPT_FIELDS = {"translate_prompt": ("source", "target"), "chat_prompt": ("language",)}  # in braces
+
+
+def language_models(languages: object) -> Iterator[tuple[str, str, str]]:
+    """Yield the task, the key and the name of every model that answers for a language or a direction.
+
+    languages: has a mapping from languages or a list of rules by the name of each task that chooses so.
+    """
+    for task in tasks():
+        entries = getattr(languages, task, ())
+        if isinstance(entries, dict):
+            yield from ((task, f"{task}.{language}", name) for language, name in entries.items())
+        else:
+            yield from ((task, f"{task}[{index}].model", rule.model) for index, rule in enumerate(entries))
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,7 @@ class RoutesConfig:
 
     def named_models(self) -> Iterator[tuple[str, str]]:
         """Yield every name of a model with the key that has it."""
-        for index, rule in enumerate(self.translation):
-            yield f"translation[{index}].model", rule.model
-        for task in ("transcription", "synthesis"):
-            yield from ((f"{task}.{language}", name) for language, name in getattr(self, task).items())
+        yield from ((key, name) for _, key, name in language_models(self))
         for key in ("translate_model", "chat_model"):
             if (name := getattr(self, key)) is not None:
                 yield key, name

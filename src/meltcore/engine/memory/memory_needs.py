@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.tasks import DEFAULT
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.memory.memory_plan import (
     PENALTY_FRACTION,
@@ -64,7 +65,7 @@ from meltcore.models.quantized.weight_sizes import (
     translation_weight_bytes,
 )
 from meltcore.protocol.shell import MemoryRow
-from meltcore.settings.fleet_spec import FleetTask, ModelSection
+from meltcore.settings.fleet_spec import ModelSection
 
 if TYPE_CHECKING:
     from meltcore.models.checkpoints.gguf.gguf_file import (
@@ -77,7 +78,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # turn; a sliding window keeps as many tokens more of each step.
 _BATCHED_TOKENS, _SLIDING_BATCHED_TOKENS = 2048, 1024
 # Concurrency to plan for where the file names none: sequences, sentences and clips or texts.
-_DEFAULT_CONCURRENCY: dict[FleetTask, int] = {"generation": 16, "translation": 64, "transcription": 16, "synthesis": 4}
+_DEFAULT_CONCURRENCY: dict[str, int] = {"generation": 16, "translation": 64, "transcription": 16, "synthesis": 4}
 _CLIP_S = 30  # of a clip to plan for
 # What an engine holds of a GPU while it sleeps, beside its context: workspaces of libraries, tables, inputs of graphs.
 # Measured on an H100: 40 to 118 MiB, of generation about 55 MiB and the token counts of penalties.
@@ -91,7 +92,7 @@ class EngineNeeds(NamedTuple):
     concurrency: at most what fills a step; asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
     """
 
-    task: FleetTask
+    task: str
     budget_bytes: int
     rows: list[MemoryRow]
     max_model_len: int | None
@@ -156,13 +157,13 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
     return _generation(model, checkpoint, architectures, on_cpu, source)
 
 
-def _check_task(model: ModelSection, name: str, task: FleetTask) -> None:
+def _check_task(model: ModelSection, name: str, task: str) -> None:
     """Raise TaskMismatchError where the file names another task than that of the checkpoint or its shapes, `name`.
 
     A server follows the checkpoint, so it would serve another task than the file says.
     """
     if model.task != task:
-        default = " (the default)" if model.task == "generation" else ""
+        default = " (the default)" if model.task == DEFAULT.name else ""
         raise TaskMismatchError(f"got {model.task}{default}; {name} is a model of task {task}: write `task: {task}`")
 
 

@@ -13,9 +13,9 @@ import msgspec
 
 from meltcore.common.sizes import MIB, size_text
 from meltcore.engine.memory.memory_needs import peer_bytes
-from meltcore.settings.fleet_spec import FleetTask
 
 _TABLE = "context_memory.json"
+_PROCESS_BYTES = 800 * MIB  # of an engine process of a task that was not measured
 
 
 class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -29,17 +29,17 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     gpu: str = ""
     driver: str = ""
     driver_bytes: int
-    processes: Mapping[FleetTask, int]
+    processes: Mapping[str, int]
     nccl_bytes: int = 1024 * MIB
     measured: str = ""
     is_other_driver: bool = False
 
-    def process_bytes(self, task: FleetTask, ranks: int = 1) -> int:
+    def process_bytes(self, task: str = "", ranks: int = 1) -> int:
         """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group.
 
         With several, each also holds a buffer that the others write to.
         """
-        return self.processes[task] + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
+        return self.processes.get(task, _PROCESS_BYTES) + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
 
     @property
     def nccl_note(self) -> str:
@@ -53,7 +53,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def note(self) -> str:
         """Where the numbers come from, in a sentence."""
-        low, high = (size_text(pick(self.processes.values())) for pick in (min, max))
+        low, high = (size_text(pick(self.processes.values() or [_PROCESS_BYTES])) for pick in (min, max))
         each = low if low == high else f"{low} to {high}"
         what = f"Of each process {each} for its CUDA context and kernels, and {size_text(self.driver_bytes)} of a GPU"
         if not self.gpu:
@@ -64,7 +64,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 ASSUMED = ContextMemory(
     driver_bytes=640 * MIB,  # a little more than what was measured on any GPU
-    processes=dict.fromkeys(("generation", "translation", "transcription", "synthesis"), 800 * MIB),
+    processes={},
 )
 
 

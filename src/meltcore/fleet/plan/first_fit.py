@@ -23,7 +23,7 @@ class Engine(NamedTuple):
     gpus: int
     only: tuple[int, ...]  # GPU numbers that the file allows; empty: any
     sleeps: bool
-    resident_bytes: int = ASSUMED.process_bytes("generation")
+    resident_bytes: int = ASSUMED.process_bytes()
     lacking: frozenset[str] = frozenset()  # nodes that cannot load it
 
     @property

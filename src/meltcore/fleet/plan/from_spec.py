@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.tasks import tasks
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.settings.config import (
     EngineConfig,
@@ -16,7 +17,7 @@ from meltcore.settings.config import (
     ServerConfig,
     SharingConfig,
 )
-from meltcore.settings.fleet_spec import FleetSpec, FleetTask, KeySection, ModelSection, SharingSection
+from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
 from meltcore.settings.routes_config import RoutesConfig, TranslationRule
 
 _ENGINE_FIELDS = (
@@ -24,13 +25,6 @@ _ENGINE_FIELDS = (
     *("load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
 )
-
-_FOREIGN_PATHS: dict[FleetTask, tuple[str, ...]] = {
-    "generation": ("/v1/chat/completions", "/v1/completions"),
-    "translation": ("/v1/translate",),
-    "transcription": ("/v1/audio/transcriptions",),
-    "synthesis": ("/v1/audio/speech",),
-}
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
@@ -153,7 +147,7 @@ def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
         sleep_mode=model.sleep_mode,
         upstream_model=model.upstream_model,
         api_key_variable=model.upstream_key_env,
-        paths=_FOREIGN_PATHS[model.task],
+        paths=tuple(tasks()[model.task].paths),
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         priority_class=model.priority,
@@ -181,7 +175,7 @@ def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
     """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
     # For other tasks it is for the plan alone: the memory of an engine decides how many sentences or clips run.
-    planned_fields = () if model.task == "generation" else ("max_num_seqs",)
+    planned_fields = () if model.has_context else ("max_num_seqs",)
     device = model.device if isinstance(model.device, str) else "cuda"
     return EngineConfig(
         model=checkpoint,

@@ -126,7 +126,7 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
     by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
-    generation = [name for name in by_priority if models[name].task == "generation"]
+    with_context = [name for name in by_priority if models[name].has_context]
 
     def change(name: str, **fields: object) -> FleetSpec:
         models[name] = msgspec.structs.replace(models[name], **fields)
@@ -140,7 +140,7 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
     while may_shrink:  # the longest contexts first
         lengths = {
             name: models[name].max_model_len or known_needs(known, name, models[name]).max_model_len or 0
-            for name in generation
+            for name in with_context
         }
         longest = max(lengths, key=lambda name: lengths[name], default=None)
         if longest is None or lengths[longest] <= _LEAST_CONTEXT:
@@ -153,7 +153,7 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
     if spec.residency.keep == "host":  # the host may have too little for weights that sleep
         spec = msgspec.structs.replace(spec, residency=msgspec.structs.replace(spec.residency, keep="disk"))
         yield msgspec.structs.replace(spec, models=dict(models))
-    small_first = sorted(by_priority, key=lambda name: models[name].task == "generation")  # those are slow on a CPU
+    small_first = sorted(by_priority, key=lambda name: models[name].has_context)  # those are slow on a CPU
     for name in small_first:
         if models[name].tensor_parallel_size == 1:
             yield change(name, device="cpu", residency="always_on")
@@ -189,7 +189,7 @@ def _restored(
 
     def rank(name: str) -> tuple[int, bool]:
         model = original.models[name]
-        return -_PRIORITIES.index(model.priority), model.task == "generation"
+        return -_PRIORITIES.index(model.priority), model.has_context
 
     names = sorted(original.models, key=rank)
     for field in order:

@@ -218,12 +218,12 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
 
 
 def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
-    """Return the fleet with the memory of each model, and for generation the context and concurrency it is for."""
+    """Return the fleet with the memory of each model, and the context and the concurrency of those that have both."""
     models = dict(spec.models)
     for name, needs in needs_by_name.items():
         model = models[name]
         changes: dict[str, object] = {"memory": Size(needs.budget_bytes)}
-        if model.task == "generation" and model.memory is None:
+        if model.has_context and model.memory is None:
             changes |= {
                 "max_model_len": needs.max_model_len,
                 "max_num_seqs": needs.concurrency,

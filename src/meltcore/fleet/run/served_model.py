@@ -33,7 +33,7 @@ from meltcore.protocol.translation import TranslationOutputs
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ModelConfig, Task
+from meltcore.settings.config import ModelConfig
 
 ENGINE_DEAD = "the engine has died"
 SERVER_ENDS = "the engine has died; the server is going down"
@@ -51,7 +51,7 @@ class ServedModel(SupervisedModel[Replica]):
         self,
         number: int,
         config: ModelConfig,
-        task: Task | None,
+        task: str | None,
         placements: Sequence[Placement],
         stats: ModelStats,
         parts: ServerParts,

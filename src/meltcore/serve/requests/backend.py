@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 from starlette.types import Scope
 
 from meltcore.common.errors import RequestError
+from meltcore.common.tasks import DEFAULT
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.request_fields import shorten
@@ -19,7 +20,7 @@ from meltcore.settings.routes_config import RoutesConfig
 # In which requests are accepted.
 SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
 
-LANGUAGE_PATHS = ("/v1/chat/completions", "/v1/completions")
+LANGUAGE_PATHS = tuple(DEFAULT.paths)
 # A replica with open requests that finishes no step for so long is stuck. The longest step, on a slow CPU, is shorter.
 STUCK_AFTER_S = 120.0
 

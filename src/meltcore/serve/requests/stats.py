@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from meltcore.common.tasks import DEFAULT
 from meltcore.protocol.generation import EngineStats, RequestTimes
 from meltcore.settings.config import PriorityClass
 
@@ -266,7 +267,7 @@ class ModelStats(_Columns):
         )
         self._unconnected: set[int] = set()
         self._silent: set[int] = set()
-        self.task = "generation"  # of the model, for the label of metrics
+        self.task = DEFAULT.name  # of the model, for the label of metrics
         self.histograms = {
             name: Histogram(shared, process_index, self._column[f"{name}/0"], bounds) for name, _, bounds in HISTOGRAMS
         }

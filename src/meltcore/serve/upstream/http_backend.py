@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
@@ -40,11 +41,6 @@ SWEEP_S = 1.0  # between two looks at the time limits, or a fifth of the shortes
 # Before the first byte for the client. After a time limit the upstream may still be computing: to repeat the request
 # would double the load of servers that are too slow already.
 _RETRIED: tuple[FailureKind, ...] = ("connect", "connect_timeout", "closed")
-_TASKS = {  # by a path that a model is forwarded at
-    "/v1/translate": "translation",
-    "/v1/audio/transcriptions": "transcription",
-    "/v1/audio/speech": "synthesis",
-}
 # Of a request that waits nothing is tokenized here. Four bytes are a token of English text.
 BYTES_PER_TOKEN = 4
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -85,8 +81,9 @@ class ForeignHealth(Health):
 
 
 def task_of(config: ForeignConfig) -> str:
-    """Return what a foreign model does, by the first of its paths that says so."""
-    return next((task for path, task in _TASKS.items() if path in config.paths), "generation")
+    """Return what a foreign model does: another task than the default where it has one of its paths."""
+    others = (task for task in tasks().values() if task is not DEFAULT)
+    return next((task.name for task in others if not task.paths.keys().isdisjoint(config.paths)), DEFAULT.name)
 
 
 class _OpenTickets(OpenTickets[UpstreamChild]):

@@ -16,7 +16,7 @@ from meltcore.models.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
-from meltcore.settings.config import ModelConfig, Task
+from meltcore.settings.config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
@@ -72,10 +72,10 @@ def is_transcription_model(config: ModelConfig) -> bool:
     return checkpoints.is_transcription_model(config.engine.model, dummy=config.engine.load_format == "dummy")
 
 
-def find_task(config: ModelConfig) -> Task:
+def find_task(config: ModelConfig) -> str:
     """Return what kind of backend a model needs, once its configuration is on this machine. Raises ConfigError."""
     if is_transcription_model(config):
-        task: Task = "transcription"
+        task = "transcription"
     elif is_synthesis_model(config.engine.model, dummy=config.engine.load_format == "dummy"):
         task = "synthesis"
     else:
