@@ -26,6 +26,8 @@ AGENTS = [
     *(ROOT / folder / "AGENTS.md" for folder in ("benchmarks", "docs", "scripts", "tests")),
 ]
 MOST_WORDS_OF_AGENTS = 150
+# What is said twice is said once with a link; measurements and rejected attempts stand in the decisions.
+MOST_WORDS_OF_READER_PAGES = 32_000
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(path for folder in ("docs", "benchmarks") for path in (ROOT / folder).rglob("*.md") if path.name != "AGENTS.md"),
@@ -208,6 +210,22 @@ def test_performance_page_begins_with_the_table_of_the_readme() -> None:
     of_readme, of_page = (_TABLE.findall(text) for text in documents)
     assert of_page[0].startswith("| concurrency |")
     assert of_page[0] in of_readme
+
+
+def words_by_page() -> dict[str, int]:
+    """Return the words of each page that is written by hand, without generated tables and the decisions."""
+    generated = re.compile(r"<!-- (?:results|generated):.*?<!-- end of (?:results|generated) -->", re.DOTALL)
+    others = {"AGENTS.md", "changelog.md", "cli.md", "fleet-yaml.md"}
+    pages = (path for path in (ROOT / "docs").rglob("*.md") if path.name not in others)
+    texts = {name_of(path): generated.sub("", path.read_text()) for path in pages if path.parent.name != "decisions"}
+    return {name: len(re.findall(r"\S*\w\S*", text)) for name, text in texts.items()}
+
+
+def test_reader_pages_are_short() -> None:
+    by_page = words_by_page()
+    assert sum(by_page.values()) <= MOST_WORDS_OF_READER_PAGES, "\n".join(
+        f"{by_page[each]:5} {each}" for each in by_page
+    )
 
 
 def generated_lines(document: str, name: str) -> list[str]:
