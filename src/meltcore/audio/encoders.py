@@ -50,7 +50,7 @@ class EncodedFile:
 
 
 class AudioEncoders:
-    """Up to `max_workers` processes (None: one per two cores). A new file goes to the one with the fewest."""
+    """Up to `max_workers` processes, by default one per two cores. A new file goes to the process with the fewest."""
 
     def __init__(self, max_workers: int | None = None) -> None:
         self._max_workers = max_workers or max(1, len(os.sched_getaffinity(0)) // 2)

@@ -36,7 +36,7 @@ def is_start(data: bytes, position: int) -> bool:
 
 
 def files_from(data: bytes, position: int, end: int | None = None) -> list[int]:
-    """Return where files begin from `position` on, by their marks. end: of the last mark."""
+    """Return where files begin from `position` on, by their marks. end: where the last mark ends."""
     end = len(data) if end is None else end
     return sorted(match.start() for pattern in _STARTS for match in pattern.finditer(data, position, end))
 

@@ -32,7 +32,7 @@ def split_ogg(data: bytes) -> Iterator[int]:
 def first_packets(data: bytes, index: int) -> tuple[int, int]:
     """Return the time at which the first page of packets of a stream ends, in its units, and the number of packets.
 
-    index: of the stream in the order of first pages. Pages before it, of headers, have the time 0.
+    index: the stream's number in the order of first pages. Pages of headers come before it and have the time 0.
     """
     position, num_packets, serials = 0, 0, list[bytes]()
     for _ in each_element():

@@ -36,7 +36,7 @@ class AudioWorkers:
     """Up to `max_workers` processes. Files that find none free wait in order."""
 
     def __init__(self, max_workers: int | None = None, *, cpu_limit_s: int = CPU_LIMIT_S) -> None:
-        """max_workers: None: one per two cores, at least one."""
+        """Start no process yet. Without `max_workers` there is one per two cores, and at least one."""
         self._free: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
         self._slots = asyncio.Semaphore(max_workers or max(1, len(os.sched_getaffinity(0)) // 2))

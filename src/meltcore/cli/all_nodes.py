@@ -47,8 +47,8 @@ def run_on_all_nodes(
 ) -> "NodesReport":
     """Run the command, which prints one JSON document, on all nodes; print and write the report, and return it.
 
-    out: parent of the run folder with nodes.json and report.html; None: neither is written. Raises ConfigError where
-    the cluster cannot be reached, and where no node has a GPU that the command needs.
+    out: parent of the run folder with nodes.json and report.html; without it neither is written. Raises ConfigError
+    where the cluster cannot be reached, and where no node has a GPU that the command needs.
     """
     import time
     from datetime import UTC, datetime

@@ -46,9 +46,9 @@ def start(
     environment: Mapping[str, str] | None = None,
     new_session: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program. Pipes are unbuffered.
+    """Start a program. Pipes are unbuffered.
 
-    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
+    environment: the child's whole environment; None lets it inherit ours. new_session: whether the child leads a
     session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
     knows the process. Raises ProcessError where the program cannot be started.
     """
@@ -77,9 +77,9 @@ async def start_async(
     new_session: bool = True,
     pass_fds: Collection[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Starts a program whose pipes and exit are awaited on the event loop.
+    """Start a program whose pipes and exit are awaited on the event loop.
 
-    environment: the child's whole environment; None: that of this process. new_session: whether the child leads a
+    environment: the child's whole environment; None lets it inherit ours. new_session: whether the child leads a
     session and a process group. pass_fds: file descriptors that the child inherits. Raises ProcessError where the
     program cannot be started.
     """
@@ -118,7 +118,7 @@ def run(
     terminate_limit_s: float = KILL_LIMIT_S,
     on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _process: None,
 ) -> CompletedRun:
-    """Runs a program to its end. After `limit_s` or on an exception, ends the program and its process group.
+    """Run a program to its end. After `limit_s` or on an exception, end the program and its process group.
 
     Output goes through files: what a killed program had written is kept, and no pipe can fill up. terminate_limit_s:
     time from SIGTERM to SIGKILL. on_start: called with the process once it runs. Raises ProcessError where it cannot
@@ -150,12 +150,12 @@ def run(
 
 
 def describe_exit(returncode: int) -> str:
-    """Returns how a process ended, as text: its exit status, or the signal that killed it."""
+    """Return how a process ended, as text: its exit status, or the signal that killed it."""
     return f"exit status {returncode}" if returncode >= 0 else f"killed by signal {-returncode}"
 
 
 def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
-    """Waits up to `limit_s` and returns whether `process` has ended."""
+    """Wait up to `limit_s` and return whether `process` has ended."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -164,7 +164,7 @@ def ended_within(process: subprocess.Popen[Any], limit_s: float) -> bool:
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the third on, the state first (proc(5)).
+    """Return the fields of /proc/PID/stat from the third on, the state first (proc(5)).
 
     None where the process is gone.
     """
@@ -176,13 +176,13 @@ def stat_fields(pid: int) -> list[str] | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped by SIGSTOP or SIGTSTP. A process in a debugger does not count."""
+    """Return whether a process is stopped by SIGSTOP or SIGTSTP. A process in a debugger does not count."""
     fields = stat_fields(pid)
     return fields is not None and fields[0] == "T"
 
 
 def start_ticks(pid: int) -> int | None:
-    """Returns when a process started, in clock ticks since boot; None where it has ended.
+    """Return when a process started, in clock ticks since boot; None where it has ended.
 
     The start time distinguishes two processes that had the same id.
     """
@@ -191,7 +191,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def group_members(group_id: int) -> list[int]:
-    """Returns the process ids of a process group, without those that have ended and wait for their parent."""
+    """Return the process ids of a process group, without those that have ended and wait for their parent."""
     members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         fields = stat_fields(int(path.parent.name))
@@ -214,10 +214,10 @@ class LoggedProcess:
         stop_limit_s: float = KILL_LIMIT_S,
         stdin: int = subprocess.DEVNULL,
     ) -> None:
-        """Stores the command, which `with` starts.
+        """Store the command, which `with` starts.
 
         name: the process's name in messages, such as "the server". report: receives lines for the user while the
-        process is being stopped. environment: the whole environment; None: that of this process. stop_limit_s: time
+        process is being stopped. environment: the whole environment; None lets it inherit ours. stop_limit_s: time
         from SIGTERM to SIGKILL. stdin: a file descriptor.
         """
         self.command = list(command)
@@ -275,11 +275,11 @@ class LoggedProcess:
         return self._log_path.read_text(errors="replace") if self._log_path.exists() else ""
 
     def log_tail(self) -> str:
-        """Returns the last lines of the output."""
+        """Return the last lines of the output."""
         return log_tail(self._log_path) or "(it printed nothing)"
 
     def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, goal: str) -> _Result:
-        """Calls `poll` until it returns a value, and returns the value.
+        """Call `poll` until it returns a value, and return the value.
 
         goal: completes the error "it did not ...". Raises ProcessError after `limit_s`, or where the process ends
         first.
@@ -302,14 +302,14 @@ class LoggedProcess:
             time.sleep(_POLL_S)
 
     def ended_within(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` and returns whether the process has ended.
+        """Wait up to `limit_s` and return whether the process has ended.
 
         A process closes its connections before its exit is known, hence the wait.
         """
         return self._process is None or ended_within(self._process, limit_s)
 
     def stop(self, limit_s: float | None = None) -> int | None:
-        """Ends the process group and returns the exit code of the process.
+        """End the process group and return the exit code of the process.
 
         The group gets SIGTERM, and SIGKILL after `limit_s`, which is reported; None means `stop_limit_s`. The whole
         group is ended: a worker that outlives its server would keep its GPU's memory.
@@ -335,7 +335,7 @@ def end_group(
     on_timeout: Callable[[], None] = lambda: None,
     kill_limit_s: float = KILL_LIMIT_S,
 ) -> bool:
-    """Ends the group that `process` leads with SIGTERM, then SIGKILL after `limit_s`. Returns whether all ended.
+    """End the group that `process` leads with SIGTERM, then SIGKILL after `limit_s`. Returns whether all ended.
 
     on_timeout: called before SIGKILL. False only where a process cannot be killed within `kill_limit_s`, such as in a
     driver call. Signals are blocked, since a second Ctrl-C would leave processes without a parent.
@@ -351,13 +351,13 @@ def end_group(
 
 
 def signal_group(group_id: int, signum: signal.Signals) -> None:
-    """Sends a signal to every process of a group. Does nothing where the group is gone."""
+    """Send a signal to every process of a group. Does nothing where the group is gone."""
     with suppress(ProcessLookupError):
         os.killpg(group_id, signum)
 
 
 async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None:
-    """Waits until `process`, which was asked to exit, has ended. Kills it after `limit_s`."""
+    """Wait until `process`, which was asked to exit, has ended. Kills it after `limit_s`."""
     try:
         async with asyncio.timeout(limit_s):
             await process.wait()
@@ -368,7 +368,7 @@ async def end_async(process: asyncio.subprocess.Process, limit_s: float) -> None
 
 
 def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, limit_s: float) -> bool:
-    """Signals every process of the group, and returns whether all have ended within `limit_s`."""
+    """Signal every process of the group, and return whether all have ended within `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     is_signalled = False
     while process.poll() is None or group_members(process.pid):
@@ -385,7 +385,7 @@ def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, li
 
 
 def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Result:
-    """Calls `function` on a separate thread, and returns its result or raises its error.
+    """Call `function` on a separate thread, and return its result or raise its error.
 
     Raises TimeoutError after `limit_s`. A thread that hangs, such as in a driver, continues until the process ends.
     """
@@ -410,7 +410,7 @@ def call_with_timeout(limit_s: float, function: Callable[[], _Result]) -> _Resul
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Delays SIGINT and SIGTERM until the block is left. Outside the main thread it does nothing.
+    """Delay SIGINT and SIGTERM until the block is left. Outside the main thread it does nothing.
 
     Python runs signal handlers on the main thread only, so no other thread is ever interrupted.
     """
@@ -444,7 +444,7 @@ def without_collection() -> Iterator[None]:
 
 @contextmanager
 def loading_modules() -> Iterator[None]:
-    """Imports modules without garbage collection, then exempts their objects from every later collection.
+    """Import modules without garbage collection, then exempt their objects from every later collection.
 
     The import of torch and the engine takes 1.6 s of CPU time, and 2.1 s with collections (2026-11-27).
     """

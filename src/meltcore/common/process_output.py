@@ -43,7 +43,7 @@ def one_line(text: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """Returns type and message of the last exception in a log's last lines; without one, the last line."""
+    """Return type and message of the last exception in a log's last lines; without one, the last line."""
     lines = [line[match.end() :] for line in text.splitlines() if (match := _LOG_PREFIX.match(line))]
     lines = [line.rstrip() for line in lines if line.strip() and not _HINT.match(line.strip())]
     starts = [index for index, line in enumerate(lines) if _EXCEPTION.match(line)]
@@ -59,7 +59,7 @@ def last_error(text: str) -> str:
 
 
 def _shown_lines(text: str) -> list[str]:
-    """Return the lines that a terminal would show: of a progress bar its last state, of a long line its end."""
+    """Return the lines that a terminal would show: the last state of a progress bar, and the end of a long line."""
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in _ESCAPES.sub("", text).split("\n")]
     lines = [_CONTROLS.sub("", line).rstrip() for line in lines]
     return [line if len(line) <= _LINE_CHARS else f"...{line[-_LINE_CHARS:]}" for line in lines if line.strip()]

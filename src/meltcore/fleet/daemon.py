@@ -213,7 +213,7 @@ def _has_answered(rows: list[dict[str, Any]]) -> bool:
 
 
 def _answered_rows(record: DaemonRecord) -> list[dict[str, Any]] | None:
-    """Return the rows of a fleet that has answered, and none of a ready server of one model; None: not yet."""
+    """Return the rows of a fleet that has answered, no rows for a ready server of one model, and None before."""
     if record.fleet:
         try:
             rows = _rows(record)
@@ -315,7 +315,7 @@ def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | No
 
 
 def find_fleet(port: int | None) -> DaemonRecord:
-    """Return the running fleet on a port (None: the only one). Raises ConfigError when there is none, or several."""
+    """Return the fleet on a port, by default the only one. Raises ConfigError when there is none, or several."""
     fleets = [record for record in running() if record.fleet and port in (None, record.port)]
     if not fleets:
         raise ConfigError("no fleet is running" + ("" if port is None else f" on port {port}"))

@@ -18,9 +18,9 @@ class Attention(nn.Module):
     qkv_bias: queries, keys and values have a bias (Qwen2). qk_norm: each head's query and key are normalized (Qwen3).
     output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5); the first matrix of `qkv_proj`
     then holds the gates of all heads above the queries of all heads. wide_qk_norm: queries and keys are normalized over
-    all heads together instead (OLMo 2). sliding_window: how many of the newest tokens a
-    query sees, its own included, None for all of them. scale: of the scores, None for head_dim^-0.5. post_norm: the
-    output of `o_proj` is normalized before it is added (Gemma 3). pre_norm: the residual stream is normalized before it
+    all heads together instead (OLMo 2). sliding_window: how many of the newest tokens a query sees, its own included;
+    by default all. scale: the factor of the scores, by default head_dim^-0.5. post_norm: the output of `o_proj` is
+    normalized before it is added (Gemma 3). pre_norm: the residual stream is normalized before it
     is read; OLMo 2 has the norms after the layers only.
     """
 

@@ -62,7 +62,7 @@ class ParallelLMHead(nn.Module):
         """Compute logits of the tokens that this rank keeps.
 
         [rows, hidden_size] -> [rows, local tokens] float32: in 16 bits large logits are up to 1/16 apart, so the best
-        of a step may tie. out: contiguous memory for the result; None: new memory.
+        of a step may tie. out: contiguous memory for the result; by default it is new.
         """
         if out is None and hidden.dtype != torch.float32:
             out = hidden.new_empty(len(hidden), self.local_vocab_size, dtype=torch.float32)

@@ -97,7 +97,7 @@ class Fp8Weight(nn.Module):
     """An FP8 weight with one scale per output channel.
 
     values: [sum(output_sizes), input_size] e4m3; scales: [sum(output_sizes)] float32. stored: the scales of the
-    checkpoint; None: it is unquantized, and the weight is quantized as it is loaded.
+    checkpoint. None stands for an unquantized checkpoint, whose weight is quantized as it is loaded.
     """
 
     def __init__(self, output_sizes: Sequence[int], input_size: int, stored: StoredScales | None = None) -> None:
@@ -128,7 +128,7 @@ class Fp8Weight(nn.Module):
 class BlockFp8Weight(nn.Module):
     """An FP8 weight with a scale per block: of 128 columns, and of as many rows as divide each matrix, up to 128.
 
-    values: [sum(output_sizes), input_size] e4m3; scales: float32. row_multiple: of the rows that keep their order.
+    values: [sum(output_sizes), input_size] e4m3; scales: float32. row_multiple: how many rows keep their order.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class Fp8Experts(nn.Module):
     """FP8 weights of experts, with scales per block or per channel. This rank keeps the range `local_columns`.
 
     gate_up_values: [experts, 2 * len(local_columns), hidden_size] e4m3, gate rows above up rows; down_values: [experts,
-    hidden_size, len(local_columns)]. stored: the scales of the checkpoint; None: it is unquantized, and the weights are
-    quantized per channel as they are loaded.
+    hidden_size, len(local_columns)]. stored: the scales of the checkpoint. None stands for an unquantized one, whose
+    weights are quantized per channel as they are loaded.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Fp8Experts(nn.Module):
         return block_fp8_expert_outputs(hidden, routing, gate_up, BlockFp8Tensor(self.down_values, self.down_scales))
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
         return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
@@ -217,7 +217,7 @@ class Fp8Experts(nn.Module):
         return _fused([[self.down_tensors(expert)] for expert in range(num_experts)])
 
     def _allocate(self, num_experts: int, rows: int, columns: int, matrix_rows: int) -> list[nn.Parameter]:
-        """Allocate values and scales of one projection. matrix_rows: of each matrix that its rows consist of."""
+        """Allocate values and scales of one projection. matrix_rows: the rows of each matrix in it."""
         values = torch.empty(num_experts, rows, columns, dtype=FP8)
         has_blocks = self._stored is not None and self._stored.strategy == "block"
         row_group, column_blocks = (math.gcd(BLOCK, matrix_rows), num_blocks(columns)) if has_blocks else (1, 1)

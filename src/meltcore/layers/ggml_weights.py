@@ -154,7 +154,7 @@ class GgmlExperts(nn.Module):
         return ggml_expert_outputs(hidden, routing, [part.tensor for part in self._parts], self.down_proj.tensor)
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
         return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:

@@ -36,8 +36,8 @@ class HalfTable(nn.Module):
 class HalfWeight(nn.Module):
     """A loaded weight [sum(output_sizes), input_size] of a linear layer, an embedding or a head, in float16.
 
-    stored_types: the formats of the checkpoint, for the user. table: of an embedding, which is looked up in the
-    checkpoint's blocks where it has them.
+    stored_types: the formats of the checkpoint, for the user. table: an embedding whose rows are
+    looked up in the checkpoint's blocks, if it has blocks.
     """
 
     dtype = torch.float32

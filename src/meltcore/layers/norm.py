@@ -71,7 +71,7 @@ class WideHeadNorms(nn.Module):
         self.query, self.key = self._norm(len(query_rows)), self._norm(len(key_rows))
 
     def loaders(self, query_order: torch.Tensor, key_order: torch.Tensor) -> list[WeightLoader]:
-        """Return the weight loaders of the queries' and the keys' norm. The orders are of this rank's rows."""
+        """Return the weight loaders of the norms of queries and keys. The orders list this rank's rows."""
         return [
             shard_loader(permuted_loader(norm.loader, order), (size,), as_slice(rows))
             for norm, order, size, rows in zip(

@@ -52,7 +52,7 @@ class LinearWeight(Protocol):
 
         norm: None for an input that is normalized already. At most one of the following may be given. gated: return
         silu(first half) * second half of the outputs. residual: [tokens, output_size], to which the result is added in
-        place. out: memory for the result, whose rows may be strided; None: new memory. That of a head is float32.
+        place. out: memory for the result, whose rows may be strided; by default it is new. A head's is float32.
         """
 
 
@@ -85,7 +85,7 @@ class ExpertsWeight(Protocol):
         """
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's matrix gate_proj, [intermediate_size, hidden_size].
@@ -179,7 +179,7 @@ class DenseExperts(nn.Module):
         return expert_outputs(hidden, routing, self.gate_up_proj, self.down_proj)
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Add the weighted sum of each token's expert outputs to `residual` in place. None: return the sum alone."""
+        """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
         return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
@@ -232,8 +232,8 @@ LinearFormat = Callable[[Sequence[int], int], LinearWeight]
 class QuantizationMethod(NamedTuple):
     """The weight classes of a format: for linear layers, for embedding and output head, and for experts.
 
-    embedding, experts: None if the format does not support them. column_multiple: of the columns of a shard, the size
-    of the format's blocks.
+    embedding, experts: None if the format does not support them. column_multiple: the size of the
+    format's blocks, of which the columns of a shard are a multiple.
     """
 
     linear: LinearFormat

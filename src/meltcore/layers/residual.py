@@ -64,7 +64,7 @@ class ResidualStream:
         self._deferred_add = partial(group.all_reduce_add_rms_norm, self._values, partial_sum)
 
     def add_normalized(self, output: torch.Tensor, post_norm: Norm, group: TensorParallelGroup | None = None) -> None:
-        """Add post_norm(output), where `output` [tokens, hidden_size] is first all-reduced if there is a `group`."""
+        """Add post_norm(output). With a `group`, `output` [tokens, hidden_size] is all-reduced first."""
         values = self.values
         normalized = None if group is None else group.all_reduce_add_rms_norm(None, output, post_norm)[1]
 

@@ -25,8 +25,8 @@ class WeightLoader(Protocol):
 class ConvertingLoader(NamedTuple):
     """Passes a checkpoint tensor of `shape` to `store`, which converts and stores it.
 
-    dtypes: the types that the tensor may be stored in; none: any type of unquantized weights. rows: returns the loader
-    of a range of rows, None where a tensor of several rows is only stored as a whole.
+    dtypes: the types that the tensor may be stored in; an empty tuple allows any type of unquantized weights. rows:
+    returns the loader of a range of rows, or None if a tensor of several rows is only stored as a whole.
     """
 
     shape: torch.Size
@@ -52,7 +52,7 @@ class ShardLoader(NamedTuple):
 
 
 def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
-    """Return the types that the checkpoint tensor may be stored in; none: any type of unquantized weights."""
+    """Return the types that the checkpoint tensor may be stored in; if empty, any type of unquantized weights."""
     if isinstance(target, ShardLoader):
         return stored_dtypes(target.slices[0][1])
     return target.dtypes if isinstance(target, ConvertingLoader) else ()

@@ -17,7 +17,7 @@ TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
 class TaskRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Asks the engine for one result. A lower `priority` begins earlier, then the earlier deadline, then the arrival.
 
-    deadline_s: a request that has not begun by then is ended; None: it may wait for any time.
+    deadline_s: a request that has not begun by then is ended; without one it may wait for any time.
     """
 
     request_id: str

@@ -45,10 +45,10 @@ class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
 
-    engine: its number; command: that starts it, after the interpreter; client_key: the public key of its clients; gpus:
-    numbers among those of the node that Ray may use; gib: on each of them; cpu_engines: that share the cores of the
-    node. sharing: of the engines of one GPU, and `fleet` names those that have regard to each other; None: none has.
-    model, replica: that it is an engine of.
+    engine: its number. command: the command that starts it, after the interpreter. client_key: the public key of its
+    clients. gpus: numbers among the GPUs of the node that Ray may use; gib: memory on each of them. cpu_engines: how
+    many engines share the cores of the node. sharing: how engines of one GPU wait for each other; without it none
+    waits. fleet: names the engines that do. model, replica: whose engine it is.
     """
 
     engine: int

@@ -51,7 +51,7 @@ def load_fleet(path: str | Path) -> FleetSpec:
 
 
 def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
-    """Return the checked contents of the text of a fleet.yaml. name: of the file, for errors. Raises ConfigError."""
+    """Return the checked contents of the text of a fleet.yaml. name: the file's, for errors. Raises ConfigError."""
     try:
         spec: FleetSpec = _convert_struct(_read_yaml(text), FleetSpec, "")
         check_fleet(spec)

@@ -90,7 +90,7 @@ class _Vocabulary:
 
 
 def tokenizer_metadata(checkpoint: Checkpoint, num_rows: int) -> dict[str, Any]:
-    """Return the metadata of tokenizer and chat template by key. num_rows: of the embedding.
+    """Return the metadata of tokenizer and chat template by key. num_rows: rows of the embedding.
 
     Raises ConfigError that names the part of tokenizer.json which a GGUF file cannot express.
     """

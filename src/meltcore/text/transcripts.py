@@ -17,7 +17,7 @@ _PAUSE_S, _SEGMENT_S = 0.6, 6.0
 class SpokenWord(NamedTuple):
     """A word, its times in seconds from the beginning of the file, and its tokens by their ids in the language.
 
-    logprob: of its tokens together; no_token_logprob: of no token in any of its frames.
+    logprob: log-probability of its tokens together; no_token_logprob: that no frame of it has a token.
     """
 
     text: str

@@ -33,12 +33,12 @@ _NODE_LIMITS_S = {"quick": 600.0, "standard": 1800.0, "full": 5400.0, "soak": 54
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `meltcore certify`."""
+    """Add the options of `meltcore certify`."""
     from meltcore.cli.all_nodes import add_ray_options
     from meltcore.common.options import number
 
     def exit_unknown(message: str) -> NoReturn:
-        """Exits with UNKNOWN in place of argparse's status 2, which a monitor would read as FAIL."""
+        """Exit with UNKNOWN in place of argparse's status 2, which a monitor would read as FAIL."""
         parser.print_usage(sys.stderr)
         parser.exit(EXIT_UNKNOWN, f"{parser.prog}: UNKNOWN: {message}\n")
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
+    """Run the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
     import traceback
 
     from pynvml import NVMLError

@@ -27,7 +27,7 @@ _PRINT_INTERVAL_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `meltcore monitor`."""
+    """Add the options of `meltcore monitor`."""
     from meltcore.common.options import number
 
     parser.add_argument(
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(monitor: "Monitor", duration_s: float | None) -> int:
-    """Prints one line per second and GPU until the time is up, a signal, or every GPU is lost; then the summary."""
+    """Print one line per second and GPU until the time is up, a signal, or every GPU is lost; then the summary."""
     import signal
     import time
 

@@ -25,7 +25,7 @@ _NODE_LIMIT_S = 120.0  # NVML takes up to 60 s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `meltcore snapshot`."""
+    """Add the options of `meltcore snapshot`."""
     from meltcore.cli.all_nodes import add_ray_options
 
     form = parser.add_mutually_exclusive_group()
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _take_snapshot(requested: str | None) -> "Snapshot":
-    """Takes the snapshot; without a driver it has no GPUs, and a note says so."""
+    """Take the snapshot; without a driver it has no GPUs, and a note says so."""
     from contextlib import suppress
 
     from pynvml import NVMLError
@@ -98,7 +98,7 @@ def _print_diff(path: str, snapshot: "Snapshot") -> int:
 
 
 def _read_snapshot(path: str) -> "Snapshot":
-    """Reads a snapshot from its file or from a certificate. Raises ConfigError."""
+    """Read a snapshot from its file or from a certificate. Raises ConfigError."""
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError

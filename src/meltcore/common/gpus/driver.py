@@ -54,39 +54,39 @@ class Nvml:
     """NVML, initialized. `device` is the handle of a whole GPU, `handle` that of a GPU or of a MIG device."""
 
     def __init__(self) -> None:
-        """Raises NoDriverError where the driver's library is missing or does not start."""
+        """Raise NoDriverError where the driver's library is missing or does not start."""
         try:
             pynvml.nvmlInit()
         except NVMLError as error:
             raise NoDriverError(f"no NVIDIA driver here ({error}); there is no GPU to read") from error
 
     def close(self) -> None:
-        """Shuts NVML down."""
+        """Shut NVML down."""
         pynvml.nvmlShutdown()
 
     def driver(self) -> str:
-        """Returns the version of the driver."""
+        """Return the version of the driver."""
         return _text(pynvml.nvmlSystemGetDriverVersion())
 
     def cuda_driver(self) -> str:
-        """Returns the newest CUDA version that the driver supports, such as 13.0."""
+        """Return the newest CUDA version that the driver supports, such as 13.0."""
         version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def count(self) -> int:
-        """Returns the number of GPUs of the driver, those that a cgroup denies included."""
+        """Return the number of GPUs of the driver, those that a cgroup denies included."""
         return int(pynvml.nvmlDeviceGetCount())
 
     def device(self, index: int) -> Any:
-        """Returns the handle of the GPU with this index in NVML's order."""
+        """Return the handle of the GPU with this index in NVML's order."""
         return pynvml.nvmlDeviceGetHandleByIndex(index)
 
     def device_of(self, uuid: str) -> Any:
-        """Returns the handle of a GPU or a MIG device by its UUID."""
+        """Return the handle of a GPU or a MIG device by its UUID."""
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def gpus(self) -> list[Any]:
-        """Returns handles of the GPUs in NVML's order, which is that of the PCI bus.
+        """Return handles of the GPUs in NVML's order, which is that of the PCI bus.
 
         NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
         a GPU that is lost or needs a reset.
@@ -103,7 +103,7 @@ class Nvml:
         return handles
 
     def mig_devices(self, device: Any) -> list[Any]:
-        """Returns handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
+        """Return handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
         try:
             count = pynvml.nvmlDeviceGetMaxMigDeviceCount(device)
         except NVMLError as error:
@@ -121,77 +121,77 @@ class Nvml:
         return handles
 
     def gpu_instance(self, mig_device: Any) -> int:
-        """Returns the GPU instance id of a MIG device."""
+        """Return the GPU instance id of a MIG device."""
         return int(pynvml.nvmlDeviceGetGpuInstanceId(mig_device))
 
     def name(self, handle: Any) -> str:
-        """Returns the name of the GPU type, such as NVIDIA H200."""
+        """Return the name of the GPU type, such as NVIDIA H200."""
         return _text(pynvml.nvmlDeviceGetName(handle))
 
     def uuid(self, handle: Any) -> str:
-        """Returns the UUID, such as GPU-... or MIG-..."""
+        """Return the UUID, such as GPU-... or MIG-..."""
         return _text(pynvml.nvmlDeviceGetUUID(handle))
 
     def architecture(self, device: Any) -> int:
-        """Returns the architecture as NVML_DEVICE_ARCH_*."""
+        """Return the architecture as NVML_DEVICE_ARCH_*."""
         return int(pynvml.nvmlDeviceGetArchitecture(device))
 
     def temperature_c(self, device: Any) -> float:
-        """Returns the temperature of the GPU."""
+        """Return the temperature of the GPU."""
         return float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU))
 
     def sm_clock_mhz(self, device: Any) -> float:
-        """Returns the current SM clock."""
+        """Return the current SM clock."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_mhz(self, device: Any) -> float:
-        """Returns the current memory clock."""
+        """Return the current memory clock."""
         return float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def clock_reasons(self, device: Any) -> int:
-        """Returns the bit mask of the clock event reasons; `metrics.clock_reason_names` gives their names."""
+        """Return the bit mask of the clock event reasons; `metrics.clock_reason_names` gives their names."""
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(device))
 
     def memory_bytes(self, handle: Any) -> tuple[int, int]:
-        """Returns used and total memory of a GPU or a MIG device."""
+        """Return used and total memory of a GPU or a MIG device."""
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.used), int(memory.total)
 
     def ecc_errors(self, device: Any, *, uncorrected: bool, lifetime: bool = False) -> int:
-        """Returns the ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
+        """Return the ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
         bit = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
         counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
         return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
 
     def pcie_link(self, device: Any) -> tuple[int, int]:
-        """Returns the current PCIe link.
+        """Return the current PCIe link.
 
         Returns (generation, width) now; an idle GPU lowers its generation to save power.
         """
         return pynvml.nvmlDeviceGetCurrPcieLinkGeneration(device), pynvml.nvmlDeviceGetCurrPcieLinkWidth(device)
 
     def pcie_link_max(self, device: Any) -> tuple[int, int]:
-        """Returns the maximum PCIe (generation, width) of this GPU in this machine."""
+        """Return the maximum PCIe (generation, width) of this GPU in this machine."""
         return pynvml.nvmlDeviceGetMaxPcieLinkGeneration(device), pynvml.nvmlDeviceGetMaxPcieLinkWidth(device)
 
     def pcie_replays(self, device: Any) -> int:
-        """Returns the PCIe replay counter."""
+        """Return the PCIe replay counter."""
         return int(pynvml.nvmlDeviceGetPcieReplayCounter(device))
 
     def utilization_percent(self, handle: Any) -> float:
-        """Returns NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
+        """Return NVML's GPU utilization; `metrics.UTILIZATION_NOTE` says what it means."""
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
-        """Returns NVML_FI_* values in NVML's units, read in one call."""
+        """Return NVML_FI_* values in NVML's units, read in one call."""
         return [_field(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
 
     def vbios(self, device: Any) -> str:
-        """Returns the VBIOS version."""
+        """Return the VBIOS version."""
         return _text(pynvml.nvmlDeviceGetVbiosVersion(device))
 
     def bus_id(self, device: Any) -> str:
-        """Returns the PCI bus id in the kernel's form: 0000:1b:00.0."""
+        """Return the PCI bus id in the kernel's form: 0000:1b:00.0."""
         return short_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(device).busId))
 
     def compute_capability(self, device: Any) -> tuple[int, int]:
@@ -200,36 +200,36 @@ class Nvml:
         return int(major), int(minor)
 
     def cores(self, device: Any) -> int:
-        """Returns the number of CUDA cores (FP32 units) of the whole GPU."""
+        """Return the number of CUDA cores (FP32 units) of the whole GPU."""
         return int(pynvml.nvmlDeviceGetNumGpuCores(device))
 
     def sm_clock_max_mhz(self, device: Any) -> float:
-        """Returns the maximum SM clock."""
+        """Return the maximum SM clock."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM))
 
     def memory_clock_max_mhz(self, device: Any) -> float:
-        """Returns the maximum memory clock."""
+        """Return the maximum memory clock."""
         return float(pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_MEM))
 
     def memory_bus_bits(self, device: Any) -> int:
-        """Returns the width of the memory bus."""
+        """Return the width of the memory bus."""
         return int(pynvml.nvmlDeviceGetMemoryBusWidth(device))
 
     def power_limits_w(self, device: Any) -> tuple[float, float]:
-        """Returns the GPU's power limits (enforced, default)."""
+        """Return the GPU's power limits (enforced, default)."""
         enforced = pynvml.nvmlDeviceGetEnforcedPowerLimit(device)
         return enforced / 1e3, pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1e3
 
     def gpu_pcie_generation_max(self, device: Any) -> int:
-        """Returns the maximum PCIe generation of the GPU itself, whatever its slot."""
+        """Return the maximum PCIe generation of the GPU itself, whatever its slot."""
         return int(pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(device))
 
     def ecc_mode(self, device: Any) -> int:
-        """Returns 1 where ECC is on, else 0."""
+        """Return 1 where ECC is on, else 0."""
         return int(pynvml.nvmlDeviceGetEccMode(device)[0])
 
     def remapped_rows(self, device: Any) -> tuple[int, int, int, int]:
-        """Returns counts and flags of remapped memory rows.
+        """Return counts and flags of remapped memory rows.
 
         Returns (rows for correctable errors, for uncorrectable errors, pending: 1 or 0, failed: 1 or 0).
         """
@@ -237,46 +237,46 @@ class Nvml:
         return int(corrected), int(uncorrected), int(pending), int(failed)
 
     def mig_mode(self, device: Any) -> int:
-        """Returns 1 where MIG is on, else 0."""
+        """Return 1 where MIG is on, else 0."""
         return int(pynvml.nvmlDeviceGetMigMode(device)[0])
 
     def persistence(self, device: Any) -> int:
-        """Returns 1 where persistence mode is on, else 0."""
+        """Return 1 where persistence mode is on, else 0."""
         return int(pynvml.nvmlDeviceGetPersistenceMode(device))
 
     def processes(self, handle: Any) -> list[int]:
-        """Returns ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
+        """Return ids of the compute processes on a GPU or MIG device, in the driver's numbering."""
         return [int(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
 
     def process_bytes(self, handle: Any) -> dict[int, int]:
-        """Returns the memory of each compute process on a GPU or MIG device whose memory the driver tells."""
+        """Return the memory of each compute process on a GPU or MIG device whose memory the driver tells."""
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
     def recovery_action(self, device: Any) -> int:
-        """Returns the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""
+        """Return the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
 
     def nvlinks(self, device: Any) -> int:
-        """Returns the number of NVLinks, whether up or down."""
+        """Return the number of NVLinks, whether up or down."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT])[0]))
 
     def nvlink_up(self, device: Any, link: int) -> bool:
-        """Returns whether the link is active."""
+        """Return whether the link is active."""
         return bool(pynvml.nvmlDeviceGetNvLinkState(device, link))
 
     def nvlink_speed_mbps(self, device: Any, link: int) -> float:
-        """Returns the link speed in 10^6 bytes per second in one direction."""
+        """Return the link speed in 10^6 bytes per second in one direction."""
         return self._link_field(device, link, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED)
 
     def nvlink_peer(self, device: Any, link: int) -> str:
-        """Returns `switch`, or the bus id of the GPU at the other end."""
+        """Return `switch`, or the bus id of the GPU at the other end."""
         if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return "switch"
         return short_bus_id(_text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId))
 
     def nvlink_errors(self, device: Any, link: int) -> int:
-        """Returns the sum of replays, recoveries and flit CRC errors since the driver was loaded.
+        """Return the sum of replays, recoveries and flit CRC errors since the driver was loaded.
 
         From Blackwell on NVML lacks these counters (nvml.h); there the sum is of recoveries and effective errors.
         """
@@ -294,30 +294,30 @@ class Nvml:
         return sum(int(self._link_field(device, link, field)) for field in fields)
 
     def _link_field(self, device: Any, link: int, field: int) -> float:
-        """Returns an NVML_FI_* value of one link."""
+        """Return an NVML_FI_* value of one link."""
         return _number(_field(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
 
     def common_ancestor(self, device: Any, other: Any) -> int:
-        """Returns the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
+        """Return the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
         return int(pynvml.nvmlDeviceGetTopologyCommonAncestor(device, other))
 
     def gpm_supported(self, device: Any) -> bool:
-        """Returns whether the GPU has GPM counters."""
+        """Return whether the GPU has GPM counters."""
         return bool(pynvml.nvmlGpmQueryDeviceSupport(device).isSupportedDevice)
 
     def gpm_buffer(self) -> Any:
-        """Allocates a buffer for one reading of the GPM counters."""
+        """Allocate a buffer for one reading of the GPM counters."""
         return pynvml.nvmlGpmSampleAlloc()
 
     def gpm_take(self, device: Any, gpu_instance: int | None, buffer: Any) -> None:
-        """Fills `buffer` with the current counters of the whole GPU or of one MIG GPU instance."""
+        """Fill `buffer` with the current counters of the whole GPU or of one MIG GPU instance."""
         if gpu_instance is None:
             pynvml.nvmlGpmSampleGet(device, buffer)
         else:
             pynvml.nvmlGpmMigSampleGet(device, gpu_instance, buffer)
 
     def gpm_metrics(self, earlier: Any, later: Any, ids: Sequence[int]) -> list[Reading]:
-        """Returns NVML_GPM_METRIC_* over the time between two filled buffers."""
+        """Return NVML_GPM_METRIC_* over the time between two filled buffers."""
         request = pynvml.c_nvmlGpmMetricsGet_t()
         request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         request.numMetrics = len(ids)
@@ -328,15 +328,15 @@ class Nvml:
         return [_checked(metric.nvmlReturn, metric.value) for metric in request.metrics[: len(ids)]]
 
     def xid_events(self) -> Any:
-        """Creates an event set to register GPUs with."""
+        """Create an event set to register GPUs with."""
         return pynvml.nvmlEventSetCreate()
 
     def watch_xids(self, device: Any, events: Any) -> None:
-        """Registers a GPU's XID errors with an event set."""
+        """Register a GPU's XID errors with an event set."""
         pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
 
     def next_xid(self, events: Any) -> tuple[int, int, int] | None:
-        """Returns the next unread event (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
+        """Return the next unread event (identity of the GPU, MIG GPU instance or 0xFFFFFFFF for all, XID), or None."""
         try:
             event = pynvml.nvmlEventSetWait_v2(events, 0)
         except NVMLError as error:
@@ -346,7 +346,7 @@ class Nvml:
         return self.identity(event.device), int(event.gpuInstanceId), int(event.eventData)
 
     def identity(self, handle: Any) -> int:
-        """Returns a number that is equal for two handles of the same device, and only for those."""
+        """Return a number that is equal for two handles of the same device, and only for those."""
         return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
@@ -363,7 +363,7 @@ class NvmlWithTimeout(Nvml):
         self._stuck: list[Any] = []
 
     def __getattribute__(self, name: str) -> Any:
-        """Returns the attribute of `inner`, wrapped; `identity` makes no driver call."""
+        """Return the attribute of `inner`, wrapped; `identity` makes no driver call."""
         if name.startswith("_"):
             return object.__getattribute__(self, name)
         method = getattr(self._inner, name)
@@ -381,7 +381,7 @@ class NvmlWithTimeout(Nvml):
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
-    """Loads the driver's library by `start`, whose errors pass through. Raises MeltcoreError where it hangs."""
+    """Load the driver's library by `start`, whose errors pass through. Raises MeltcoreError where it hangs."""
     try:
         return NvmlWithTimeout(call_with_timeout(limit_s, start))
     except TimeoutError as error:
@@ -389,13 +389,13 @@ def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWi
 
 
 def map_concurrently(function: Callable[[Item], _Result], items: Sequence[Item]) -> list[_Result]:
-    """Calls `function` on every item in threads and keeps their order: eight GPUs have 144 NVLinks to read."""
+    """Call `function` on every item in threads and keep their order: eight GPUs have 144 NVLinks to read."""
     with ThreadPoolExecutor(max_workers=max(1, len(items))) as pool:
         return list(pool.map(function, items))
 
 
 def short_bus_id(bus_id: str) -> str:
-    """Converts NVML's bus id (eight digits of domain, capitals) to the kernel's (four digits, lower case)."""
+    """Convert NVML's bus id (eight digits of domain, capitals) to the kernel's (four digits, lower case)."""
     domain, _, bus_and_device = bus_id.partition(":")
     return f"{domain[-4:]}:{bus_and_device}".lower()
 

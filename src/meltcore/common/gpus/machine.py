@@ -23,7 +23,7 @@ _NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU, numbered among the visible ones. used_bytes: of all processes, and what the driver keeps for itself.
+    """A GPU, numbered among the visible ones. used_bytes: what all processes and the driver have taken.
 
     problem: why NVML tells no memory of it, as for one that shares the memory of the host; its bytes are 0 then.
     """

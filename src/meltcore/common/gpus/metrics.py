@@ -88,6 +88,6 @@ SLOWDOWN_COUNTERS = ("hw_thermal_slowdown_s", "hw_power_brake_s", "sw_thermal_sl
 
 
 def clock_reason_names(mask: int) -> list[str]:
-    """Returns the names of the clock event reasons set in `mask`; unknown bits appear as REASON_0x...."""
+    """Return the names of the clock event reasons set in `mask`; unknown bits appear as REASON_0x...."""
     unnamed = [1 << bit for bit in range(mask.bit_length()) if mask & 1 << bit and 1 << bit not in _CLOCK_REASONS]
     return [name for bit, name in _CLOCK_REASONS.items() if mask & bit] + [f"REASON_{bit:#x}" for bit in unnamed]

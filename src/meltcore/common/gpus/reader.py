@@ -85,7 +85,7 @@ class GpmWindow:
         self._refusal = supported if isinstance(supported, NVMLError) else unsupported
 
     def read(self, now_s: float) -> tuple[dict[str, Reading], float | None]:
-        """Returns the values by key and the window's length in s.
+        """Return the values by key and the window's length in s.
 
         Until a window exists, values are NVML's NO_DATA error.
         """
@@ -125,7 +125,7 @@ class GpuReader:
         self._link_max = _read(lambda: nvml.pcie_link_max(gpu.device), 2)
 
     def read(self, gpu_index: int, xids: list[int] | Absent) -> Sample:
-        """Takes a sample now. `gpu_index`: into the GPUs of the recording; `xids`: its new XIDs from the XidWatch."""
+        """Take a sample now. `gpu_index`: into the GPUs of the recording; `xids`: its new XIDs from the XidWatch."""
         start_s = time.monotonic()
         window, window_s = self._gpm.read(start_s)
         readings = {**self._readings(), **window}
@@ -188,6 +188,6 @@ def _value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
 
 
 def absent(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
-    """Returns NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
+    """Return NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
     unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
     return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

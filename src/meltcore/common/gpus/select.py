@@ -51,7 +51,7 @@ class GpuDevice:
 def select_gpus(
     nvml: Nvml, requested: str | None, environment: Mapping[str, str] = os.environ, *, split_mig: bool = False
 ) -> list[GpuDevice]:
-    """Returns the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all; each once, in the given order.
+    """Return the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all; each once, in the given order.
 
     `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
     MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers).
@@ -99,7 +99,7 @@ def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], so
 
 
 def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
-    """Returns the GPU whose UUID starts with `name`; CUDA accepts prefixes too."""
+    """Return the GPU whose UUID starts with `name`; CUDA accepts prefixes too."""
     if not name:
         raise ConfigError(f"{source} holds an empty name; it takes indices and UUIDs separated by commas")
     matching_gpus = [gpu for gpu in gpus if gpu.info.uuid.startswith(name)]
@@ -113,7 +113,7 @@ def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
 
 
 def _by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
-    """Returns the MIG device of MIG-GPU-UUID/GPU instance/compute instance, if it is alone in its GPU instance."""
+    """Return the MIG device of MIG-GPU-UUID/GPU instance/compute instance, if it is alone in its GPU instance."""
     uuid, _, instances = name.removeprefix("MIG-").partition("/")
     instance = instances.partition("/")[0]
     matching_instances = [

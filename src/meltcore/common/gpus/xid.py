@@ -33,7 +33,7 @@ MEANINGS: dict[int, str] = {
 
 
 def describe(xid: int) -> str:
-    """Returns "XID 48 (uncorrectable ECC error)", or the number alone."""
+    """Return "XID 48 (uncorrectable ECC error)", or the number alone."""
     meaning = MEANINGS.get(xid)
     return f"XID {xid}" + (f" ({meaning})" if meaning else "")
 
@@ -55,7 +55,7 @@ class XidWatch:
                 self._watched.add(identity)
 
     def take(self) -> list[list[int] | Absent]:
-        """Returns the new XIDs of each GPU, in the order of the events."""
+        """Return the new XIDs of each GPU, in the order of the events."""
         new: list[tuple[int, int, int]] = []
         try:
             while self._watched and (event := self._nvml.next_xid(self._events)) is not None:

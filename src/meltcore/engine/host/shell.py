@@ -113,8 +113,8 @@ class EngineShell:
     ) -> None:
         """Connect to the sockets.
 
-        to_engine: the union of the message types that the engine and the shell receive. sharing: with engines of other
-        classes; None: without regard to others.
+        to_engine: the union of the message types that the engine and the shell receive. sharing: how it
+        waits for engines of other classes; None lets it wait for none.
         """
         self._sockets = open_sockets(socket_dir, client_count, to_engine)
         self._client_of: dict[str, int] = {}  # by request id, until its last output

@@ -30,7 +30,7 @@ SHORT_STEPS_S = 2.0
 
 
 class StepTurn(NamedTuple):
-    """What goes before a step: seconds of waiting, and those to which the step should be limited (None: any)."""
+    """What goes before a step: the seconds that it waited, and the seconds to which it is limited, if it is."""
 
     waited_s: float
     limit_s: float | None

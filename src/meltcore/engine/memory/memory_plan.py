@@ -115,8 +115,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `memory_bytes` without weights and reserve. Raises ConfigError when no full sequence fits.
 
-    has_graphs: for a budget on a GPU, whose reserve is computed from the model's `step` with or without CUDA graphs;
-    None: the reserve is a fraction.
+    has_graphs: whether a budget on a GPU has CUDA graphs; its reserve is computed from the model's `step`. None makes
+    the reserve a fraction.
 
     max_num_batched_tokens: a sliding group keeps its window and as many tokens while a prompt is prefilled.
     may_run_fewer: `max_num_seqs` is a default, lowered when the recurrent states would exceed their fraction.

@@ -99,8 +99,8 @@ def plan_slots(
 ) -> int:
     """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
 
-    workspace: of an engine with a budget on a GPU, the bytes that a number of slots needs; None: a fraction. Raises
-    ConfigError when there is not memory for one.
+    workspace: returns the bytes that a number of slots needs, for an engine with a budget on a GPU. Others reserve a
+    fraction. Raises ConfigError when there is not memory for one slot.
     """
     if workspace is None:
         slots = min(limit, (int(memory_bytes * (1 - _TRANSLATION_RESERVE)) - weight_bytes) // slot_bytes - 1)
@@ -137,8 +137,9 @@ def plan_transcription(
 ) -> tuple[int, list[MemoryRow]]:
     """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
 
-    max_shape: frames that the longest clip is padded to; graphs: of an engine with a budget on a GPU, whose workspace
-    is computed; None: it is a fraction. Raises ConfigError when memory_bytes do not suffice for the longest clip.
+    max_shape: frames that the longest clip is padded to. graphs: the graphs of an engine with a budget on a GPU, whose
+    workspace is computed; without them it is a fraction. Raises ConfigError when memory_bytes do not suffice for the
+    longest clip.
     """
     encoder = config.encoder
     position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size

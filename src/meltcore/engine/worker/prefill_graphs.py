@@ -187,7 +187,7 @@ def _pad_chunks(batch: RecurrentBatch, num_decodes: int, bucket: GraphBucket, in
 
 
 def _fill(target: torch.Tensor, values: Sequence[int] | np.ndarray, padding: int) -> None:
-    """Writes `values`, then `padding` up to the end of the target."""
+    """Write `values`, then `padding` up to the end of the target."""
     array = target.numpy()
     array[: len(values)], array[len(values) :] = values, padding
 

@@ -211,7 +211,7 @@ class FleetOperations:
 
 
 async def _wait_loaded(model: Model, loading: asyncio.Task[None]) -> None:
-    """Wait until a model is loaded or has failed, or waits itself for room on a node."""
+    """Wait until a model is loaded, has failed, or is pending because no node has memory for it."""
     while not loading.done() and not (isinstance(model, ServedModel) and model.is_pending):
         await asyncio.wait({loading}, timeout=POLL_S)
 
@@ -327,5 +327,5 @@ def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
 
 
 def _memory_bytes(rows: Sequence[Any]) -> int:
-    """Return the sum of a memory table. CUDA graphs are taken out of its reserve, and weights sleep on the host."""
+    """Return the sum of a memory table, without CUDA graphs out of its reserve and weights that sleep on the host."""
     return sum(row.size_bytes for row in rows if row.note != "out of the reserve" and row.name != "weights asleep")

@@ -437,7 +437,7 @@ def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> s
 
 
 def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
-    """Return what a fleet may use of the GPUs that are there; of several alike their number, of one its own."""
+    """Return in words which GPUs a fleet may use: the count of several equal ones, the number of a single one."""
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     numbers: dict[str, list[int]] = {}  # by what there is
     for gpu, size in zip(gpus, gpu_bytes, strict=True):

@@ -81,7 +81,7 @@ def _started(lines: queue.SimpleQueue[bytes], address: str) -> list[str]:
 def _collect(
     lines: queue.SimpleQueue[bytes], names: list[str], deadline_s: float, on_node: Callable[[CommandEnded], None]
 ) -> dict[str, CommandEnded]:
-    """Return the answers by node: after the deadline or the driver's end, the other nodes' are made here."""
+    """Return the answers by node. After the deadline or the driver's end, each missing answer says so."""
     ended: dict[str, CommandEnded] = {}
 
     def add(answer: CommandEnded) -> None:

@@ -140,11 +140,11 @@ class ClusterDriver:
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start an engine process, and give what it prints to `on_output`, where it is started to `on_place`.
+        """Start an engine process. `on_output` gets what it prints, `on_place` the node on which it is started.
 
-        failed_nodes: where it is not started while another node has room, with its deaths there. Raises
-        EnginePendingError where nothing was started: no node has room, or the cluster cannot be changed. Raises
-        EngineEvictedError where the cluster has ended the start, EngineDeadError where the engine does not run.
+        failed_nodes: the engine's deaths by node; while another node has memory it is not started there. Raises
+        EnginePendingError if nothing was started, since no node has memory or the cluster cannot be changed. Raises
+        EngineEvictedError if the cluster has ended the start, and EngineDeadError if the engine does not run.
         """
         self._outputs[start.engine] = on_output
         try:
@@ -374,7 +374,7 @@ class ClusterDriver:
             self._report(f"node {name} can be used again")
 
     def _lose(self, reason: str) -> None:
-        """Fail what has been asked, and try to have the cluster again. Engines go on while they can be reached."""
+        """Fail the open requests to the driver, and connect to the cluster again. Engines that can be reached go on."""
         error = f"--ray {self._address}: {reason}"
         if self._connected is not None and not self._connected.done():  # the caller tries again, or gives up
             self._connected.set_exception(ConfigError(error))

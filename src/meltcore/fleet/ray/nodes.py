@@ -82,7 +82,8 @@ def _own_head() -> str:
 def _local_options(folder: Path) -> dict[str, Any]:
     """Return the settings of a cluster of this machine, with the memory of its GPUs as resources.
 
-    folder: for its files, which Ray opens to all users. `auto` looks in another one, so it does not find this cluster.
+    folder: holds the cluster's files, which Ray lets all users read. `auto` looks in another folder, so it does not
+    find this cluster.
     """
     gpus = read_machine().checked().gpus
     return {

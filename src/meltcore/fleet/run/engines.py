@@ -45,7 +45,7 @@ def new_engine(
 
 
 def _placement(parts: ServerParts, replica: Replica) -> Placement:
-    """Return where an engine is to start, with the number of ranks that may compile there at the same time."""
+    """Return the place where an engine starts, with the number of ranks that may compile there concurrently."""
     placement = replica.placement
     engine = dataclasses.replace(placement.engine, node_ranks=parts.gpu_ranks(placement.node))
     return placement._replace(engine=engine)

@@ -64,7 +64,7 @@ def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]
 def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, out: Callable[[str], None]) -> None:
     """Give each line to `out`, with a prefix where there are several files. Follows them until interrupted.
 
-    `num_lines`: the last ones of each file that are shown first; None: all.
+    `num_lines`: how many last lines of each file are shown first, by default all.
     """
     width = max(len(log.name) for log in logs)
     prefixes = [f"{log.name:<{width}} | " if len(logs) > 1 else "" for log in logs]

@@ -25,8 +25,9 @@ IDLE_RANK = 99  # of a model without work: after every class
 class Demand(NamedTuple):
     """What clients want of a model now.
 
-    rank: index of the most urgent class that waits, 0 is the first; None: nothing waits. running: whether engines work
-    for it. is_forced: an operator wants it, or it has to be loaded: no minimum time and no limit of swaps counts.
+    rank: index of the most urgent class that waits, where 0 is the first; None if nothing waits. running: whether
+    engines work for it. is_forced: an operator wants it, or it has to be loaded; no minimum time and no limit of swaps
+    counts.
     """
 
     rank: int | None = None
@@ -35,7 +36,7 @@ class Demand(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A model to wake once those of `sleep` have fallen asleep. The caller reports both to the policy."""
+    """A model to wake once the models of `sleep` have fallen asleep. The caller reports both to the policy."""
 
     wake: int
     sleep: tuple[int, ...]
@@ -43,7 +44,7 @@ class Swap(NamedTuple):
 
 @dataclass
 class _Member:
-    """A sleepable model. size_bytes: by device while it is awake; None: not known, so it shares with none."""
+    """A sleepable model. size_bytes: by device while it is awake. A model of unknown size (None) shares with none."""
 
     rank: int  # of its requests that run
     size_bytes: Mapping[str, int | None]

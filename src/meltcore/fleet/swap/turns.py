@@ -58,7 +58,7 @@ class Turns:
             self._policy.move(key, device_bytes(model))
 
     def start(self) -> None:
-        """Begin, once all models of the start are known: the most urgent class is loaded last and stays awake."""
+        """Begin when all models of the start are known. The most urgent class is loaded last and stays awake."""
         self._run = asyncio.create_task(self._run_until_cancelled())
 
     def remove(self, model: Model) -> None:

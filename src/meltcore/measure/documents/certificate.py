@@ -120,7 +120,7 @@ class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certi
 
 
 def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerdict:
-    """Returns PASS only where every required check passed or does not apply, and at least one passed."""
+    """Return PASS only where every required check passed or does not apply, and at least one passed."""
     verdict_by_check = {check.name: check.verdict for check in checks}
     missing_verdicts: list[CheckVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
     verdict = worst([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
@@ -128,5 +128,5 @@ def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerd
 
 
 def read_certificate(path: Path | str) -> Certificate:
-    """Reads a certificate from a file or a run folder. Raises ConfigError as `read_document` does."""
+    """Read a certificate from a file or a run folder. Raises ConfigError as `read_document` does."""
     return read_document(path, Certificate, name=CERTIFICATE_FILE)

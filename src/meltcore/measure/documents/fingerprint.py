@@ -90,7 +90,7 @@ def _clean_argument(argument: str) -> str:
 
 
 def _clean_line(line: str) -> str:
-    """Returns a command line with each word cleaned; unchanged words keep their quotes and spacing."""
+    """Return a command line with each word cleaned; unchanged words keep their quotes and spacing."""
     matches = list(_WORD.finditer(line))
     arguments = [_unquote(word_match[0]) for word_match in matches]
     parts, end = [], 0
@@ -138,7 +138,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None]:
-    """Returns the GPUs and the driver version from NVML; no GPUs and None without a driver.
+    """Return the GPUs and the driver version from NVML; no GPUs and None without a driver.
 
     After a timeout, its message is in place of the version.
     """
@@ -166,7 +166,7 @@ def _query_driver() -> tuple[list[Gpu], str | None]:
 
 
 def _gpu(nvml: Nvml, index: int) -> Gpu | None:
-    """Returns the GPU of an index; None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
+    """Return the GPU of an index; None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
     import pynvml
 
     try:
@@ -179,7 +179,7 @@ def _gpu(nvml: Nvml, index: int) -> Gpu | None:
 
 
 def _git_revision() -> str | None:
-    """Returns the git revision of the checkout that tracks this file; None for an installed package."""
+    """Return the git revision of the checkout that tracks this file; None for an installed package."""
     source_file = Path(__file__)
     if _git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
         return None

@@ -95,9 +95,10 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
 
 
 class GpuTimeline(msgspec.Struct, kw_only=True):
-    """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, None: no reading.
+    """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, or None.
 
-    Keys are the GPU metrics of hardware/nvml; one without any reading is in `absent`, with its reason.
+    Keys are the metrics of common/gpus/metrics.py. None is a bucket without a reading; a metric without any is in
+    `absent`, with its reason.
     """
 
     gpu: str

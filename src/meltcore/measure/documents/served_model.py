@@ -14,7 +14,7 @@ _FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_d
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:
-    """Returns the facts about `model` in a parsed /v1/models response; empty for most other servers."""
+    """Return the facts about `model` in a parsed /v1/models response; empty for most other servers."""
     entries = listing.get("data") if isinstance(listing, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping) and entry.get("id") == model:
@@ -23,18 +23,18 @@ def model_facts(listing: Any, model: str) -> dict[str, Any]:
 
 
 def public_name(model: str) -> str:
-    """Returns the name of a model for published results: the last part of a local path, else the name itself."""
+    """Return the name of a model for published results: the last part of a local path, else the name itself."""
     return Path(model).name if model.startswith(("/", "~", ".")) else model
 
 
 def model_text(settings: Mapping[str, Any]) -> str:
-    """Formats the model of a run and says where its weights are random; empty where the settings tell neither."""
+    """Format the model of a run and say where its weights are random; empty where the settings tell neither."""
     name, weights = settings.get("model"), "random weights" * (settings.get("weights") == "dummy")
     return f"{name} ({weights})" if name and weights else str(name or weights)
 
 
 def command_model(command: str) -> str:
-    """Returns the model of a `serve MODEL` command as `model_text` does; empty where the command names none."""
+    """Return the model of a `serve MODEL` command as `model_text` does; empty where the command names none."""
     args = shlex.split(command)
     position = args.index("serve") + 1 if "serve" in args else len(args)
     if position >= len(args) or args[position].startswith(("-", "{")):
@@ -44,7 +44,7 @@ def command_model(command: str) -> str:
 
 
 def model_notes(facts: Mapping[str, Any]) -> list[str]:
-    """Returns notes about the served model that every result must carry."""
+    """Return notes about the served model that every result must carry."""
     notes = []
     if facts.get("weights") == "dummy":
         notes.append(

@@ -43,12 +43,12 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
     def number(self, key: str) -> float | None:
-        """Returns a fact as a number; None where it is absent or not a number."""
+        """Return a fact as a number; None where it is absent or not a number."""
         value = self.facts.get(key)
         return None if isinstance(value, str) or value is None else float(value)
 
     def links_up(self) -> list[NvLinkState]:
-        """Returns the NVLinks that are up."""
+        """Return the NVLinks that are up."""
         return [link for link in self.links if link.state == "up"]
 
 

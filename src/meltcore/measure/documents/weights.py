@@ -10,12 +10,12 @@ Rate = Literal["total_tokens_per_s", "output_tokens_per_s"]
 
 
 def missing_concurrencies(levels: Sequence[LevelResult]) -> list[int]:
-    """Returns the concurrencies that have a weight but no level in `levels`."""
+    """Return the concurrencies that have a weight but no level in `levels`."""
     present = {level.concurrency for level in levels}
     return [concurrency for concurrency in WEIGHTS if concurrency not in present]
 
 
 def weighted_sum(levels: Sequence[LevelResult], rate: Rate) -> float:
-    """Returns the weighted sum of the levels' token rates. A level must exist for every weighted concurrency."""
+    """Return the weighted sum of the levels' token rates. A level must exist for every weighted concurrency."""
     by_concurrency = {level.concurrency: level for level in levels}
     return sum(weight * float(getattr(by_concurrency[concurrency], rate)) for concurrency, weight in WEIGHTS.items())

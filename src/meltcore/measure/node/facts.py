@@ -205,7 +205,7 @@ _MIG_FACTS = ("memory_bytes", "processes")
 
 
 def read_fact(nvml: Nvml, gpu: GpuDevice, fact: FactSpec) -> Fact:
-    """Returns the fact, NOT_APPLICABLE where driver and table agree that the GPU type lacks it, or UNKNOWN."""
+    """Return the fact, NOT_APPLICABLE where driver and table agree that the GPU type lacks it, or UNKNOWN."""
     try:
         return fact.read(nvml, gpu.handle if fact.key in _MIG_FACTS else gpu.device)
     except NVMLError as error:
@@ -213,7 +213,7 @@ def read_fact(nvml: Nvml, gpu: GpuDevice, fact: FactSpec) -> Fact:
 
 
 def pcie_path(nvml: Nvml, first: GpuDevice, second: GpuDevice) -> str:
-    """Returns the PCIe path between two GPUs in nvidia-smi's terms: PIX, PXB, PHB, NODE, SYS."""
+    """Return the PCIe path between two GPUs in nvidia-smi's terms: PIX, PXB, PHB, NODE, SYS."""
     try:
         level = nvml.common_ancestor(first.device, second.device)
     except NVMLError:

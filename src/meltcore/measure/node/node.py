@@ -1,4 +1,4 @@
-"""The interface to the machine: NVML, programs, the clock, files. testing/fake_node.py is its scripted double."""
+"""The interface to the machine: NVML, programs, the clock, files. tests/doubles/fake_node.py is its scripted double."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ class Telemetry(Protocol):
     """Samples of the GPUs, taken while checks run."""
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
-        """Returns the samples of each GPU since a time; None where the sampler has died."""
+        """Return the samples of each GPU since a time; None where the sampler has died."""
 
     def close(self) -> None:
-        """Ends the sampling."""
+        """End the sampling."""
 
 
 class Node:
@@ -35,22 +35,22 @@ class Node:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def now_s(self) -> float:
-        """Returns the time on the clock of the samples."""
+        """Return the time on the clock of the samples."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Waits for a number of seconds."""
+        """Wait for a number of seconds."""
         time.sleep(seconds)
 
     def read(self, path: Path) -> str | None:
-        """Returns the content of a file; None where it cannot be read."""
+        """Return the content of a file; None where it cannot be read."""
         try:
             return path.read_text()
         except OSError:
             return None
 
     def run(self, command: Sequence[str], stdin: bytes, environment: Mapping[str, str], limit_s: float) -> CompletedRun:
-        """Runs a program to its end, or ends its process group at the limit. `environment` is added to ours."""
+        """Run a program to its end, or end its process group at the limit. `environment` is added to ours."""
         return run(
             command,
             limit_s=limit_s,
@@ -61,19 +61,19 @@ class Node:
         )
 
     def terminate_programs(self) -> None:
-        """Sends SIGTERM to all programs that run in any thread; their `run` then returns."""
+        """Send SIGTERM to all programs that run in any thread; their `run` then returns."""
         for process in self._started:
             if process.poll() is None:
                 signal_group(process.pid, signal.SIGTERM)
 
     def telemetry(self, path: Path, gpus: Sequence[GpuDevice], interval_s: float) -> Telemetry:
-        """Starts sampling into a file. Raises what Monitor raises."""
+        """Start sampling into a file. Raises what Monitor raises."""
         uuids = ",".join(gpu.info.uuid for gpu in gpus)
         return _MonitorTelemetry(Monitor(SamplerSettings(path=str(path), gpus=uuids, interval_s=interval_s)), len(gpus))
 
 
 def last_line(completed: CompletedRun) -> str:
-    """Returns the last line that a program wrote to standard error, for messages."""
+    """Return the last line that a program wrote to standard error, for messages."""
     lines = completed.stderr.decode(errors="replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else "no message"
 
@@ -85,7 +85,7 @@ class _MonitorTelemetry:
         self._samples: list[Sample] = []
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
-        """Returns samples from that time on and drops earlier ones: a soak runs for days."""
+        """Return samples from that time on and drop earlier ones: a soak runs for days."""
         new_samples = self._monitor.new_samples()
         if not self._monitor.running and self._monitor.end is None:
             return None  # it died, and may have missed the event that matters

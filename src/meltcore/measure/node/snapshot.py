@@ -26,7 +26,7 @@ _HOST = {"cpu": "CPU", "cores": "cores", "memory_bytes": "host memory, bytes", "
 
 
 def take_snapshot(node: Node, gpus: Sequence[GpuDevice]) -> Snapshot:
-    """Reads the GPUs that select_gpus returned. Values that the driver does not give are UNKNOWN, never empty."""
+    """Read the GPUs that select_gpus returned. Values that the driver does not give are UNKNOWN, never empty."""
     nvml = node.nvml
     states = map_concurrently(lambda gpu: _gpu_snapshot(node, gpu), gpus)
     libraries = {}
@@ -82,7 +82,7 @@ def _link(nvml: Nvml, gpu: GpuDevice, link: int) -> NvLinkState:
 
 
 def links_between(gpus: Sequence[GpuSnapshot], first: int, second: int) -> list[NvLinkState]:
-    """Returns the links of GPU `first` that reach GPU `second` (indices): those to a switch, or to that GPU."""
+    """Return the links of GPU `first` that reach GPU `second` (indices): those to a switch, or to that GPU."""
     bus_id = gpus[second].facts.get("bus_id")
     return [link for link in gpus[first].links_up() if link.peer in ("switch", bus_id)]
 
@@ -98,7 +98,7 @@ def _path(nvml: Nvml, gpus: Sequence[GpuDevice], states: Sequence[GpuSnapshot], 
 
 
 def snapshot_lines(snapshot: Snapshot) -> list[str]:
-    """Returns the snapshot as text: host and versions, facts and links of each GPU, topology."""
+    """Return the snapshot as text: host and versions, facts and links of each GPU, topology."""
     rows = [
         *(row for row in fingerprint_rows(snapshot.fingerprint) if not row[0].startswith(_OMITTED_ROWS)),
         ("GPU driver", snapshot.driver),
@@ -140,7 +140,7 @@ def _topology_lines(snapshot: Snapshot) -> list[str]:
 
 
 def shared_facts(snapshot: Snapshot) -> dict[str, str]:
-    """Returns the facts that nodes of one kind have in common, as text by name: no ids, readings or counters.
+    """Return the facts that nodes of one kind have in common, as text by name: no ids, readings or counters.
 
     Host memory is in whole GiB, as kernels keep different parts of it.
     """
@@ -164,7 +164,7 @@ def shared_facts(snapshot: Snapshot) -> dict[str, str]:
 
 
 def diff_snapshots(old: Snapshot, new: Snapshot) -> list[str]:
-    """Returns one line per difference between two snapshots of a node. GPUs are matched by UUID.
+    """Return one line per difference between two snapshots of a node. GPUs are matched by UUID.
 
     Readings such as clocks and temperature never count as a difference; counters count where they grew.
     """
@@ -225,7 +225,7 @@ def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
 
 
 def _topology_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
-    """Compares paths only where both snapshots have the same GPUs in the same order."""
+    """Compare paths only where both snapshots have the same GPUs in the same order."""
     if [gpu.uuid for gpu in old.gpus] != [gpu.uuid for gpu in new.gpus]:
         return
     for first, gpu in enumerate(new.gpus):

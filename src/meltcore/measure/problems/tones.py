@@ -116,7 +116,7 @@ def spell(
 ) -> ToneClip:
     """Return the clip of words, each with the seconds of pause before it.
 
-    rng: of keys and accents; None: no variation. has_first_key: False leaves out the key of the first word.
+    rng: varies keys and accents; without it nothing varies. has_first_key: False leaves out the first word's key.
     """
     slots: list[tuple[float, float, float, float]] = [(lead_s, 0.0, 0.0, 0.0)]  # duration, tones, amplitude
     spoken: list[int] = []

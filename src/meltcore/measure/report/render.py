@@ -45,7 +45,7 @@ _PAGE_BUILDERS: dict[type, Callable[[Any], Page]] = {
 
 
 def render(content: object) -> str:
-    """Returns the page of a document as HTML text."""
+    """Return the page of a document as HTML text."""
     return render_html(_PAGE_BUILDERS[type(content)](content))
 
 

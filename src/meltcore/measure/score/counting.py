@@ -241,7 +241,7 @@ def rates_over_time(
 
 
 def _rates(times_s: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Computes tokens per second per bucket.
+    """Compute tokens per second per bucket.
 
     Returns [buckets] tokens per second; a bucket excludes its start and includes its end, as a window does.
     """

@@ -117,7 +117,7 @@ def cpu_settings(model: str | None) -> dict[str, Any]:
 
 
 def _mix(states: np.ndarray) -> np.ndarray:
-    """Hashes [n] uint64 to [n] random uint64."""
+    """Hash [n] uint64 to [n] random uint64."""
     states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     hashes: np.ndarray = states ^ (states >> np.uint64(31))

@@ -40,9 +40,9 @@ _GROUP = "Trace"
 class ProfileOptions:
     """The part of a trace to analyze.
 
-    `device` is one GPU (None: all); times are milliseconds from the first activity. `active_percent` is the SM activity
-    of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range that occurs
-    once per step.
+    `device` is one GPU, by default all; times are milliseconds from the first activity. `active_percent` is the SM
+    activity of that GPU by its own counters (GPM), a check of the trace. `step` begins the name of a kernel or range
+    that occurs once per step.
     """
 
     device: int | None = option(None, "One GPU of the trace (default: all).", group=_GROUP)
@@ -100,7 +100,7 @@ def analyze(
     activity_share: float | None = None,
     step: str | None = None,
 ) -> GapReport:
-    """Analyze one GPU. `window` is in nanoseconds of the trace; None: from the first to the last activity.
+    """Analyze one GPU. `window` is in nanoseconds of the trace; by default it spans all activities.
 
     `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError where the GPU has no activity in the
     window, or nothing in it is named as `step` says.

@@ -59,7 +59,7 @@ def record(
     """Run `command` under nsys and return the SQLite export of its report, both in `folder`.
 
     limit_s: of the command, from the start to the written report. report: takes lines for the user. mark: starts and
-    stops the capture of a running command, such as a server; None: the whole command is recorded.
+    stops the capture of a running command, such as a server; without it the whole command is recorded.
 
     Raises ConfigError where nsys is missing, exceeds the limit or leaves no report. nsys and the command are ended on
     every exception.

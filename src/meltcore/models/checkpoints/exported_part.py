@@ -129,7 +129,7 @@ class ExportedPart:
     def lstm(self) -> dict[str, torch.Tensor]:
         """Return the weights of the only LSTM by torch's names: weight_ih_l0 and so on.
 
-        Raises ConfigError for none, and for one with what a plain LSTM has not: two directions, or peepholes.
+        Raises ConfigError if there is none, or if it has two directions or peepholes, which a plain LSTM lacks.
         """
         kept = {name.rpartition(".")[2]: name for name in self.shapes if "_ih_l" in name or "_hh_l" in name}
         if kept:

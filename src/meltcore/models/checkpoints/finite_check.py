@@ -26,7 +26,7 @@ class FiniteCheck:
         self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Check a part of the tensor `name`. Raises ConfigError, also for one of the parts before on a GPU."""
+        """Check a part of the tensor `name`. Raises ConfigError; on a GPU the fault may be in an earlier part."""
         if not values.is_floating_point() or values.numel() == 0:
             return
         finite = seems_finite(values)

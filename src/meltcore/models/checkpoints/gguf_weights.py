@@ -71,7 +71,7 @@ class GGUFWeights(TensorFile):
     }
 
     def __init__(self, file: GGUFFile, config: Mapping[str, Any]) -> None:
-        """Open the file of a header that has been read. config: of the checkpoint."""
+        """Open the file of a header that has been read. config: the checkpoint's configuration."""
         super().__init__(file.path)
         self._model_type, self._head_dim = config["model_type"], config["head_dim"]
         self._merged_rows = _merged_rows(config) if self._model_type in _MERGING_FAMILIES else {}
@@ -183,7 +183,7 @@ def _dequantized(ggml_type: GgmlType, device: torch.device, source: torch.Tensor
 
 
 def _restored(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
-    """Return rows of blocks in the format that a device holds."""
+    """Convert rows of blocks to the format in which a device holds them."""
     return restore_blocks(source.to(device), ggml_type)
 
 

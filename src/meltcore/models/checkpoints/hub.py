@@ -151,7 +151,7 @@ def _is_cached(model: str) -> bool:
 
 
 def _find_gguf(model: str) -> list[str] | None:
-    """Return the files of the GGUF checkpoint that a hub id names, the first part first; None: it is no GGUF one."""
+    """Return the files of the GGUF checkpoint that a hub id names, the first part first, or None for another one."""
     hub_id = HubId.parse(model)
     if hub_id is None:
         return None

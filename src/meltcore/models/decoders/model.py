@@ -88,7 +88,7 @@ class Model(nn.Module, ABC):
 
         A rank computes logits of its own part of the vocabulary only.
 
-        out: contiguous memory for the result; None: new memory.
+        out: contiguous memory for the result; by default it is new.
         """
 
     @abstractmethod

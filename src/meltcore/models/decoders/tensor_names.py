@@ -131,7 +131,7 @@ def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
 
 
 def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor]:
-    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. tensors: of a block.
+    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. tensors: a block's tensors.
 
     Only the weights are merged here, and their scales per row: other scales and packed integers are not.
     """

@@ -30,7 +30,7 @@ _MERGED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_
 def device_weight_bytes(
     tensors: Mapping[str, GGUFTensor], config: DecoderConfig, element_size: int, ranks: int = 1
 ) -> int:
-    """Return the bytes of a file's weights on one rank as they are loaded. element_size: of the model's type."""
+    """Return the bytes of a file's weights on one rank as they are loaded. element_size: bytes of the model's type."""
     held, total = held_types(tensors), 0
     for name, tensor in _of_one_rank(tensors, config, ranks).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
@@ -47,7 +47,7 @@ def host_weight_bytes(
 
     Args:
         tensors: the tensors of the file.
-        config: of the network that they are the weights of.
+        config: the configuration of the network with these weights.
         packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
         ranks: how many ranks share the weights. The bytes are one rank's.
     """

@@ -64,7 +64,7 @@ def int4_host_bytes(
     """Return the bytes of a 4-bit checkpoint's weights on a CPU that computes in float32 (host_weights.py).
 
     Args:
-        config: of the network.
+        config: the network's configuration.
         values: the parsed config.json.
         stored: its quantization_config.
         packs_half: whether the processor multiplies by float16. False holds converted weights in float32.

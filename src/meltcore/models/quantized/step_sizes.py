@@ -21,10 +21,10 @@ FUSED_ROWS = 32  # that kernels multiply with quantized blocks of any format wit
 
 
 class StepShape(NamedTuple):
-    """Bytes of a step: of each token, and of any step beside. layers: of the model; position_bytes: of its tables.
+    """Bytes of a step: for each token, and beside for any step. layers: the model's; position_bytes: its tables.
 
-    scratch_bytes: of slices of quantized weights that a step dequantizes; head_scratch_bytes: of the head's, which only
-    more than FUSED_ROWS rows of logits need; expert_bytes: of padded rows and slices of quantized experts beyond
+    scratch_bytes: slices of quantized weights that a step dequantizes; head_scratch_bytes: slices of the head, which
+    only more than FUSED_ROWS rows of logits need; expert_bytes: padded rows and slices of quantized experts beyond
     `scratch_bytes`, which only steps of at least `expert_tokens` tokens need.
     """
 

@@ -134,7 +134,7 @@ def decoder_host_bytes(
     """Return the bytes of a decoder's weights on a CPU, which computes in float32 (host_weights.py).
 
     The checkpoint stores 16 bits per value, or blocks of `weight_format`. packs_half: whether the processor multiplies
-    by float16, else weights are float32.
+    by float16; otherwise weights are float32.
     """
     total, in_blocks = 0.0, weight_format in _BLOCK_BYTES
     for matrix in decoder_matrices(config, ranks):

@@ -181,7 +181,7 @@ class IndicF5(nn.Module):
         """Return what the input layer adds in every step, with the reference and text and without: guidance needs both.
 
         reference: [rows, frames, num_mels] float32, zero after the reference's end; token_ids: [rows, frames] int64,
-        filler after a text's end; is_padding: [rows, frames] bool, frames after a row's end; None: there are none.
+        filler after a text's end; is_padding: [rows, frames] bool, frames after a row's end, if there are any.
         Returns [2 * rows, frames, hidden_size]: all rows with, then all without.
         """
         both_padding = None if is_padding is None else is_padding.repeat(2, 1)

@@ -81,7 +81,7 @@ def pad_centered(samples: torch.Tensor, lengths: torch.Tensor, padding: int, mod
 
 
 def normalize(features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-    """Give every mel bin of a clip mean 0 and standard deviation 1 over the clip's frames; zero after them."""
+    """Give each mel bin mean 0 and standard deviation 1 over a clip's frames. Frames after the clip become zero."""
     after_end = _after_end(features.shape[1], frames)[:, :, None]
     counts = frames[:, None, None]
     mean = features.masked_fill(after_end, 0.0).sum(1, keepdim=True) / counts

@@ -58,9 +58,9 @@ HeaderCheck = Callable[[GGUFModel], None]
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor of the new file. sources: the published tensor, or those of all experts of a layer.
+    """A tensor of the new file. sources: the published tensor, or the tensors of all experts of a layer.
 
-    added: is added to the values; row_order: of the rows of the file, their published rows; None: the same.
+    added: what is added to the values. row_order: the published row of each row of the file, if they differ.
     """
 
     name: str
@@ -174,7 +174,7 @@ def _architecture_name(checkpoint: Checkpoint) -> str:
 
 
 def _plan(source: SourceTensors, name: str, to: GGMLQuantizationType) -> list[_StoredTensor]:
-    """Return the tensors of the file in order. name: of the architecture; to: the type of matrices."""
+    """Return the tensors of the file in order. name: the architecture's name. to: the type of matrices."""
     config, model_type = source.model.config, FAMILIES[name].model_type
     assert isinstance(source.model, Decoder)
     prefix = source.model.prefix
@@ -230,7 +230,7 @@ def _stored_type(
 
 
 def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:
-    """Return the metadata of a network's configuration. name: of the architecture; model: its name for errors.
+    """Return the metadata of a network's configuration. name: the architecture's; model: its name for errors.
 
     Raises ConfigError for a network of which only some layers have experts.
     """

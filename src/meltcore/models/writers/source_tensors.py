@@ -94,7 +94,7 @@ class SourceTensor:
 class DequantizedTensor(SourceTensor):
     """A quantized matrix, which is read as its values in float32.
 
-    name: of the weight that the file would have without quantization. method: of a layer that loads it. stored: the
+    name: the weight's name in a file without quantization. method: the method of a layer that loads it. stored: the
     tensors that hold it, by the last part of their names.
     """
 

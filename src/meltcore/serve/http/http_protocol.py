@@ -100,7 +100,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- late clients
 
     def is_late(self, now_s: float) -> bool:
-        """Returns whether the client takes too long to send its first request or the rest of one."""
+        """Return whether the client takes too long to send its first request or the rest of one."""
         # While a response is sent, or reading is paused, the client does not have to hurry.
         if self._waiting_since_s is None or self._on_lost is not None or self.flow.read_paused:
             return False

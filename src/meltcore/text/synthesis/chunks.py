@@ -69,8 +69,8 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Return the chunks of a text. A chunk is spoken at the rate of the reference, in bytes of UTF-8 per second.
 
-    speed: 2 is twice as fast; max_speech_s: of a chunk with the reference. Raises RequestError for empty text, for one
-    that is too long, and for Chinese.
+    speed: 2 is twice as fast; max_speech_s: the longest chunk with the reference. Raises RequestError for empty text,
+    for text that is too long, and for Chinese.
     """
     if len(text) > MAX_TEXT:
         raise RequestError(f"the text has {len(text):,} characters; the limit is {MAX_TEXT:,}", param="input")

@@ -48,7 +48,7 @@ class Vocabulary:
     """The ids of characters. What is not in it is read as a space."""
 
     def __init__(self, ids: Mapping[str, int] | None, size: int) -> None:
-        """Use ids from 0 to size - 1. None: characters have any id of these, for random weights."""
+        """Use ids from 0 to size - 1. Without `ids` characters have any of these, as random weights need."""
         self._ids, self.size = ids, size
 
     @property

@@ -79,7 +79,7 @@ class Document:
 
 
 def find_documents(path: Path) -> list[Document]:
-    """Reads the documents of a file, a run folder, or a folder of run folders and a snapshot.
+    """Read the documents of a file, a run folder, or a folder of run folders and a snapshot.
 
     Raises ConfigError where there is no document.
     """
@@ -102,7 +102,7 @@ def find_documents(path: Path) -> list[Document]:
 
 
 def open_document(path: Path) -> Document:
-    """Reads a document of any type from its file. Raises ConfigError for a file that is no valid document."""
+    """Read a document of any type from its file. Raises ConfigError for a file that is no valid document."""
     return Document(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
 
 

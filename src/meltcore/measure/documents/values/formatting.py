@@ -22,7 +22,7 @@ NOT_MEASURED = "–"
 
 # The load generator's settings that define a workload.
 def client_line(levels: Sequence[LevelResult]) -> str:
-    """Returns what was measured of the load generator in levels without a reason against it."""
+    """Return what was measured of the load generator in levels without a reason against it."""
     unmeasured_loads = [format_load(level) for level in levels if not _is_measured(level.client)]
     if not unmeasured_loads:
         return "The load generator was neither late nor out of CPU."
@@ -44,7 +44,7 @@ _LOAD_SETTINGS = ("workload", "concurrency", "request_rate", "num_prompts", "max
 
 
 def format_number(value: float | None) -> str:
-    """Formats 1234.5 as "1,234", None as a dash; small values keep two or three significant digits."""
+    """Format 1234.5 as "1,234", None as a dash; small values keep two or three significant digits."""
     if value is None:
         return NOT_MEASURED
     if value == 0 or abs(value) >= 100:
@@ -53,7 +53,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_percent(ratio: float | None) -> str:
-    """Formats 0.9951 as "99.51 %". Never rounds a ratio below 1 up to 100 %."""
+    """Format 0.9951 as "99.51 %". Never rounds a ratio below 1 up to 100 %."""
     if ratio is None:
         return NOT_MEASURED
     text = f"{100 * ratio:.2f}"
@@ -63,12 +63,12 @@ def format_percent(ratio: float | None) -> str:
 
 
 def format_change(ratio: float | None) -> str:
-    """Formats 0.0512 as "+5.1 %", None as a dash."""
+    """Format 0.0512 as "+5.1 %", None as a dash."""
     return NOT_MEASURED if ratio is None else f"{100 * ratio:+.1f} %"
 
 
 def format_percentile(distribution: Distribution, name: str) -> str:
-    """Formats one percentile ("p50"); "n too small" where there are too few samples for it."""
+    """Format one percentile ("p50"); "n too small" where there are too few samples for it."""
     if distribution.n == 0:
         return NOT_MEASURED
     value = getattr(distribution, name)
@@ -76,7 +76,7 @@ def format_percentile(distribution: Distribution, name: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Formats seconds: "0.4 s", "12 s", "4 min 5 s", "2 h 3 min"."""
+    """Format seconds: "0.4 s", "12 s", "4 min 5 s", "2 h 3 min"."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, seconds_left = divmod(round(seconds), 60)
@@ -84,12 +84,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(started: str) -> str:
-    """Formats the ISO time of a run as a date and time in UTC."""
+    """Format the ISO time of a run as a date and time in UTC."""
     return datetime.fromisoformat(started).astimezone(UTC).strftime("%d %B %Y, %H:%M:%S UTC")
 
 
 def format_setting(value: object) -> str:
-    """Formats the value of a setting, nested values in one line."""
+    """Format the value of a setting, nested values in one line."""
     if isinstance(value, dict):
         return ", ".join(f"{name}: {format_setting(inner)}" for name, inner in value.items()) or "none"
     if isinstance(value, list | tuple):
@@ -98,14 +98,14 @@ def format_setting(value: object) -> str:
 
 
 def format_counts(names: Sequence[str], separator: str = ", ") -> str:
-    """Formats names with their counts ("2 × NVIDIA H200, NVIDIA L4"), in order of appearance; empty for none."""
+    """Format names with their counts ("2 × NVIDIA H200, NVIDIA L4"), in order of appearance; empty for none."""
     return separator.join(
         name if names.count(name) == 1 else f"{names.count(name)} × {name}" for name in dict.fromkeys(names)
     )
 
 
 def format_load(level: LevelResult) -> str:
-    """Formats the load of a level: "concurrency 400", "12.5 requests/s", "translation, concurrency 32"."""
+    """Format the load of a level: "concurrency 400", "12.5 requests/s", "translation, concurrency 32"."""
     task_text = "" if level.task is None else f"{level.task.task}, "
     if level.load_kind == "open" and level.rate_per_s is not None:
         return f"{task_text}{format_number(level.rate_per_s)} requests/s"
@@ -113,14 +113,14 @@ def format_load(level: LevelResult) -> str:
 
 
 def format_load_settings(load: dict[str, Any]) -> str:
-    """Formats the load on a server; empty where it is unknown."""
+    """Format the load on a server; empty where it is unknown."""
     return ", ".join(
         f"{name.replace('_', ' ')} {format_setting(load[name])}" for name in _LOAD_SETTINGS if load.get(name)
     )
 
 
 def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
-    """Returns a fingerprint as (name, value) pairs, one row per GPU."""
+    """Return a fingerprint as (name, value) pairs, one row per GPU."""
     rows = [
         ("CPU", f"{fingerprint.cpu}, {fingerprint.cores} cores usable"),
         ("Memory", size_text(fingerprint.memory_bytes)),
@@ -143,7 +143,7 @@ def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
 
 
 def result_warnings(result: RunResult) -> list[str]:
-    """Returns all reasons to doubt the numbers of a run, its recorded reasons first."""
+    """Return all reasons to doubt the numbers of a run, its recorded reasons first."""
     reasons = list(result.reasons)
     if result.status == "partial" and result.verdict != "PARTIAL":
         reasons.append("The run ended early; it never enters a comparison.")
@@ -153,7 +153,7 @@ def result_warnings(result: RunResult) -> list[str]:
 
 
 def level_warnings(levels: Sequence[LevelResult]) -> list[str]:
-    """Returns one line per level that is not OK or has failed requests, with the reasons."""
+    """Return one line per level that is not OK or has failed requests, with the reasons."""
     warnings = []
     for level in levels:
         if level.verdict != "OK":
@@ -168,7 +168,7 @@ def level_warnings(levels: Sequence[LevelResult]) -> list[str]:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    """Returns one sentence: the accuracy with its interval, and the number of failed requests if any."""
+    """Return one sentence: the accuracy with its interval, and the number of failed requests if any."""
     line = (
         f"{evaluation.correct:,} of {evaluation.total:,} correct: {format_percent(evaluation.accuracy)} "
         f"(95 % interval {format_percent(evaluation.ci_low)} to {format_percent(evaluation.ci_high)})"
@@ -179,7 +179,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 def weighted_throughput_line(throughput: WeightedThroughput) -> str:
-    """Returns one sentence: both weighted sums, and that the answers were unchecked."""
+    """Return one sentence: both weighted sums, and that the answers were unchecked."""
     return (
         f"weighted throughput: {format_number(throughput.total_tokens_per_s)} tok/s of prompts and answers together, "
         f"{format_number(throughput.output_tokens_per_s)} of answers alone "
@@ -188,7 +188,7 @@ def weighted_throughput_line(throughput: WeightedThroughput) -> str:
 
 
 def eval_score_line(score: EvalScore) -> str:
-    """Returns one sentence: the score by both ways to count, or why it is zero."""
+    """Return one sentence: the score by both ways to count, or why it is zero."""
     if score.zero_reasons:
         return f"score: 0, because of {'; '.join(score.zero_reasons)}"
     return (

@@ -197,7 +197,7 @@ def _hardware(document: NodeDocument) -> str:
 
 
 def _snapshot(document: NodeDocument | None) -> Snapshot | None:
-    """Return the snapshot of its node that a document has; None: a score has none."""
+    """Return the snapshot of its node that a document has; a score has none."""
     if isinstance(document, Certificate):
         return document.snapshot
     return document if isinstance(document, Snapshot) else None

@@ -14,7 +14,7 @@ from meltcore.measure.documents.verdicts import STYLE_COLORS, style_of
 
 
 def progress_bar(console: Console) -> Progress:
-    """Returns a progress display with one bar per task: description, bar, count, time and the field `note`."""
+    """Return a progress display with one bar per task: description, bar, count, time and the field `note`."""
     return Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(bar_width=32),
@@ -29,7 +29,7 @@ def progress_bar(console: Console) -> Progress:
 def answer_progress(
     console: Console, is_shown: bool = True, description: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """Shows a bar over problems; yields `on_answer(done, correct, total)`, or None where `is_shown` is False.
+    """Show a bar over problems; yield `on_answer(done, correct, total)`, or None where `is_shown` is False.
 
     The bar appears with the first call, so a run that fails before it shows none.
     """
@@ -49,7 +49,7 @@ def answer_progress(
 
 @contextmanager
 def stop_progress(progress: Progress) -> Iterator[None]:
-    """Stops a progress display after the block if it was started.
+    """Stop a progress display after the block if it was started.
 
     Without a terminal, Rich prints an empty line when an unstarted display is stopped.
     """
@@ -61,12 +61,12 @@ def stop_progress(progress: Progress) -> Iterator[None]:
 
 
 def dim_printer(console: Console) -> Callable[[str], None]:
-    """Returns a function that prints progress messages in dim text."""
+    """Return a function that prints progress messages in dim text."""
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
 def print_check(console: Console, check: CheckResult | Gate) -> None:
-    """Prints one check or gate with its status in color."""
+    """Print one check or gate with its status in color."""
     style = STYLE_COLORS[style_of(check.status)]
     detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""
     console.print(f"[{style}]{check.status}[/]  {escape(check.name)}{detail}", highlight=False)

@@ -41,7 +41,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualSettings:
-    """Settings that every backend gets. None: the backend's own default."""
+    """Settings that every backend gets. None leaves a setting to the backend."""
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None

@@ -25,7 +25,7 @@ CONTROL, OLD, NEW = "control", "A", "B"
 class Comparison:
     """Settings of an A/B comparison: `starts` per side, after `control` starts of the old server alone.
 
-    The verdict is that of `metric` (None: the throughput of the load's task) at `concurrency` (None: the highest).
+    The verdict judges `metric`, by default the throughput of the load's task, at `concurrency`, by default the highest.
     `force` gives a verdict also for sets that do not compare.
     """
 

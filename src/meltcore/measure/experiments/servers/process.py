@@ -45,7 +45,7 @@ class ServerProcess(LoggedProcess):
         """Store the command, which `with` starts.
 
         url: the server's address; None reads it from the line that our own server prints. environment: the whole
-        environment; None: that of this process. is_ready: what must hold at the address once /health answers 200.
+        environment; None lets it inherit ours. is_ready: what must hold at the address once /health answers 200.
         """
         super().__init__(
             command,

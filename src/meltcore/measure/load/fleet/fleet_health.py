@@ -48,7 +48,7 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
-    """Return whether the smallest mixed level keeps the limit, and up to which one it is kept; None: not measured."""
+    """Return whether the smallest mixed level keeps the limit, and up to which level, or None if not measured."""
     measured = [
         (sum(stream.level.concurrency for stream in level.streams), distribution.p95)
         for level in result.levels

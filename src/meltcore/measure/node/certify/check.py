@@ -27,11 +27,11 @@ class HardwareCheck(ABC):
     needs_peers = False
 
     def unavailable(self) -> str:
-        """Returns why the check cannot run with this installation; empty where it can."""
+        """Return why the check cannot run with this installation; empty where it can."""
         return ""
 
     def run(self, context: CertifyContext) -> CheckReport:
-        """Runs the check. Never raises for a fault of a GPU or a program, which becomes UNKNOWN."""
+        """Run the check. Never raises for a fault of a GPU or a program, which becomes UNKNOWN."""
         reason = "one GPU has no peer" if self.needs_peers and len(context.gpus) < 2 else self.unavailable()
         if reason:
             return CheckReport(name=self.name, title=self.title, verdict="NOT_APPLICABLE", reason=reason)
@@ -42,7 +42,7 @@ class HardwareCheck(ABC):
 
     @abstractmethod
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Runs the check where it applies."""
+        """Run the check where it applies."""
 
     def report(
         self,
@@ -50,7 +50,7 @@ class HardwareCheck(ABC):
         findings: Sequence[Finding],
         conditions: Sequence[Conditions] = (),
     ) -> CheckReport:
-        """Returns a report with the worst verdict of its rows and findings."""
+        """Return a report with the worst verdict of its rows and findings."""
         return CheckReport(
             name=self.name,
             title=self.title,
@@ -76,25 +76,25 @@ class MeasuredCheck(HardwareCheck):
 
     @abstractmethod
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns the measurements of this tier."""
+        """Return the measurements of this tier."""
 
     def request_s(self, context: CertifyContext) -> float:
-        """Returns how long one request measures in this tier."""
+        """Return how long one request measures in this tier."""
         return self.seconds[min(TIERS.index(context.tier), 2)]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Returns how long the probe should take after its start."""
+        """Return how long the probe should take after its start."""
         return len(self.requests(context)) * (self.request_s(context) + self.setup_s)
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns what the topology implies for a metric."""
+        """Return what the topology implies for a metric."""
         raise NotImplementedError
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Adjusts verdicts by rules other than a floor."""
+        """Adjust verdicts by rules other than a floor."""
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Starts the probe, watches the GPUs meanwhile, and judges the results."""
+        """Start the probe, watch the GPUs meanwhile, and judge the results."""
         requests = self.requests(context)
         limit_s = START_LIMIT_S + self.limit_factor * self.probe_s(context)
         busy = context.busy()
@@ -137,7 +137,7 @@ class MeasuredCheck(HardwareCheck):
 
 
 def _separator(settings: Mapping[str, Setting]) -> str:
-    """Returns the separator of a pair's names, which shows a direction for copies only."""
+    """Return the separator of a pair's names, which shows a direction for copies only."""
     if "op" in settings:
         return " + "
     return " <-> " if settings.get("directions") == 2 else " -> "

@@ -33,7 +33,7 @@ class ConditionsWatch:
     """Watches the GPUs from before a check until after it: conditions and findings of each GPU."""
 
     def __init__(self, context: CertifyContext, check: str, links: Sequence[str] = ()) -> None:
-        """Starts the watch.
+        """Start the watch.
 
         `links`: of "pcie" and "nvlink", those whose error counters must be readable for this check.
         """
@@ -42,7 +42,7 @@ class ConditionsWatch:
         self._nvlink_errors = self._read_nvlink_errors()
 
     def close(self) -> tuple[list[Conditions], list[Finding], set[int]]:
-        """Ends the watch. Returns each GPU's conditions, the findings, and the indices of throttled GPUs."""
+        """End the watch. Returns each GPU's conditions, the findings, and the indices of throttled GPUs."""
         samples = self._context.telemetry.since(self._start_s)
         nvlink_errors = self._read_nvlink_errors()
         conditions, findings, throttled = [], [], set()
@@ -97,7 +97,7 @@ class ConditionsWatch:
         return new
 
     def _unreadable(self, gpu_index: int, summary: GpuSummary) -> list[str]:
-        """Lists values that were never readable; occasional failures are left out."""
+        """List values that were never readable; occasional failures are left out."""
         required = ["sm_clock_mhz", "ecc_corrected", "ecc_uncorrected"]
         required += ["pcie_replays"] if "pcie" in self._uses else []
         missing_keys = [key for key in required if summary.metrics[key].absent == UNKNOWN]
@@ -155,7 +155,7 @@ class ConditionsWatch:
 
 
 def nvlink_errors(context: CertifyContext, gpu_index: int) -> int | None:
-    """Returns the errors of all links of a GPU that are up, since the driver was loaded; None where unreadable."""
+    """Return the errors of all links of a GPU that are up, since the driver was loaded; None where unreadable."""
     try:
         links = context.snapshot.gpus[gpu_index].links_up()
         return sum(context.node.nvml.nvlink_errors(context.gpus[gpu_index].device, link.link) for link in links)

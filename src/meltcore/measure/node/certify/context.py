@@ -40,7 +40,7 @@ class CertifyContext:
         return tuple(range(len(self.gpus)))
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment of a program that is to see these GPUs, in this order.
+        """Return the environment of a program that is to see these GPUs, in this order.
 
         NVLink multicast stays off: a program killed while it uses it can leave the fabric of a whole node unusable.
         """
@@ -52,7 +52,7 @@ class CertifyContext:
         }
 
     def busy(self) -> set[int]:
-        """Returns the GPUs that another program uses. Processes of the previous check get time to exit."""
+        """Return the GPUs that another program uses. Processes of the previous check get time to exit."""
         deadline_s = self.node.now_s() + _EXIT_LIMIT_S
         while True:
             busy_gpus = {gpu_index for gpu_index in self.gpu_indices if self._processes(gpu_index)}
@@ -67,7 +67,7 @@ class CertifyContext:
             return []  # the state check reports that this is unreadable, so no certificate passes
 
     def label(self, gpus: Sequence[int], separator: str = " -> ") -> str:
-        """Returns "GPU 3", "GPU 0 -> GPU 5" or "8 GPUs"."""
+        """Return "GPU 3", "GPU 0 -> GPU 5" or "8 GPUs"."""
         if len(gpus) > 2:
             return f"{len(gpus)} GPUs"
         return separator.join(self.snapshot.gpus[gpu].label for gpu in gpus)

@@ -58,7 +58,7 @@ _MULTI_GPU_RING_FRACTION = {"all_reduce": 0.74, "all_gather": 0.69, "reduce_scat
 
 
 def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
-    """Returns TFLOP/s with every SM at the maximum clock; None where a fact or the architecture's rate is unknown."""
+    """Return TFLOP/s with every SM at the maximum clock; None where a fact or the architecture's rate is unknown."""
     sms, clock_mhz = gpu.number("sm_count"), gpu.number("sm_clock_max_mhz")
     rates = _GEFORCE_BF16_PER_CLOCK if "GeForce" in gpu.name else _BF16_PER_CLOCK
     rate = rates.get(str(gpu.facts.get("compute_capability")))
@@ -68,13 +68,13 @@ def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
 
 
 def data_sheet_peak(name: str, dtype: str) -> float | None:
-    """Returns dense TFLOP/s of exactly this GPU type; None where there is no entry for it."""
+    """Return dense TFLOP/s of exactly this GPU type; None where there is no entry for it."""
     peak = BF16_PEAKS.get(name)
     return None if peak is None else peak * _RELATIVE_RATE[dtype]
 
 
 def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
-    """Returns the expected TFLOP/s, by data sheet or else by the GPU's own SMs and clock.
+    """Return the expected TFLOP/s, by data sheet or else by the GPU's own SMs and clock.
 
     `shape`: "square" or "model".
     """
@@ -86,14 +86,14 @@ def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
 
 
 def memory(gpu: GpuSnapshot, operation: str) -> Expectation | None:
-    """Returns the expected GB/s of device memory. `operation`: "copy", "read" or "write"."""
+    """Return the expected GB/s of device memory. `operation`: "copy", "read" or "write"."""
     bits, clock_mhz = gpu.number("memory_bus_bits"), gpu.number("memory_clock_max_mhz")
     ceiling = None if bits is None or clock_mhz is None else bits / 8 * clock_mhz * 2 / 1e3
     return _topology(ceiling, _MEMORY_FRACTION[operation], "bus width x memory clock")
 
 
 def host(gpu: GpuSnapshot) -> Expectation | None:
-    """Returns the expected GB/s between host and device in one direction."""
+    """Return the expected GB/s between host and device in one direction."""
     generation, width = gpu.number("pcie_generation_max"), gpu.number("pcie_width_max")
     lane_gbps = None if generation is None else _PCIE_LANE_GBPS.get(int(generation))
     ceiling = None if lane_gbps is None or width is None else lane_gbps * width
@@ -101,13 +101,13 @@ def host(gpu: GpuSnapshot) -> Expectation | None:
 
 
 def peer(link_gbps: float | None, links: int, directions: int) -> Expectation | None:
-    """Returns the expected GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
+    """Return the expected GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
     ceiling = None if link_gbps is None else link_gbps * directions
     return _topology(ceiling, _PEER_FRACTION, f"{links} NVLinks x speed")
 
 
 def collective(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
-    """Returns the expected bus bandwidth of a ring in GB/s; `link_gbps`: of the GPU with the lowest."""
+    """Return the expected bus bandwidth of a ring in GB/s; `link_gbps`: of the GPU with the lowest."""
     fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
 
@@ -189,7 +189,7 @@ PRIORS: dict[str, dict[str, Prior]] = {
 
 
 def prior(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
-    """Returns the shipped expectation where all GPUs of the row are whole GPUs of one known type."""
+    """Return the shipped expectation where all GPUs of the row are whole GPUs of one known type."""
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or any(gpu.mig for gpu in gpus):
         return None
@@ -216,7 +216,7 @@ class Baseline:
     medians: dict[str, float]
 
     def expectation(self, gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
-        """Returns the expectation of these GPUs for one metric."""
+        """Return the expectation of these GPUs for one metric."""
         value = self.values.get(key, {}).get("+".join(gpu.uuid for gpu in gpus))
         basis = f"the same GPUs on {self.taken}"
         if value is None and {gpu.name for gpu in gpus} <= set(self.gpu_types):
@@ -227,7 +227,7 @@ class Baseline:
 
 
 def make_baseline(certificate: Certificate) -> Baseline:
-    """Makes a baseline of the values that passed, were recorded, or had no expectation.
+    """Make a baseline of the values that passed, were recorded, or had no expectation.
 
     Raises ConfigError for a certificate that FAILs: a faulty node is no reference.
     """
@@ -256,15 +256,15 @@ def _usable_row(row: CertificateRow) -> bool:
 
 
 def power_limited(key: str) -> bool:
-    """Returns whether a metric runs at the power limit, where GPUs of one type differ most."""
+    """Return whether a metric runs at the power limit, where GPUs of one type differ most."""
     return key.startswith(("gemm/", "sustained/"))
 
 
 def strictest(expectations: Sequence[Expectation]) -> Expectation | None:
-    """Returns the expectation with the highest floor, so that the baseline of a slow node cannot lower the limit."""
+    """Return the expectation with the highest floor, so that the baseline of a slow node cannot lower the limit."""
     return max(expectations, key=lambda expectation: expectation.floor, default=None)
 
 
 def usable(value: float | None) -> bool:
-    """Returns whether a value is a plausible speed: finite and above zero."""
+    """Return whether a value is a plausible speed: finite and above zero."""
     return value is not None and math.isfinite(value) and value > 0

@@ -114,5 +114,5 @@ RECOVERY_ACTIONS = {
 
 
 def action(code: FaultCode, check: str) -> str:
-    """Returns the action for a fault that this check found."""
+    """Return the action for a fault that this check found."""
     return _SLOW_LINKS.get(check, ACTIONS[code]) if code == "BELOW_FLOOR" else ACTIONS[code]

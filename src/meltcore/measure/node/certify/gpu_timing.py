@@ -29,7 +29,7 @@ def rates(
     agree: Callable[[float], float] | None = None,
     max_launches: int = MAX_LAUNCHES,
 ) -> list[list[float]]:
-    """Returns the work per second of each device: one sample per `group_s`, over `seconds`.
+    """Return the work per second of each device: one sample per `group_s`, over `seconds`.
 
     `launch(device)` enqueues `work` once on the device's current stream. Several launches form a group, which is timed
     as a whole. `graph`: captures a group once and replays it, so that the launch overhead is not measured; `launch`
@@ -84,7 +84,7 @@ def _capture_graph(device: int, launch: Launch, count: int) -> Callable[[], None
 
 
 def _timed(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
-    """Returns the seconds of each of `count` groups per device, from its start to its end on that device.
+    """Return the seconds of each of `count` groups per device, from its start to its end on that device.
 
     The time that a device idles while others are slower does not count. At most two groups are in flight, so that
     a stop takes effect quickly.
@@ -107,7 +107,7 @@ def _timed(devices: Sequence[int], groups: dict[int, Callable[[], None]], count:
 
 
 def random_matrix(rows: int, columns: int, dtype: str, device: int, seed: int) -> torch.Tensor:
-    """Returns [rows, columns] normal values from the device's counter-based generator: equal on GPUs of one type.
+    """Return [rows, columns] normal values from the device's counter-based generator: equal on GPUs of one type.
 
     Zeros would draw less power and make a GPU look up to 13 % faster.
     """
@@ -117,7 +117,7 @@ def random_matrix(rows: int, columns: int, dtype: str, device: int, seed: int) -
 
 
 def gemm_launcher(dtype: str, m: int, n: int, k: int, device: int) -> Callable[[], torch.Tensor]:
-    """Returns a function that enqueues one GEMM [m, k] x [k, n] on the next of its buffers and returns the output.
+    """Return a function that enqueues one GEMM [m, k] x [k, n] on the next of its buffers and returns the output.
 
     The function allocates nothing. fp8 takes e4m3 inputs with one scale each and writes bf16.
     """
@@ -152,7 +152,7 @@ def gemm_rates(
     devices: Sequence[int], dtype: str, shape: tuple[int, int, int], seconds: float, group_s: float = GROUP_S,
     graph: bool = False,
 ) -> list[list[float]]:  # fmt: skip
-    """Returns TFLOP/s samples of GEMMs of shape (m, n, k), on all devices concurrently."""
+    """Return TFLOP/s samples of GEMMs of shape (m, n, k), on all devices concurrently."""
     m, n, k = shape
     launchers = {device: gemm_launcher(dtype, m, n, k, device) for device in devices}
 

@@ -49,14 +49,14 @@ class Judgement:
     code: FaultCode | None = None
 
     def set_verdict(self, verdict: CheckVerdict, code: FaultCode, note: str) -> None:
-        """Sets the verdict, its fault code and its note."""
+        """Set the verdict, its fault code and its note."""
         self.row.verdict, self.code, self.row.note = verdict, code, note
 
 
 def judge(
     expected: Sequence[Expected], results: Sequence[ProbeResult], missing: tuple[FaultCode, str], busy: set[int]
 ) -> list[Judgement]:
-    """Judges every expected metric.
+    """Judge every expected metric.
 
     `missing`: (fault code, note) of a metric without a result. `busy`: GPUs that another program used.
     """
@@ -97,7 +97,7 @@ def _judge_one(
 
 
 def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequence[float | None]) -> None:
-    """Sets the verdict. One unusable sample makes the metric UNKNOWN: its cause may affect the others."""
+    """Set the verdict. One unusable sample makes the metric UNKNOWN: its cause may affect the others."""
     row = judged.row
     floor = strictest(expected.expectations)
     if floor is not None:
@@ -127,12 +127,12 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
 
 
 def straggler_fraction(key: str) -> float:
-    """Returns the fraction of the median, of equal GPUs or nodes, below which a metric is that of a straggler."""
+    """Return the fraction of the median, of equal GPUs or nodes, below which a metric shows a straggler."""
     return GEMM_FLOOR if power_limited(key) else STRAGGLER_FRACTION
 
 
 def _find_stragglers(group: Sequence[Judgement]) -> None:
-    """Changes PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
+    """Change PASS to WARN in rows of one metric that are far below the median of all GPUs or pairs."""
     values = [judgement.row.measured for judgement in group if judgement.row.measured is not None]
     if len(values) < STRAGGLERS_FROM:
         return
@@ -147,7 +147,7 @@ def _find_stragglers(group: Sequence[Judgement]) -> None:
 
 
 def _find_asymmetry(judged: Sequence[Judgement]) -> None:
-    """Changes PASS to WARN for pairs that are slower than their opposite direction."""
+    """Change PASS to WARN for pairs that are slower than their opposite direction."""
     pair_judgements = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
     pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in pair_judgements}
     for (key, (first, second)), judgement in pairs.items():
@@ -163,7 +163,7 @@ def _find_asymmetry(judged: Sequence[Judgement]) -> None:
 
 
 def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
-    """Changes PASS to WARN on throttled GPUs; the finding is that of the conditions."""
+    """Change PASS to WARN on throttled GPUs; the finding is that of the conditions."""
     for judgement in judged:
         if judgement.row.verdict == "PASS" and throttled & set(judgement.row.gpus):
             judgement.row.verdict = "WARN"
@@ -171,7 +171,7 @@ def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
 
 
 def findings_of(check: str, judged: Sequence[Judgement]) -> list[Finding]:
-    """Returns one finding per code and GPUs, with the text of the worst row; one in total for a fault of a check."""
+    """Return one finding per code and GPUs, with the text of the worst row; one in total for a fault of a check."""
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
     for judgement in judged:
         if judgement.code:
@@ -217,5 +217,5 @@ def _message(rows: Sequence[CertificateRow]) -> str:
 
 
 def format_three_digits(value: float) -> str:
-    """Formats a value with three significant digits, or as an integer from 100 on."""
+    """Format a value with three significant digits, or as an integer from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -27,7 +27,7 @@ class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
     settings: dict[str, Setting] = {}
 
     def targets(self) -> list[tuple[int, ...]]:
-        """Returns the GPUs of each result."""
+        """Return the GPUs of each result."""
         return [(gpu,) for gpu in self.gpus] if self.per_gpu else [self.gpus]
 
 
@@ -60,7 +60,7 @@ decode_result = msgspec.json.Decoder(ProbeResult).decode
 
 
 def read_results(stdout: bytes) -> list[ProbeResult]:
-    """Returns the results in a probe's output, without incomplete lines and lines that libraries printed."""
+    """Return the results in a probe's output, without incomplete lines and lines that libraries printed."""
     results = []
     for line in stdout.splitlines():
         with suppress(msgspec.MsgspecError):  # a result that is missing makes its row UNKNOWN
@@ -69,7 +69,7 @@ def read_results(stdout: bytes) -> list[ProbeResult]:
 
 
 def main(name: str) -> None:
-    """Runs one check's probe over the requests of a job. A request that fails becomes a result with its error."""
+    """Run one check's probe over the requests of a job. A request that fails becomes a result with its error."""
     job = decode_job(sys.stdin.buffer.read())
     probe = importlib.import_module(f"meltcore.measure.node.certify.checks.{name}").probe
     for request in job.requests:

@@ -49,7 +49,7 @@ _QUICK = ("state", "gemm", "memory", "host", "collectives")
 
 
 def required(tier: Tier) -> list[HardwareCheck]:
-    """Returns the checks that a tier requires, in the order they run."""
+    """Return the checks that a tier requires, in the order they run."""
     return [check() for check in _STANDARD if tier != "quick" or check.name in _QUICK]
 
 
@@ -64,7 +64,7 @@ def certify(
     on_start: Callable[[str], None] = lambda _title: None,
     on_report: Callable[[CheckReport], None] = lambda _report: None,
 ) -> Certificate:
-    """Runs every check of `tier` on `gpus`; files go to `folder`.
+    """Run every check of `tier` on `gpus`; files go to `folder`.
 
     `on_start` gets the title of each check when it starts, `on_report` its report. Ctrl-C ends the run; checks that did
     not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak without
@@ -125,13 +125,13 @@ def certify(
 
 
 def check_hours(tier: Tier, hours: float) -> None:
-    """Raises ConfigError for a soak without hours, and for hours without a soak."""
+    """Raise ConfigError for a soak without hours, and for hours without a soak."""
     if (tier == "soak") != (hours > 0):
         raise ConfigError("a soak needs --hours, and only a soak takes them")
 
 
 def sampling_interval_s(hours: float) -> float:
-    """Returns 0.1 s, and more in a soak, so that no more samples are kept than those of an hour.
+    """Return 0.1 s, and more in a soak, so that no more samples are kept than those of an hour.
 
     No error is missed between samples: errors and slowdown times are counters, and XIDs stay queued.
     """
@@ -139,7 +139,7 @@ def sampling_interval_s(hours: float) -> float:
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns one finding per fault code and subject, with the text of the first check that had it; the worst first."""
+    """Return one finding per fault code and subject, with the text of the first check that had it; the worst first."""
     merged: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
@@ -150,7 +150,7 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def unverified(reports: Iterable[CheckReport]) -> list[str]:
-    """Returns one line per check and reason."""
+    """Return one line per check and reason."""
     lines = []
     labels: dict[CheckVerdict, str] = {"UNKNOWN": "unknown", "INVALID": "invalid", "NOT_APPLICABLE": "not applicable"}
     for report in reports:

@@ -36,7 +36,7 @@ _COLUMNS = (
 
 
 def line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
-    """Returns one GPU's line: means of `samples` (at least one), clock reasons, and new errors in capitals.
+    """Return one GPU's line: means of `samples` (at least one), clock reasons, and new errors in capitals.
 
     `start_s` is the monotonic time from which the line counts. "?" stands for a value that should be readable; metrics
     that the GPU type lacks are left out.
@@ -71,7 +71,7 @@ def _mean(samples: Sequence[Sample], key: str) -> str | None:
 
 
 def summary_lines(gpu: GpuInfo, summary: GpuSummary, health: HealthReport) -> list[str]:
-    """Returns the final table: one row per metric, the clock reasons, the verdict and its reasons."""
+    """Return the final table: one row per metric, the clock reasons, the verdict and its reasons."""
     num_readable = summary.samples - summary.clock_reasons_unknown
     reasons = ", ".join(
         f"{reason} {100 * count / num_readable:.0f} %" for reason, count in summary.clock_reasons.items()

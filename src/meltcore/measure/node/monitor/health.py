@@ -30,7 +30,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
 
 
 def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
-    """Judges one GPU from the summary of its samples, which were taken every `interval_s`."""
+    """Judge one GPU from the summary of its samples, which were taken every `interval_s`."""
     events = [*_errors(summary), *_slowdowns(summary), *_clock_drift(summary)]
     unreadable = _unreadable(summary, interval_s)
     verdict: Verdict = "DEGRADED" if events else "UNKNOWN" if unreadable else "HEALTHY"

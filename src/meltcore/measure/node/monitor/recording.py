@@ -49,12 +49,12 @@ class Recording(msgspec.Struct, kw_only=True):
     end: RecordingEnd | None = None
 
     def of(self, gpu: int, from_s: float = float("-inf"), to_s: float = float("inf")) -> list[Sample]:
-        """Returns the samples of one GPU (an index into start.gpus) taken between two times."""
+        """Return the samples of one GPU (an index into start.gpus) taken between two times."""
         return [sample for sample in self.samples if sample.gpu == gpu and from_s <= sample.t_s <= to_s]
 
 
 def read_recording(path: Path | str) -> Recording:
-    """Reads a sampler's file; an incomplete last line, left by a crash, is ignored. Raises ConfigError."""
+    """Read a sampler's file; an incomplete last line, left by a crash, is ignored. Raises ConfigError."""
     try:
         text = Path(path).read_bytes()
     except OSError as error:

@@ -75,7 +75,7 @@ class Monitor:
     end: RecordingEnd | None
 
     def __init__(self, settings: SamplerSettings) -> None:
-        """Starts the sampler.
+        """Start the sampler.
 
         Raises NoDriverError without an NVIDIA driver, ConfigError for GPUs that do not exist or a file that cannot be
         written, MeltcoreError where the sampler does not start.
@@ -109,7 +109,7 @@ class Monitor:
         return self._process.poll() is None
 
     def new_samples(self) -> list[Sample]:
-        """Returns the samples written since the last call; after `stop`, the last ones."""
+        """Return the samples written since the last call; after `stop`, the last ones."""
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             text = file.read()
@@ -120,7 +120,7 @@ class Monitor:
         return [line for line in lines if isinstance(line, Sample)]
 
     def stop(self) -> list[Sample]:
-        """Ends the sampler and returns the samples that `new_samples` has not returned yet; sets `end`."""
+        """End the sampler, set `end`, and return the samples that `new_samples` has not returned yet."""
         self._end()
         return self.new_samples()
 
@@ -140,7 +140,7 @@ class Monitor:
         return answer.start
 
     def _end(self) -> None:
-        """Stops the sampler, then kills it. Raises MeltcoreError where the kernel holds it in a driver call."""
+        """Stop the sampler, then kill it. Raises MeltcoreError where the kernel holds it in a driver call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -152,7 +152,7 @@ class Monitor:
 
 
 def main(connect: Callable[[], Nvml] = Nvml) -> None:
-    """Runs the sampler process. `connect` returns the NVML to read."""
+    """Run the sampler process. `connect` returns the NVML to read."""
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=SamplerSettings)
     stopping = threading.Event()
     threading.Thread(target=_stop_with_parent, args=(stopping,), daemon=True).start()
@@ -181,7 +181,7 @@ def main(connect: Callable[[], Nvml] = Nvml) -> None:
 def record(
     nvml: Nvml, gpus: Sequence[GpuDevice], interval_s: float, file: BinaryIO, stopping: threading.Event
 ) -> RecordingEnd:
-    """Writes a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost.
+    """Write a sample of each GPU every `interval_s` until `stopping` is set or every GPU is lost.
 
     Samples stay on the grid of the first one. Where the readings take longer than the interval, intervals are skipped
     and counted as missed.
@@ -222,7 +222,7 @@ def _send(answer: SamplerStarted | SamplerFailed) -> None:
 
 
 def _stop_with_parent(stopping: threading.Event) -> None:
-    """Sets `stopping` at the end of standard input; ends the process by force where a driver call then hangs."""
+    """Set `stopping` at the end of standard input; end the process by force where a driver call then hangs."""
     os.read(0, 1)
     stopping.set()
     time.sleep(_STOP_LIMIT_S)

@@ -87,7 +87,7 @@ class SummaryBuilder:
         self._first_s = self._last_s = self._longest_gap_s = 0.0
 
     def add(self, sample: Sample) -> None:
-        """Adds one sample."""
+        """Add one sample."""
         if self._samples == 0:
             self._first_s = self._last_s = sample.t_s
         self._longest_gap_s = max(self._longest_gap_s, sample.t_s - self._last_s)
@@ -111,7 +111,7 @@ class SummaryBuilder:
             self._loaded_clocks.append(clock)
 
     def summary(self) -> GpuSummary:
-        """Returns the summary of all samples so far."""
+        """Return the summary of all samples so far."""
         return GpuSummary(
             samples=self._samples,
             duration_s=self._last_s - self._first_s,
@@ -154,7 +154,7 @@ class _MetricBuilder:
 
 
 def summarize(samples: Iterable[Sample]) -> GpuSummary:
-    """Summarizes samples of one GPU, in the order they were taken."""
+    """Summarize samples of one GPU, in the order they were taken."""
     builder = SummaryBuilder()
     for sample in samples:
         builder.add(sample)
@@ -162,7 +162,7 @@ def summarize(samples: Iterable[Sample]) -> GpuSummary:
 
 
 def numbers(samples: Iterable[Sample], key: str) -> list[float]:
-    """Returns the readable values of one metric."""
+    """Return the readable values of one metric."""
     assert key in METRIC_BY_KEY
     return [value for sample in samples if not isinstance(value := sample.values[key], str)]
 

@@ -18,7 +18,7 @@ MAX_BUCKETS = 300
 
 
 def attach_gpu_timelines(levels: Sequence[LevelResult], recording: Recording) -> list[str]:
-    """Sets the GPU timelines of each level. Returns notes about gaps in the recording."""
+    """Set the GPU timelines of each level. Returns notes about gaps in the recording."""
     for level in levels:
         if level.released_s is not None:
             start_s, end_s = level.released_s, level.released_s + level.duration_s
@@ -31,7 +31,7 @@ def attach_gpu_timelines(levels: Sequence[LevelResult], recording: Recording) ->
 
 
 def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> GpuTimeline:
-    """Returns one GPU's bucket means between two times of the monotonic clock."""
+    """Return one GPU's bucket means between two times of the monotonic clock."""
     info = recording.start.gpus[gpu]
     samples = [sample for sample in recording.of(gpu, start_s, end_s) if sample.t_s < end_s]
     duration_s = max(end_s - start_s, recording.start.interval_s)
@@ -54,7 +54,7 @@ def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> Gp
 
 
 def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> float | None:
-    """Returns the mean fraction of active SMs between two times, or None where no sample has it.
+    """Return the mean fraction of active SMs between two times, or None where no sample has it.
 
     A GPU is busy at least this fraction of the time, so a trace that shows less is missing kernels.
     """

@@ -39,7 +39,7 @@ _GPU_VALUES = {"sm_active_percent": "SM active, %", "dram_bandwidth_percent": "D
 
 
 def backends_page(comparison: BackendComparison) -> Page:
-    """Builds the page: the best, rates and latencies by set-up, the nine aspects, commands, settings, machine."""
+    """Build the page: the best, rates and latencies by set-up, the nine aspects, commands, settings, machine."""
     settings = [(name, str(value)) for name, value in comparison.settings.items()]
     settings += [("load", format_load_settings(comparison.load)), ("seed", str(comparison.load.get("seed")))]
     sections = [
@@ -61,7 +61,7 @@ def backends_page(comparison: BackendComparison) -> Page:
 
 
 def best_table(comparison: BackendComparison) -> Table:
-    """Builds the table of the best backend of each set-up and of each model."""
+    """Build the table of the best backend of each set-up and of each model."""
     columns = [
         Column("Model", align="left", console=None),
         Column("Set-up", align="left"),
@@ -109,7 +109,7 @@ def _set_up_section(comparison: BackendComparison, set_up: SetUp) -> Section:
 
 
 def _rate_table(runs: Sequence[BackendRun], levels: Sequence[int]) -> Table:
-    """Builds a table with a row per level and backend; on the console a shorter one of the same rows.
+    """Build a table with a row per level and backend; on the console a shorter one of the same rows.
 
     A level whose requests failed shows the share and the most frequent reason in place of its rate.
     """
@@ -146,13 +146,13 @@ def _level_cells(level: LevelResult) -> list[str]:
 
 
 def _gpu_mean(level: LevelResult, key: str) -> float | None:
-    """Returns the mean of a GPU metric over the level and its GPUs; None without a reading."""
+    """Return the mean of a GPU metric over the level and its GPUs; None without a reading."""
     values = [value for gpu in level.gpus for value in gpu.values.get(key, []) if value is not None]
     return fmean(values) if values else None
 
 
 def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -> Figure | None:
-    """Draws output tok/s over concurrency, a line per backend; None for fewer than two levels."""
+    """Draw output tok/s over concurrency, a line per backend; None for fewer than two levels."""
     if len(levels) < 2:
         return None
     lines = []
@@ -179,7 +179,7 @@ def _aspect_table(comparison: BackendComparison) -> Table:
 
 
 def _run_details(run: BackendRun) -> Details:
-    """Builds the details of one start: its command, version, what it lacks, and its levels."""
+    """Build the details of one start: its command, version, what it lacks, and its levels."""
     facts = [
         ("Command", run.command or NOT_MEASURED),
         ("Replicas", str(run.replicas)),

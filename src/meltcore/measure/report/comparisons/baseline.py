@@ -26,7 +26,7 @@ from meltcore.measure.report.page.page import Column, Facts, Row, Table, Text, n
 
 
 def print_start_set(start_set: StartSet, console: Console) -> None:
-    """Prints the machine, the command, and each metric's mean and spread over the starts."""
+    """Print the machine, the command, and each metric's mean and spread over the starts."""
     rows = []
     for level in start_set.starts[0].levels:
         for metric in metrics_of(level):
@@ -45,7 +45,7 @@ def print_start_set(start_set: StartSet, console: Console) -> None:
 
 
 def print_start_sets(start_sets: Sequence[StartSet], console: Console) -> None:
-    """Prints each set's name, number of starts, output rate at the highest load, machine, time and command."""
+    """Print each set's name, number of starts, output rate at the highest load, machine, time and command."""
     if not start_sets:
         console.print("no baselines here; meltcore baseline save NAME --run FILE makes one")
     for start_set in start_sets:
@@ -61,7 +61,7 @@ def print_start_sets(start_sets: Sequence[StartSet], console: Console) -> None:
 
 
 def _levels_with_same_load(start_set: StartSet, level: LevelResult) -> list[LevelResult]:
-    """Returns the levels of all starts that have the same load as `level`."""
+    """Return the levels of all starts that have the same load as `level`."""
     return [
         candidate
         for start in start_set.starts

@@ -69,7 +69,7 @@ METRICS = (
 
 
 def metrics_of(level: LevelResult) -> list[Metric]:
-    """Returns the metrics of the task of a level."""
+    """Return the metrics of the task of a level."""
     return [metric for metric in METRICS if task_of(level) in metric.tasks]
 
 
@@ -95,7 +95,7 @@ class MetricRatio:
 
 
 def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) -> list[MetricRatio]:
-    """Compares two runs on every load that both have, one result per metric and load.
+    """Compare two runs on every load that both have, one result per metric and load.
 
     Raises ConfigError for runs that are not comparable, unless `force`.
     """
@@ -117,7 +117,7 @@ def compare_runs(first: RunResult, second: RunResult, *, force: bool = False) ->
 
 
 def _weighted_ratios(first: RunResult, second: RunResult) -> list[MetricRatio]:
-    """Compares the weighted sums of two evaluations, if both have a score or both a weighted throughput."""
+    """Compare the weighted sums of two evaluations, if both have a score or both a weighted throughput."""
     rows = []
     for name in ("eval_score", "weighted_throughput"):
         first_sum, second_sum = getattr(first, name), getattr(second, name)
@@ -135,7 +135,7 @@ def _weighted_ratios(first: RunResult, second: RunResult) -> list[MetricRatio]:
 
 
 def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> None:
-    """Prints the reasons why the runs do not compare, the changes of the environment, the ratios, and the caveat."""
+    """Print the reasons why the runs do not compare, the changes of the environment, the ratios, and the caveat."""
     table_rows = []
     for index, row in enumerate(rows):
         format_value = format_percent if row.metric == "accuracy" else format_number
@@ -156,7 +156,7 @@ def print_ratios(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: C
 
 
 def ratios_json(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Changes) -> str:
-    """Returns the ratios of two runs as a JSON text."""
+    """Return the ratios of two runs as a JSON text."""
     document = {
         "does_not_compare": list(reasons),
         "changes": [{"name": name, "first": before, "second": after} for name, before, after in changes],
@@ -167,7 +167,7 @@ def ratios_json(rows: Sequence[MetricRatio], reasons: Sequence[str], changes: Ch
 
 
 def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
-    """Returns the reasons why two runs are not comparable: different workloads, or an incomplete measurement."""
+    """Return the reasons why two runs are not comparable: different workloads, or an incomplete measurement."""
     reasons = []
     for name, run in (("the first", first), ("the second", second)):
         if run.status == "partial":
@@ -196,7 +196,7 @@ def comparability_notes(first: RunResult, second: RunResult) -> list[str]:
 
 
 def environment_changes(first: RunResult, second: RunResult) -> list[tuple[str, str, str]]:
-    """Returns the facts of the machine and versions that differ: (name, first value, second value) each."""
+    """Return the facts of the machine and versions that differ: (name, first value, second value) each."""
     before, after = _environment(first), _environment(second)
     names = [*before, *(name for name in after if name not in before)]
     facts = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]
@@ -226,5 +226,5 @@ def _weights(run: RunResult) -> str:
 
 
 def level_key(level: LevelResult) -> tuple[str, int, float | None]:
-    """Returns the load of a level, which identifies it across runs."""
+    """Return the load of a level, which identifies it across runs."""
     return level.load_kind, level.concurrency, level.rate_per_s

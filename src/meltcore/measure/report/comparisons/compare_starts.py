@@ -45,7 +45,7 @@ def compare_starts(
     limits: Limits | None = None,
     force: bool = False,
 ) -> ComparisonResult:
-    """Compares two sets of server starts and judges one metric.
+    """Compare two sets of server starts and judge one metric.
 
     `control`: starts of `old`'s server before the comparison. `order`: how starts were interleaved, such as "ABBA".
     `metric` None judges the throughput of the task. `load` is the concurrency of the level that gives the verdict;
@@ -93,7 +93,7 @@ def compare_starts(
 
 
 def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[Verdict, str]:
-    """Returns the verdict on one metric, and its reason in one sentence."""
+    """Return the verdict on one metric, and its reason in one sentence."""
     num_starts = min(len(row.old_values), len(row.new_values))
     if row.change is None or row.low is None or row.high is None or row.p is None or noise is None:
         return "UNDERPOWERED", f"{num_starts} start per side says nothing about the spread between starts."
@@ -123,7 +123,7 @@ def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[V
 
 
 def noise_level(row: ComparedMetric, control: ComparedMetric | None) -> float | None:
-    """Returns the noise of A as a relative change; None where there are too few starts.
+    """Return the noise of A as a relative change; None where there are too few starts.
 
     It is the larger of the change expected from A's spread, and the measured change of A against A. Without a control,
     the spread is that of the old set itself.
@@ -137,7 +137,7 @@ def noise_level(row: ComparedMetric, control: ComparedMetric | None) -> float | 
 
 
 def start_set_comparability_notes(old: StartSet, new: StartSet) -> list[str]:
-    """Returns the reasons why two sets are not comparable: different workloads, or incomplete measurements."""
+    """Return the reasons why two sets are not comparable: different workloads, or incomplete measurements."""
     reasons = [
         reason
         for index in range(max(len(old.starts), len(new.starts)))
@@ -155,7 +155,7 @@ def start_set_comparability_notes(old: StartSet, new: StartSet) -> list[str]:
 
 
 def find_metric(name: str) -> Metric:
-    """Returns the metric of a name, in any case, with or without the unit. Raises ConfigError for an unknown name."""
+    """Return the metric of a name, in any case, with or without the unit. Raises ConfigError for an unknown name."""
     normalized = name.casefold().replace("_", " ")
     for metric in METRICS:
         if normalized in (metric.name.casefold(), metric.name.casefold().removesuffix(" ms")):
@@ -164,7 +164,7 @@ def find_metric(name: str) -> Metric:
 
 
 def _primary_key(old: StartSet, new: StartSet, load: int | None) -> tuple[str, int, float | None]:
-    """Returns the key of the level that gives the verdict."""
+    """Return the key of the level that gives the verdict."""
     new_levels = {level_key(level) for level in new.starts[0].levels}
     common_levels = [level for level in old.starts[0].levels if level_key(level) in new_levels]
     if load is not None:
@@ -176,7 +176,7 @@ def _primary_key(old: StartSet, new: StartSet, load: int | None) -> tuple[str, i
 
 
 def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[tuple[str, int, float | None], ComparedMetric]]:
-    """Compares every metric of every common load of which all starts have a value."""
+    """Compare every metric of every common load of which all starts have a value."""
     rows = []
     for level in old.starts[0].levels:
         for metric in metrics_of(level):
@@ -211,7 +211,7 @@ def _compare_metric(
 def _start_values(
     starts: Sequence[RunResult], key: tuple[str, int, float | None], metric: Metric
 ) -> list[float] | None:
-    """Returns one value per start; None if any start has no finite value."""
+    """Return one value per start; None if any start has no finite value."""
     values: list[float] = []
     for start in starts:
         level: LevelResult | None = next((level for level in start.levels if level_key(level) == key), None)

@@ -38,7 +38,7 @@ _HEADERS = ("load", "metric", "old", "new", "change", "95 % interval", "p", "n")
 
 
 def comparison_page(comparison: ComparisonResult) -> Page:
-    """Builds the page: warnings and the result, then the commands, every start, and all metrics."""
+    """Build the page: warnings and the result, then the commands, every start, and all metrics."""
     primary, limits = comparison.primary, comparison.limits
     style = style_of(comparison.verdict)
     differences = [f"{difference.name}: {difference.old} → {difference.new}" for difference in comparison.differences]
@@ -103,7 +103,7 @@ def comparison_page(comparison: ComparisonResult) -> Page:
 
 
 def comparison_markdown(comparison: ComparisonResult) -> str:
-    """Formats a comparison as Markdown for a pull request; metrics other than the primary one are folded."""
+    """Format a comparison as Markdown for a pull request; metrics other than the primary one are folded."""
     other_rows = [row for row in comparison.rows if not _is_primary(comparison, row)]
     differences = [
         f"- different: {_escape_markdown(difference.name)}: {_escape_markdown(difference.old)} → "
@@ -130,14 +130,14 @@ def comparison_markdown(comparison: ComparisonResult) -> str:
 
 
 def comparison_headline(comparison: ComparisonResult) -> str:
-    """Returns the primary metric on both sides, its change, and the reason for the verdict, as one line."""
+    """Return the primary metric on both sides, its change, and the reason for the verdict, as one line."""
     row = comparison.primary
     values = f"{format_number(row.old)} -> {format_number(row.new)} ({format_change(row.change)})"
     return f"{row.name}: {values}. {comparison.reason}"
 
 
 def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], list[str]]:
-    """Returns the arguments removed from the old command and those added in the new one, in order."""
+    """Return the arguments removed from the old command and those added in the new one, in order."""
     old_args, new_args = shlex.split(old_command), shlex.split(new_command)
     removed: list[str] = []
     added: list[str] = []
@@ -151,7 +151,7 @@ def changed_arguments(old_command: str, new_command: str) -> tuple[list[str], li
 
 
 def side_names(comparison: ComparisonResult) -> tuple[str, str]:
-    """Returns the names of both sides, each with the arguments that only its command has, if they are short."""
+    """Return the names of both sides, each with the arguments that only its command has, if they are short."""
     removed, added = changed_arguments(comparison.old_command, comparison.new_command)
     return _side_name(comparison.old_name, removed), _side_name(comparison.new_name, added)
 
@@ -162,7 +162,7 @@ def _side_name(name: str, args: Sequence[str]) -> str:
 
 
 def starts_line(comparison: ComparisonResult) -> str:
-    """Returns the number and order of the starts, the result of A against A, and A's noise, as one line."""
+    """Return the number and order of the starts, the result of A against A, and A's noise, as one line."""
     num_starts = f"{len(comparison.primary.old_values)} and {len(comparison.primary.new_values)} fresh starts"
     design_text = (
         f"{num_starts}, in the order {comparison.order}" if comparison.interleaved else f"{num_starts}, not interleaved"
@@ -174,7 +174,7 @@ def starts_line(comparison: ComparisonResult) -> str:
 
 
 def starts_chart(comparison: ComparisonResult) -> Markup:
-    """Draws a row of dots per set of starts, one dot per start."""
+    """Draw a row of dots per set of starts, one dot per start."""
     old_name, new_name = side_names(comparison)
     rows = [(old_name, 1, comparison.primary.old_values), (new_name, 2, comparison.primary.new_values)]
     if comparison.control is not None:
@@ -183,7 +183,7 @@ def starts_chart(comparison: ComparisonResult) -> Markup:
 
 
 def _metric_cells(row: ComparedMetric) -> list[str]:
-    """Returns the cells of a metric's row: old, new, change, interval, p, n."""
+    """Return the cells of a metric's row: old, new, change, interval, p, n."""
     format_value = format_percent if row.metric == "accuracy" else format_number
     interval = (
         NOT_MEASURED

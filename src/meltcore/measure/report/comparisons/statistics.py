@@ -37,7 +37,7 @@ class Change:
 
 
 def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int = NUM_RESAMPLES) -> Change:
-    """Compares samples [starts]: means, relative change, bootstrap interval, and Mann-Whitney's p.
+    """Compare samples [starts]: means, relative change, bootstrap interval, and Mann-Whitney's p.
 
     Raises ValueError for a sample without values.
     """
@@ -56,7 +56,7 @@ def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int =
 
 
 def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | None:
-    """Returns the relative difference of means that two sets of starts of one server exceed in 5 % of cases.
+    """Return the relative difference of means that two sets of starts of one server exceed in 5 % of cases.
 
     The sets have `n_old` and `n_new` starts. The spread between starts is that of `control`, consecutive starts of one
     server. None where `control` has fewer than two values or a mean of 0.
@@ -69,7 +69,7 @@ def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | Non
 
 
 def _mann_whitney(old: npt.NDArray[np.float64], new: npt.NDArray[np.float64]) -> float:
-    """Returns the two-sided p-value of the Mann-Whitney test, exact for small samples without ties."""
+    """Return the two-sided p-value of the Mann-Whitney test, exact for small samples without ties."""
     from scipy.stats import mannwhitneyu  # a second to import, and only comparisons need it
 
     if np.unique(np.concatenate([old, new])).size == 1:
@@ -80,7 +80,7 @@ def _mann_whitney(old: npt.NDArray[np.float64], new: npt.NDArray[np.float64]) ->
 def _bootstrap_interval(
     old: npt.NDArray[np.float64], new: npt.NDArray[np.float64], resamples: int
 ) -> tuple[float | None, float | None]:
-    """Returns the bootstrap interval of the change of means, widened for few starts.
+    """Return the bootstrap interval of the change of means, widened for few starts.
 
     The plain 95 % percentile interval of six values contains the true change in only some 90 % of cases. The expanded
     interval takes the quantiles that make it as wide as Student's: T. Hesterberg, "What Teachers Should Know About

@@ -45,7 +45,7 @@ _COLUMNS: tuple[_Column, ...] = (
 
 
 def tuning_page(tuning: Tuning) -> Page:
-    """Builds the page: the finding, the chart, the calculated facts, and every start."""
+    """Build the page: the finding, the chart, the calculated facts, and every start."""
     figure = tuning_figure(tuning)
     style: Style = "good" if tuning.answered else "bad"
     columns = [Column(""), Column("value", align="text"), Column("source", align="text")]
@@ -73,7 +73,7 @@ def tuning_page(tuning: Tuning) -> Page:
 
 
 def points_table(tuning: Tuning) -> Table:
-    """Builds a table with one row per start; a mark shows the knee, the best setting, and failures.
+    """Build a table with one row per start; a mark shows the knee, the best setting, and failures.
 
     Only columns for which some start has a value are shown.
     """
@@ -101,7 +101,7 @@ def points_table(tuning: Tuning) -> Table:
 
 
 def tuning_figure(tuning: Tuning) -> Figure | None:
-    """Draws the output rates of a tuning; None where nothing ran, and for a search of context limits.
+    """Draw the output rates of a tuning; None where nothing ran, and for a search of context limits.
 
     Batching has one line per token budget, over concurrent sequences; precision has one bar per precision.
     """

@@ -21,7 +21,7 @@ _GPU_STRIPS = (
 
 
 def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
-    """Draws throughput and latencies over load, for each task and kind of loop (closed, open) with several levels."""
+    """Draw throughput and latencies over load, for each task and kind of loop (closed, open) with several levels."""
     same_loops = [
         [level for level in same_task if level.load_kind == kind]
         for kind in ("closed", "open")
@@ -31,7 +31,7 @@ def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
 
 
 def timeline_figure(level: LevelResult) -> Figure | None:
-    """Draws tokens, requests, latencies and GPU metrics of a level over time; None where nothing was recorded."""
+    """Draw tokens, requests, latencies and GPU metrics of a level over time; None where nothing was recorded."""
     if len(level.timeline) < 2:
         return None
     points = level.timeline
@@ -133,7 +133,7 @@ def _offered_load(level: LevelResult) -> float:
 
 
 def _gpu_strips(gpus: Sequence[GpuTimeline]) -> list[Strip]:
-    """Returns one strip per metric that any GPU has, with one line per GPU."""
+    """Return one strip per metric that any GPU has, with one line per GPU."""
     strips = []
     for key, title, unit, min_axis_top in _GPU_STRIPS:
         lines = [

@@ -59,7 +59,7 @@ _TOKEN_COUNT_SOURCES: dict[TokenCountSource, str] = {
 
 
 def run_page(result: RunResult) -> Page:
-    """Builds the page of a run, warnings first."""
+    """Build the page of a run, warnings first."""
     evaluation_name, model = (result.settings.get(name) for name in ("what", "model"))
     subtitle = [formatting.format_time(result.started), format_duration(result.duration_s), *([model] if model else [])]
     sections = [
@@ -95,7 +95,7 @@ def run_page(result: RunResult) -> Page:
 
 
 def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
-    """Returns a tile (label, value, small print) per important number of a run."""
+    """Return a tile (label, value, small print) per important number of a run."""
     tiles: list[tuple[str, str, str]] = []
     if result.eval_score is not None:
         score = result.eval_score
@@ -139,7 +139,7 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
 
 
 def all_levels(result: RunResult) -> list[LevelResult]:
-    """Returns the levels of a run, and those of each model within mixed levels."""
+    """Return the levels of a run, and those of each model within mixed levels."""
     return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
 
 
@@ -152,12 +152,12 @@ def _peak_tile(result: RunResult) -> tuple[str, str, str]:
 
 
 def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
-    """Builds one table per task, with one row per level."""
+    """Build one table per task, with one row per level."""
     return [levels_table(group) if task is None else task_table(group) for task, group in by_task(levels).items()]
 
 
 def levels_table(levels: Sequence[LevelResult]) -> Table:
-    """Builds a table with one row per level of generation: requests, accuracy, throughput, latencies."""
+    """Build a table with one row per level of generation: requests, accuracy, throughput, latencies."""
     has_open_loop = any(level.load_kind == "open" for level in levels)
     has_several_workloads, has_slo = len({level.workload for level in levels}) > 1, any(level.slo for level in levels)
     columns = [
@@ -200,7 +200,7 @@ def levels_table(levels: Sequence[LevelResult]) -> Table:
 
 
 def throughput_table(levels: Sequence[LevelResult]) -> Table:
-    """Builds a table of `eval throughput`: token rates, latencies and spot checks of each level."""
+    """Build a table of `eval throughput`: token rates, latencies and spot checks of each level."""
     headers = ("concur-\nrency", "sent", "failed", "total\ntok/s", "output\ntok/s")
     columns = [*numeric_columns(*headers), *_latency_columns(), *numeric_columns("spot\nchecks", " ")]
     rows = []
@@ -218,13 +218,13 @@ def throughput_table(levels: Sequence[LevelResult]) -> Table:
 
 
 def machine_section(fingerprint: Fingerprint | None) -> Section:
-    """Builds the section with the hardware and versions of a run; empty without a fingerprint."""
+    """Build the section with the hardware and versions of a run; empty without a fingerprint."""
     facts = [] if fingerprint is None else formatting.fingerprint_rows(fingerprint)
     return Section("Machine and versions", [Facts(facts)] if facts else [])
 
 
 def notes_box(notes: Sequence[str]) -> list[Block]:
-    """Returns a box with the notes of a result; no block if there are no notes."""
+    """Return a box with the notes of a result; no block if there are no notes."""
     return [Box(title="Read with care", items=notes)] if notes else []
 
 
@@ -242,7 +242,7 @@ def _warning_blocks(result: RunResult) -> list[Block]:
 
 
 def _weighted_section(result: RunResult) -> Section:
-    """Builds the section with the weighted sum of an evaluation and one row per level."""
+    """Build the section with the weighted sum of an evaluation and one row per level."""
     if result.command != "eval" or not result.levels:
         return Section()
     title, line = "Tokens per second, both ways to count", ""
@@ -404,7 +404,7 @@ def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _latency_columns() -> list[Column]:
-    """Returns the columns of the median and 99th percentile of TTFT and ITL."""
+    """Return the columns of the median and 99th percentile of TTFT and ITL."""
     return [
         Column(name, f"{group}, ms", console=f"{group}\np50 ms" if name == "p50" else "\np99 ms")
         for group in ("TTFT", "ITL")

@@ -9,14 +9,14 @@ from meltcore.measure.report.page.page import Audio, Block, Cell, Column, Row, S
 
 
 def conversations_section(samples: Sequence[Sample]) -> Section:
-    """Builds a table of what was asked in chats, and of the answers."""
+    """Build a table of what was asked in chats, and of the answers."""
     rows = [Row([sample.given, sample.answer]) for sample in samples if sample.task is None]
     columns = [Column(head, align="text") for head in ("Question", "Answer")]
     return Section("Conversations", [Table(columns, rows)] if rows else [])
 
 
 def samples_section(samples: Sequence[Sample]) -> Section:
-    """Builds a table of the translations, and a player with the transcript of each clip."""
+    """Build a table of the translations, and a player with the transcript of each clip."""
     texts = [sample for sample in samples if sample.audio_wav is None and sample.task is not None]
     rows = [Row([sample.given, sample.answer, _result_cell(sample)]) for sample in texts]
     columns = [*(Column(head, align="text") for head in ("Sentence", "Translation")), Column("Right")]

@@ -20,7 +20,7 @@ _TASK_KEYS: dict[Task, tuple[str, ...]] = {
 
 
 def task_table(levels: Sequence[LevelResult]) -> Table:
-    """Builds a table with one row per level of one task: requests, accuracy, throughput, latencies."""
+    """Build a table with one row per level of one task: requests, accuracy, throughput, latencies."""
     unit = throughput_unit(levels[0])
     has_slo, has_accuracy = any(level.slo for level in levels), any(level.accuracy is not None for level in levels)
     loads = [level.task for level in levels if level.task is not None]
@@ -48,7 +48,7 @@ def task_table(levels: Sequence[LevelResult]) -> Table:
 
 
 def task_distributions(level: LevelResult, load: TaskLoad) -> list[tuple[str, Distribution]]:
-    """Returns the distributions of a level by name; those of times are in milliseconds."""
+    """Return the distributions of a level by name; those of times are in milliseconds."""
     named = [("End to end", level.e2e_ms), ("Queue delay", level.queue_delay_ms)]
     if load.task == "synthesis":
         named = [("First audio", load.first_audio_ms), *named, ("Real-time factor (ratio)", load.real_time_factor)]
@@ -56,7 +56,7 @@ def task_distributions(level: LevelResult, load: TaskLoad) -> list[tuple[str, Di
 
 
 def task_facts(load: TaskLoad) -> list[tuple[str, str]]:
-    """Returns what the succeeded requests of a level have done."""
+    """Return what the succeeded requests of a level have done."""
     if load.task == "translation":
         counts = f"{load.work:,.0f} sentences with {load.source or 0:,} {load.source_unit}s"
         facts = [("Translated", f"{counts}; {format_number(load.source_per_s)} {load.source_unit}s/s of source")]
@@ -67,14 +67,14 @@ def task_facts(load: TaskLoad) -> list[tuple[str, str]]:
 
 
 def relevant_definitions(tasks: Sequence[Task | None]) -> list[Definition]:
-    """Returns the definitions of the metrics of some tasks; None is generation."""
+    """Return the definitions of the metrics of some tasks; None is generation."""
     keys = {key for task in tasks if task is not None for key in (*_TASK_KEYS[task], *_COMMON_KEYS)}
     common = [definition for definition in DEFINITIONS if None in tasks or not tasks or definition.key in keys]
     return [*(definition for definition in TASK_DEFINITIONS if definition.key in keys), *common]
 
 
 def _latency_columns(load: TaskLoad) -> list[Column]:
-    """Returns the columns of the median and 99th percentile of each latency; a terminal has no room for three."""
+    """Return the columns of the median and 99th percentile of each latency; a terminal has no room for three."""
     groups: list[tuple[str, str | None]] = [("End to end, ms", "E2E\np50 ms")]
     if load.task == "synthesis":
         groups = [("First audio, ms", "1st audio\np50 ms"), ("Real-time factor", "RTF\np50"), ("End to end, ms", None)]
@@ -109,5 +109,5 @@ def _level_row(level: LevelResult, load: TaskLoad, *, has_accuracy: bool, has_sl
 
 
 def failed_cell(level: LevelResult) -> Cell:
-    """Returns the cell with the failed requests of a level."""
+    """Return the cell with the failed requests of a level."""
     return Cell(f"{level.failed:,}", "warning" if level.failed else "")

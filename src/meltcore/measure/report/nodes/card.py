@@ -55,7 +55,7 @@ _TYPE_ORDER: list[EvidenceType] = list(COMMANDS)
 
 
 def newest_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """Returns the newest document of each subject, and all older ones, both in the order of a card's evidence."""
+    """Return the newest document of each subject, and all older ones, both in the order of a card's evidence."""
     by_subject: dict[tuple[str, ...], list[Document]] = {}
     for document in sorted(documents, key=_document_time, reverse=True):
         if document.type is not None:
@@ -66,13 +66,13 @@ def newest_documents(documents: Sequence[Document]) -> tuple[list[Document], lis
 
 
 def _evidence_order(document: Document) -> tuple[int, datetime]:
-    """Returns the sort key of a card's evidence: the type's place in `COMMANDS`, then the time."""
+    """Return the sort key of a card's evidence: the type's place in `COMMANDS`, then the time."""
     assert document.type is not None, "only documents with a type are evidence"
     return _TYPE_ORDER.index(document.type), _document_time(document)
 
 
 def conflicting_snapshots(documents: Sequence[Document]) -> tuple[Snapshot, Snapshot] | None:
-    """Returns the certificate's snapshot and the separate snapshot, the older first; None if either is missing."""
+    """Return the certificate's snapshot and the separate snapshot, the older first; None if either is missing."""
     by_time = {
         document.type: (
             _document_time(document),
@@ -135,7 +135,7 @@ def make_card(
 def _overall_verdict(
     evidence: Sequence[Evidence], missing_types: Sequence[EvidenceType], machine_mismatches: Sequence[str]
 ) -> CheckVerdict:
-    """Returns the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
+    """Return the worst verdict of the evidence, in the order FAIL, UNKNOWN, INCOMPLETE, WARN, PASS.
 
     It is UNKNOWN where nothing was judged, or where the documents may be of several machines.
     """
@@ -148,7 +148,7 @@ def _overall_verdict(
 
 
 def _find_machine_mismatches(documents: Sequence[Document]) -> list[str]:
-    """Returns one line per machine with its documents if there are several machines, else an empty list.
+    """Return one line per machine with its documents if there are several machines, else an empty list.
 
     A document without a fingerprint fits every machine.
     """
@@ -163,7 +163,7 @@ def _find_machine_mismatches(documents: Sequence[Document]) -> list[str]:
 
 
 def _subject_key(document: Document) -> tuple[str, ...]:
-    """Returns the key of a document's subject; the card uses only the newest document per subject."""
+    """Return the key of a document's subject; the card uses only the newest document per subject."""
     content, name = document.content, str(document.type)
     if isinstance(content, ComparisonResult):
         return name, content.old_command, content.new_command, content.primary.name
@@ -175,14 +175,14 @@ def _subject_key(document: Document) -> tuple[str, ...]:
 
 
 def _document_time(document: Document) -> datetime:
-    """Returns the time of a document in UTC; a document without a time is older than all others."""
+    """Return the time of a document in UTC; a document without a time is older than all others."""
     if not document.taken:
         return datetime.min.replace(tzinfo=UTC)
     return datetime.fromisoformat(document.taken).astimezone(UTC)
 
 
 def _machine_name(documents: Sequence[Document]) -> str:
-    """Returns the GPU names of the certificate or snapshot, else of the first fingerprint; its CPU without GPUs."""
+    """Return the GPU names of the certificate or snapshot, else of the first fingerprint; its CPU without GPUs."""
     for document in documents:
         if isinstance(document.content, Certificate | Snapshot):
             snapshot = document.content if isinstance(document.content, Snapshot) else document.content.snapshot
@@ -201,7 +201,7 @@ def _reason(
     missing_types: Sequence[EvidenceType],
     machine_mismatches: Sequence[str],
 ) -> str:
-    """Returns a sentence with the documents that decided the verdict and the missing required evidence."""
+    """Return a sentence with the documents that decided the verdict and the missing required evidence."""
     evidence_count = f"{len(required) - len(missing_types)} of {len(required)} required types of evidence"
     missing_note = f" Missing: {', '.join(missing_types)}." if missing_types else ""
     if verdict == "PASS":
@@ -222,7 +222,7 @@ def save_card(folder: Path, card: Card) -> Path:
 
 
 def card_page(card: Card) -> Page:
-    """Builds the page: the verdict, one row per piece of evidence, the perf stories, and each document's charts."""
+    """Build the page: the verdict, one row per piece of evidence, the perf stories, and each document's charts."""
     style = style_of(card.verdict)
     rows = [Row([item.type, verdict_cell(item.verdict), _summary_cell(item)]) for item in card.evidence]
     rows += [
@@ -287,7 +287,7 @@ def _summary_cell(item: Evidence) -> Cell:
 
 
 def _perf_story_sections(card: Card) -> list[Section]:
-    """Builds the sections with the evidence of the perf stories: all comparisons' starts and all tunings' charts."""
+    """Build the sections with the evidence of the perf stories: all comparisons' starts and all tunings' charts."""
     sections = []
     for comparison in card.comparisons:
         note = (
@@ -342,7 +342,7 @@ def _benchmark_and_run_sections(card: Card) -> list[Section]:
 
 
 def _newest_fingerprint(card: Card) -> Fingerprint | None:
-    """Returns the fingerprint of the certificate or the snapshot, else that of the newest measurement."""
+    """Return the fingerprint of the certificate or the snapshot, else that of the newest measurement."""
     if card.certificate is not None:
         return card.certificate.snapshot.fingerprint
     if card.snapshot is not None:

@@ -76,7 +76,7 @@ def save_certificate(folder: Path, certificate: Certificate) -> None:
 
 
 def certificate_page(certificate: Certificate, folder: Path | None = None) -> Page:
-    """Builds the page: findings with their remedy, then every GPU at a glance, then all measurements.
+    """Build the page: findings with their remedy, then every GPU at a glance, then all measurements.
 
     `folder`: where the certificate was saved, which the last line on the console names.
     """
@@ -126,7 +126,7 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
 
 
 def check_line(report: CheckReport) -> Checks:
-    """Formats a finished check as one line: verdict, name, number of measurements, and the lowest one.
+    """Format a finished check as one line: verdict, name, number of measurements, and the lowest one.
 
     The lowest measurement is that with the smallest ratio to its expected value.
     """
@@ -146,7 +146,7 @@ def check_line(report: CheckReport) -> Checks:
 
 
 def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
-    """Returns a tile (label, median, small print) per main measurement."""
+    """Return a tile (label, median, small print) per main measurement."""
     rows = _all_rows(certificate)
     tile_rows = [(label, [row for row in rows if row.key == key]) for label, key in _TILE_KEYS]
     all_reduce_rows = [row for row in rows if row.key.startswith("collectives/all_reduce/")]
@@ -159,7 +159,7 @@ def certificate_tiles(certificate: Certificate) -> list[tuple[str, str, str]]:
 
 
 def certificate_charts(certificate: Certificate) -> list[Figure]:
-    """Draws the verdicts of every check on every GPU, and peer copies and collectives of several GPUs."""
+    """Draw the verdicts of every check on every GPU, and peer copies and collectives of several GPUs."""
     gpus, rows = certificate.snapshot.gpus, _all_rows(certificate)
     names = [gpu.label for gpu in gpus]
     cells = {}
@@ -212,7 +212,7 @@ def _tile(label: str, rows: Sequence[CertificateRow]) -> tuple[str, str, str]:
 
 
 def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> CheckVerdict:
-    """Returns one GPU's verdict in a check; a WARN on several GPUs counts only for GPUs that a finding names."""
+    """Return one GPU's verdict in a check; a WARN on several GPUs counts only for GPUs that a finding names."""
     findings = [
         finding.verdict for finding in report.findings if gpu.label in _SUBJECT_SEPARATOR.split(finding.subject)
     ]
@@ -224,7 +224,7 @@ def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> Check
 
 
 def _bandwidth_lines(rows: Sequence[CertificateRow]) -> list[Line]:
-    """Returns one line per collective: bus bandwidth over size, for the largest group of GPUs."""
+    """Return one line per collective: bus bandwidth over size, for the largest group of GPUs."""
     max_gpus = max((len(row.gpus) for row in rows), default=0)
     series: dict[str, list[Mark]] = {}
     for row in rows:
@@ -273,7 +273,7 @@ def _check_details(report: CheckReport) -> Details:
 
 
 def _merge_passed_rows(report: CheckReport) -> list[CertificateRow]:
-    """Returns the rows of a check, with passed rows of one key on many GPUs merged into their median."""
+    """Return the rows of a check, with passed rows of one key on many GPUs merged into their median."""
     merged: list[CertificateRow] = []
     for key in dict.fromkeys(row.key for row in report.rows):
         rows = [row for row in report.rows if row.key == key]
@@ -299,7 +299,7 @@ def _merge_passed_rows(report: CheckReport) -> list[CertificateRow]:
 
 
 def _condition_tables(certificate: Certificate) -> list[Block]:
-    """Builds a table per check with each GPU's clocks, power, temperatures, clock reasons and new errors."""
+    """Build a table per check with each GPU's clocks, power, temperatures, clock reasons and new errors."""
     headers = ("GPU", "SM MHz", "W", "°C, most", "memory °C, most", "Clock reasons, part of the samples", "New errors")
     return [
         Details(

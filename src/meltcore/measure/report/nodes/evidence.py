@@ -32,7 +32,7 @@ EvidenceParts = tuple[CheckVerdict, str, list[str]]  # verdict, summary, reasons
 
 
 def evidence_of(document: Document, changed_facts: Sequence[str] = ()) -> Evidence:
-    """Returns a document as evidence of a card.
+    """Return a document as evidence of a card.
 
     `changed_facts` are the differences between the snapshot and the certificate.
     """

@@ -37,7 +37,7 @@ def save_profile(page_path: Path, profile: Profile) -> None:
 
 
 def profile_page(profile: Profile) -> Page:
-    """Builds the page: for each GPU the warnings, result, causes, step budget, gap sizes and kernel pairs."""
+    """Build the page: for each GPU the warnings, result, causes, step budget, gap sizes and kernel pairs."""
     is_untrusted = any(report.untrusted for report in profile.reports)
     return Page(
         title="meltcore profile",
@@ -52,7 +52,7 @@ def profile_page(profile: Profile) -> Page:
 
 
 def profile_headline(report: GapReport) -> str:
-    """Returns the recoverable time and its largest cause, or the reason why there is no result."""
+    """Return the recoverable time and its largest cause, or the reason why there is no result."""
     if report.untrusted:
         return "The trace holds less than the GPU did: it does not say how idle the GPU was."
     recoverable = [gap_total for gap_total in report.by_cause if gap_total.name != "no work"]
@@ -68,7 +68,7 @@ def profile_headline(report: GapReport) -> str:
 
 
 def window_bar(report: GapReport) -> Markup:
-    """Draws the window as a bar: computing time by groups of kernels, then idle time by cause."""
+    """Draw the window as a bar: computing time by groups of kernels, then idle time by cause."""
     groups, causes = _window_parts(report)
     segments = [
         (name, total, f"bar c{index % 2 * 2 + 1}" if index < len(groups) else f"area c{index % 2 * 2 + 2} bar pale")
@@ -78,7 +78,7 @@ def window_bar(report: GapReport) -> Markup:
 
 
 def window_legend(report: GapReport) -> list[tuple[str, int, bool]]:
-    """Returns the legend of the bar: all parts in its order, with their shares, as narrow parts have no name there."""
+    """Return the legend of the bar: all parts in its order, with their shares, as narrow parts have no name there."""
     groups, causes = _window_parts(report)
     colors = [index % 2 * 2 + 1 + (index >= len(groups)) for index in range(len(groups) + len(causes))]
     return [
@@ -88,20 +88,20 @@ def window_legend(report: GapReport) -> list[tuple[str, int, bool]]:
 
 
 def _window_parts(report: GapReport) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
-    """Returns the groups of computing kernels and the causes of idle time, each as (name, microseconds)."""
+    """Return the groups of computing kernels and the causes of idle time, each as (name, microseconds)."""
     groups = [(row.name, row.ran_us) for row in report.budget if row.name not in NOT_COMPUTING and row.ran_us]
     return groups, [(gap_total.name, gap_total.total_us) for gap_total in report.by_cause]
 
 
 def budget_title(report: GapReport) -> str:
-    """Returns the title of the time budget, which is that of an average step or of the whole window."""
+    """Return the title of the time budget, which is that of an average step or of the whole window."""
     if report.steps is None:
         return "the whole window (nothing in the trace marks a step: --step NAME says what does)"
     return f"an average step of {report.steps:,}, counted by {report.step_marker}"
 
 
 def budget_rows(report: GapReport) -> list[tuple[str, list[str]]]:
-    """Returns a row (group, cells) per group of kernels, and a last row with the sums.
+    """Return a row (group, cells) per group of kernels, and a last row with the sums.
 
     The cells are count, time and its fraction of the window, idle time before, and its fraction of all idle time. They
     are of an average step in microseconds, or of the whole window in milliseconds where nothing marks steps.
@@ -223,7 +223,7 @@ def _gap_table(title: str, gap_totals: Sequence[GapTotal], report: GapReport) ->
 
 
 def _kernel_cell(name: str) -> Cell:
-    """Returns a cell with a kernel's C++ name without its return type, template arguments and parameters."""
+    """Return a cell with a kernel's C++ name without its return type, template arguments and parameters."""
     short_name = _ARGUMENTS.sub("", name.removeprefix("void "))
     return Cell(
         short_name,

@@ -22,7 +22,7 @@ _SAME_LOAD = ("workload", "concurrency", "max_tokens", "seed")
 
 
 def build_stories(tunings: Sequence[Tuning], comparisons: Sequence[ComparisonResult]) -> list[Story]:
-    """Returns one story per comparison that changed the command, then one per tuning without a comparison."""
+    """Return one story per comparison that changed the command, then one per tuning without a comparison."""
     comparison_stories = [
         _comparison_story(index, comparison, tunings)
         for index, comparison in enumerate(comparisons)
@@ -56,7 +56,7 @@ def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequenc
 
 
 def _tuning_story(index: int, tuning: Tuning) -> Story | None:
-    """Returns the story of a tuning without a comparison; None if no setting gains more than a repeated start may.
+    """Return the story of a tuning without a comparison; None if no setting gains more than a repeated start may.
 
     The story is about the tuning's knee, else about its fastest setting.
     """

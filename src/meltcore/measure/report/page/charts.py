@@ -95,7 +95,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Returns the position of `value`: the middle of the range if `low` equals `high`."""
+        """Return the position of `value`: the middle of the range if `low` equals `high`."""
         low, high, coordinate = (
             map(math.log10, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -113,7 +113,7 @@ def line_chart(
     format_x: Callable[[float], str] = "{:,g}".format,
     reference: tuple[float, str] | None = None,
 ) -> Markup | None:
-    """Draws lines over a logarithmic x axis with one tick per x; returns None if there is nothing to draw.
+    """Draw lines over a logarithmic x axis with one tick per x; returns None if there is nothing to draw.
 
     `reference`: (value, name) of a dashed horizontal line. `format_x` formats the label of a tick.
     """
@@ -155,7 +155,7 @@ def time_strips(
     frame: Frame = NARROW,
     spans: Sequence[tuple[float, float, str, str]] = (),
 ) -> Markup:
-    """Draws strips one below the other on a common time axis.
+    """Draw strips one below the other on a common time axis.
 
     `spans`: (start, end, tooltip, name) of each shaded period, in seconds.
     """
@@ -187,7 +187,7 @@ def time_strips(
 def bar_chart(
     bars: Sequence[Bar], *, label: str, color: int = 1, footnote: str = "", is_forced: bool = False
 ) -> Markup:
-    """Draws one bar per row; the names are above the bars, so that the chart fits on a phone.
+    """Draw one bar per row; the names are above the bars, so that the chart fits on a phone.
 
     The longest bar has the full length. `is_forced` shows the footnote as a warning.
     """
@@ -216,7 +216,7 @@ def bar_chart(
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], total: float, label: str) -> Markup:
-    """Draws one bar of (name, size, CSS class) parts in proportion to `total`, with names below wide parts."""
+    """Draw one bar of (name, size, CSS class) parts in proportion to `total`, with names below wide parts."""
     left, right, top, thickness, label_width = 10.0, 1110.0, 8.0, 34.0, 150.0
     elements: list[Markup] = []
     x = left
@@ -233,7 +233,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]], total: float, label: st
 def cell_grid(
     rows: Sequence[str], columns: Sequence[str], cells: Mapping[tuple[int, int], tuple[str, str, str]], label: str
 ) -> Markup:
-    """Draws a grid of cells with the names of rows and columns.
+    """Draw a grid of cells with the names of rows and columns.
 
     `cells` maps (row, column) to (CSS class, text, tooltip).
     """
@@ -251,7 +251,7 @@ def cell_grid(
 
 
 def dot_rows(rows: Sequence[tuple[str, int, Sequence[float]]], label: str) -> Markup:
-    """Draws one row per (name, color, values), with a dot per value and a bar at the mean.
+    """Draw one row per (name, color, values), with a dot per value and a bar at the mean.
 
     The axis covers only the range of the values, so that small differences are visible.
     """
@@ -280,7 +280,7 @@ def dot_rows(rows: Sequence[tuple[str, int, Sequence[float]]], label: str) -> Ma
 
 
 def _y_axis(y_scale: Scale, ticks: Sequence[float], left: float, right: float, unit: str = "") -> list[Markup]:
-    """Draws the grid lines over the width of a chart, and their labels."""
+    """Draw the grid lines over the width of a chart, and their labels."""
     elements = [
         line_between((left, y_scale(tick)), (right, y_scale(tick)), "grid" if tick else "frame") for tick in ticks
     ]
@@ -288,7 +288,7 @@ def _y_axis(y_scale: Scale, ticks: Sequence[float], left: float, right: float, u
 
 
 def _line_elements(line: Line, x_scale: Scale, y_scale: Scale) -> list[Markup]:
-    """Draws a polyline per unbroken segment of a line, and a dot per mark."""
+    """Draw a polyline per unbroken segment of a line, and a dot per mark."""
     segments: list[list[Point]] = [[]]
     dots = []
     for mark in line.marks:
@@ -331,7 +331,7 @@ def _strip_elements(strip: Strip, x_scale: Scale, top: float, height: float) -> 
 
 
 def format_tick(value: float, unit: str) -> str:
-    """Formats the label of a tick: 1500 as "1.5k", or with the unit "ms" as "1.5 s"."""
+    """Format the label of a tick: 1500 as "1.5k", or with the unit "ms" as "1.5 s"."""
     if unit == "ms":
         return f"{value / 1000:g} s" if value >= 1000 else f"{value:g} ms"
     if value >= 1_000_000:
@@ -340,7 +340,7 @@ def format_tick(value: float, unit: str) -> str:
 
 
 def linear_ticks(high: float, max_ticks: int = 5) -> list[float]:
-    """Returns about `max_ticks` round values from 0 on, of which the last is at least `high`.
+    """Return about `max_ticks` round values from 0 on, of which the last is at least `high`.
 
     Returns [0, 1] for a `high` of 0 or less.
     """
@@ -351,7 +351,7 @@ def linear_ticks(high: float, max_ticks: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Returns ticks for [low, high], both above 0: powers of ten, or 1-2-5 steps for less than three decades."""
+    """Return ticks for [low, high], both above 0: powers of ten, or 1-2-5 steps for less than three decades."""
     first_power, last_power = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last_power = max(last_power, first_power + 1)
     if last_power - first_power >= 3:
@@ -365,19 +365,19 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def inner_ticks(low: float, high: float) -> list[float]:
-    """Returns about five round values between `low` and `high`."""
+    """Return about five round values between `low` and `high`."""
     step = _round_step((high - low) / 5, (1, 2, 5, 10))
     return [step * multiple for multiple in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _round_step(min_step: float, factors: Sequence[float]) -> float:
-    """Returns the smallest step of at least `min_step` that is one of `factors` times a power of ten."""
+    """Return the smallest step of at least `min_step` that is one of `factors` times a power of ten."""
     power = 10.0 ** math.floor(math.log10(min_step))
     return next(power * factor for factor in factors if power * factor >= min_step * (1 - 1e-9))
 
 
 def spaced_indices(positions: Sequence[float], gap: float) -> list[int]:
-    """Returns the indices of positions that are at least `gap` apart, always with the last one.
+    """Return the indices of positions that are at least `gap` apart, always with the last one.
 
     `positions` are in ascending order.
     """
@@ -394,7 +394,7 @@ def spaced_indices(positions: Sequence[float], gap: float) -> list[int]:
 
 
 def element(tag: str, *children: str, **attributes: object) -> Markup:
-    """Returns one SVG element, with its text escaped.
+    """Return one SVG element, with its text escaped.
 
     The attribute `cls` becomes `class`, underscores become hyphens, and floats get one decimal.
     """
@@ -410,12 +410,12 @@ def _attribute(name: str, value: object) -> str:
 
 
 def text(position: Point, content: str, cls: str, anchor: str = "middle") -> Markup:
-    """Returns a text element. `anchor` says which part of the text is at `position`: start, middle or end."""
+    """Return a text element. `anchor` says which part of the text is at `position`: start, middle or end."""
     return element("text", content, x=position[0], y=position[1], cls=cls, text_anchor=anchor)
 
 
 def colored_names(position: Point, names: Sequence[tuple[str, int]]) -> Markup:
-    """Returns one line of text of (name, color) pairs that ends at `position`.
+    """Return one line of text of (name, color) pairs that ends at `position`.
 
     Em spaces separate the names, since resvg misplaces `dx`.
     """
@@ -427,22 +427,22 @@ def colored_names(position: Point, names: Sequence[tuple[str, int]]) -> Markup:
 
 
 def line_between(start: Point, end: Point, cls: str) -> Markup:
-    """Returns a straight line from `start` to `end`."""
+    """Return a straight line from `start` to `end`."""
     return element("line", x1=start[0], y1=start[1], x2=end[0], y2=end[1], cls=cls)
 
 
 def polyline(points: Sequence[Point], cls: str) -> Markup:
-    """Returns a line through `points`."""
+    """Return a line through `points`."""
     return element("polyline", points=_points(points), cls=cls)
 
 
 def dot(center: Point, cls: str, tooltip: str) -> Markup:
-    """Returns a small circle at `center` that shows `tooltip` on hover."""
+    """Return a small circle at `center` that shows `tooltip` on hover."""
     return element("circle", element("title", tooltip), cx=center[0], cy=center[1], r=4, cls=cls)
 
 
 def svg(width: float, height: float, label: str, children: Iterable[Markup], **attributes: object) -> Markup:
-    """Returns a whole chart with `children`; `label` is its description for screen readers."""
+    """Return a whole chart with `children`; `label` is its description for screen readers."""
     view_box = f"0 0 {width:g} {height:g}"
     return element("svg", *children, viewBox=view_box, role="img", aria_label=label, **attributes)
 

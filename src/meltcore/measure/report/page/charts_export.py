@@ -79,7 +79,7 @@ def figures_svg(figures: Sequence[Figure], title: str) -> str:
 
 
 def _figures(blocks: Sequence[Block]) -> Iterator[Figure]:
-    """Yields all figures of `blocks` in the order of the page, also those within sections and details."""
+    """Yield all figures of `blocks` in the order of the page, also those within sections and details."""
     for block in blocks:
         if isinstance(block, Figure):
             yield block
@@ -115,7 +115,7 @@ def _svg_document(parts: Sequence[Markup], label: str, width: float, height: flo
 
 @cache
 def _chart_style() -> str:
-    """Returns the chart rules of the page's style sheet, with the light theme's colors in place of variables."""
+    """Return the chart rules of the page's style sheet, with the light theme's colors in place of variables."""
     sheet = (resources.files("meltcore.measure.report.page") / "page.css").read_text(encoding="utf-8")
     css = sheet.partition("@media (max-width")[0]
     colors = dict(re.findall(r"(--[\w-]+): (#\w+)", css.partition("@media")[0]))

@@ -49,7 +49,7 @@ def isometric_bars(
     color: int,
     highest: float,
 ) -> Markup:
-    """Draws one bar per (row, column) of `values`.
+    """Draw one bar per (row, column) of `values`.
 
     `highest` is the end of the value scale; charts that are compared need the same one. The last row is at the back
     and the first column on the left: few bars are hidden if values grow with the row and fall with the column. A cell
@@ -68,7 +68,7 @@ def isometric_bars(
 
 
 def _walls(projection: _Projection, ticks: Sequence[float], unit: str) -> list[Markup]:
-    """Draws the two back walls with a line per tick, and the grid of the ground."""
+    """Draw the two back walls with a line per tick, and the grid of the ground."""
     elements = []
     for tick in ticks:
         left, corner, right = (
@@ -93,7 +93,7 @@ def _walls(projection: _Projection, ticks: Sequence[float], unit: str) -> list[M
 def _bar(
     projection: _Projection, column: int, row: int, value: float, color: int, tooltip_start: str, unit: str
 ) -> list[Markup]:
-    """Draws the three visible faces of a bar, and its value on top if the text fits.
+    """Draw the three visible faces of a bar, and its value on top if the text fits.
 
     The near face and the side face are darkened by a translucent shade.
     """

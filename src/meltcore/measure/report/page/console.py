@@ -32,7 +32,7 @@ _MAX_SPACED_COLUMNS = 7  # columns; more fit into 80 characters without gaps
 
 
 def print_page(page: Page, console: Console) -> None:
-    """Prints all blocks of a page that a terminal can show, then its badge and conclusion."""
+    """Print all blocks of a page that a terminal can show, then its badge and conclusion."""
     print_blocks(page.sections, console)
     badge = f"[{STYLE_COLORS[page.style]}]{page.badge}[/] " if page.badge else ""
     if badge or page.conclusion:
@@ -40,7 +40,7 @@ def print_page(page: Page, console: Console) -> None:
 
 
 def print_blocks(blocks: Sequence[Block], console: Console) -> None:
-    """Prints all blocks in order, except those that only HTML shows."""
+    """Print all blocks in order, except those that only HTML shows."""
     for block in blocks:
         if not block.console:
             continue
@@ -70,7 +70,7 @@ def print_blocks(blocks: Sequence[Block], console: Console) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Prints a table's console columns, a note on omitted percentiles, and the table's note.
+    """Print a table's console columns, a note on omitted percentiles, and the table's note.
 
     Where the console is too narrow, cells are folded at spaces. Where even their longest words do not fit, each row is
     printed as a block of its own. No word is broken.
@@ -104,7 +104,7 @@ def _print_columns(
     gap: int,
     console: Console,
 ) -> None:
-    """Prints rows below each other. heads, lines: as markup; widths: of columns, without gaps."""
+    """Print rows below each other. heads, lines: as markup; widths: of columns, without gaps."""
     has_text = any(column.align == "text" for column in table.columns)
     rich_table = RichTable(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False)
     for i, head, width in zip(column_indices, heads, widths, strict=True):
@@ -121,7 +121,7 @@ def _print_columns(
 
 
 def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console: Console) -> None:
-    """Prints a block per row: its first cell, then `head: cell` of the others, folded between them."""
+    """Print a block per row: its first cell, then `head: cell` of the others, folded between them."""
     for cells in lines:
         console.print(cells[0], style="bold", highlight=False)
         filled = ""
@@ -136,7 +136,7 @@ def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console
 
 
 def _column_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Returns widths of columns that sum to at most `room` and break no word; None where their words do not fit."""
+    """Return widths of columns that sum to at most `room` and break no word; None where their words do not fit."""
     columns = list(zip(*rows, strict=True))
     natural = [max(map(_width, column)) for column in columns]
     widths = [max((_width(word) for cell in column for word in _plain(cell).split()), default=0) for column in columns]

@@ -13,7 +13,7 @@ from meltcore.measure.report.page.page import Cell, Column, Page
 
 
 def render_html(page: Page) -> str:
-    """Returns the whole page as HTML text."""
+    """Return the whole page as HTML text."""
     css = (resources.files("meltcore.measure.report.page") / "page.css").read_text(encoding="utf-8")
     style = Markup(css)  # noqa: S704 - a file of the package
     html = _environment().get_template("page.html").render(page=page, style=style)
@@ -42,6 +42,6 @@ def _environment() -> Environment:
 
 
 def _group_spans(columns: list[Column]) -> list[tuple[str, int]]:
-    """Returns the upper header row as (group, number of columns) per cell; empty if no column has a group."""
+    """Return the upper header row as (group, number of columns) per cell; empty if no column has a group."""
     spans = [(name, len(list(group))) for name, group in groupby(columns, key=lambda column: column.group)]
     return spans if any(name for name, _ in spans) else []

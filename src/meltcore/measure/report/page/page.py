@@ -224,7 +224,7 @@ class Page:
 
 
 def numeric_columns(*heads: str, group: str = "", console: str | None = "") -> list[Column]:
-    """Returns one column of numbers per head, all with the same group and console head."""
+    """Return one column of numbers per head, all with the same group and console head."""
     return [Column(head, group, console) for head in heads]
 
 
@@ -234,7 +234,7 @@ def verdict_cell(word: str) -> Cell:
 
 
 def percentile_cell(distribution: Distribution, name: str) -> Cell:
-    """Returns the cell of a percentile, or a faint "n too small" where there are too few samples."""
+    """Return the cell of a percentile, or a faint "n too small" where there are too few samples."""
     formatted = format_percentile(distribution, name)
     return Cell(
         formatted, "faint" if formatted == TOO_SMALL else "", console_text=TOO_FEW_MARK * (formatted == TOO_SMALL)
@@ -242,10 +242,10 @@ def percentile_cell(distribution: Distribution, name: str) -> Cell:
 
 
 def signed_percent(fraction: float | None) -> str:
-    """Formats -0.051 as "-5.1 %", None as a dash."""
+    """Format -0.051 as "-5.1 %", None as a dash."""
     return NOT_MEASURED if fraction is None else f"{100 * fraction:+.1f} %"
 
 
 def format_reading(value: float | None) -> str:
-    """Formats a sensor reading: whole numbers without decimals, others to three digits, None as a dash."""
+    """Format a sensor reading: whole numbers without decimals, others to three digits, None as a dash."""
     return f"{value:,.0f}" if value is not None and value == int(value) else format_number(value)

@@ -113,7 +113,7 @@ def _score_fact(fact: Callable[[Score], str], entry: NamedScore) -> str:
 
 
 def _names_by_fact(entries: Sequence[NamedScore], fact: Callable[[NamedScore], str]) -> dict[str, list[str]]:
-    """Returns a mapping from each value of the fact to the names of the entries that have it."""
+    """Return a mapping from each value of the fact to the names of the entries that have it."""
     names: dict[str, list[str]] = {}
     for entry in entries:
         names.setdefault(fact(entry), []).append(entry.name)
@@ -219,7 +219,7 @@ def _bar_figure(
     is_forced: bool,
     get_value: Callable[[NamedScore], float | None],
 ) -> Figure | None:
-    """Draws a bar per result; returns None where no result has a value."""
+    """Draw a bar per result; returns None where no result has a value."""
     values = [get_value(entry) for entry in entries]
     highest = max((value for value in values if value is not None), default=0.0)
     if highest <= 0:
@@ -262,7 +262,7 @@ def _row(entry: NamedScore, best: NamedScore, is_forced: bool) -> Row:
 
 
 def _shorten_name(entry: NamedScore) -> str:
-    """Returns the name, or its end if the name is too long for its line.
+    """Return the name, or its end if the name is too long for its line.
 
     The start is left out because run folders mostly differ in the end; the table has the whole name.
     """

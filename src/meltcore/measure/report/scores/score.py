@@ -91,7 +91,7 @@ _UTILIZATION_NOTE = (
 
 
 def score_page(result: ScoredRun) -> Page:
-    """Builds the page of a score: warnings, the score, then each device; a sweep gets its own page."""
+    """Build the page of a score: warnings, the score, then each device; a sweep gets its own page."""
     score = result.score
     if score.grid is not None:
         return sweep_page(result)
@@ -137,7 +137,7 @@ def score_page(result: ScoredRun) -> Page:
 
 
 def level_line(label: str, level: ScoreLevel, is_sustained: bool) -> str:
-    """Formats a finished level as one line: concurrency, output rate, median latencies."""
+    """Format a finished level as one line: concurrency, output rate, median latencies."""
     description = "sustained" if is_sustained else ""
     if level.output_len is not None:
         description = f"output length {level.output_len:>5,} temperature {level.temperature:<4g}"
@@ -154,7 +154,7 @@ def level_line(label: str, level: ScoreLevel, is_sustained: bool) -> str:
 
 
 def score_tiles(score: Score) -> list[tuple[str, str, str]]:
-    """Returns a tile (label, value, small print) per number of the sustained run, latencies of the slowest device."""
+    """Return a tile (label, value, small print) per number of the sustained run, latencies of the slowest device."""
     runs = [device.sustained for device in score.devices if device.sustained is not None]
     if not runs:
         return []
@@ -185,7 +185,7 @@ def score_tiles(score: Score) -> list[tuple[str, str, str]]:
 
 
 def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:
-    """Draws the throughput of every device, and utilization, latencies and energy of the first, over concurrency."""
+    """Draw the throughput of every device, and utilization, latencies and energy of the first, over concurrency."""
     measured_devices = [device for device in devices if len(device.levels) > 1]
     if not measured_devices:
         return []
@@ -215,7 +215,7 @@ def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:
 
 
 def gpu_timeline_figure(device: GpuScore) -> Figure | None:
-    """Draws all metrics over the whole run, with the scored windows shaded; None if nothing was recorded."""
+    """Draw all metrics over the whole run, with the scored windows shaded; None if nothing was recorded."""
     series = device.lines
     if series is None:
         return None
@@ -260,7 +260,7 @@ def gpu_timeline_figure(device: GpuScore) -> Figure | None:
 
 
 def format_percentile_ms(distribution: Distribution, name: str) -> str:
-    """Formats a percentile in milliseconds, or in seconds if at least 10 s."""
+    """Format a percentile in milliseconds, or in seconds if at least 10 s."""
     formatted = formatting.format_percentile(distribution, name)
     if formatted in (TOO_SMALL, formatting.NOT_MEASURED):
         return formatted
@@ -343,7 +343,7 @@ def _levels_table(device: GpuScore) -> Table:
 
 
 def _utilization_table(device: GpuScore) -> list[Table]:
-    """Builds a table with the mean utilization of every window; no table if nothing was measured."""
+    """Build a table with the mean utilization of every window; no table if nothing was measured."""
     columns = [
         Column("Concurrency", console="concur-\nrency"),
         Column("Output tok/s", console="output\ntok/s"),
@@ -363,7 +363,7 @@ def _utilization_table(device: GpuScore) -> list[Table]:
 
 
 def _is_saturated(device: GpuScore) -> bool:
-    """Returns whether the requests in flight were more than twice the engine's limit of running requests.
+    """Return whether the requests in flight were more than twice the engine's limit of running requests.
 
     A request then waits longer than it runs.
     """
@@ -376,7 +376,7 @@ def _is_saturated(device: GpuScore) -> bool:
 
 
 def _summary_line(device: GpuScore) -> str:
-    """Returns one line about the GPU in the sustained window; empty if nothing was measured."""
+    """Return one line about the GPU in the sustained window; empty if nothing was measured."""
     if device.health is None or device.sustained is None:
         return ""
     rows = {row.key: row for row in device.health.metrics}
@@ -425,7 +425,7 @@ def _latency_lines(device: GpuScore, key: str) -> list[Line]:
 
 
 def _metric_cells(row: MetricRow) -> tuple[str, str, str]:
-    """Returns mean, maximum and unit of one metric as text.
+    """Return mean, maximum and unit of one metric as text.
 
     A counter has its increase, with a plus sign, in place of the mean.
     """

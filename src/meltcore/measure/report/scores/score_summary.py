@@ -10,7 +10,7 @@ from meltcore.measure.report.page.page import Block, Checks, Section, Text
 
 
 def summary_sections(score: Score) -> list[Block]:
-    """Builds a section with the totals and the three expectations; no section if no device completed a window."""
+    """Build a section with the totals and the three expectations; no section if no device completed a window."""
     sums = totals(score)
     if not sums.output_tokens:
         return []
@@ -19,7 +19,7 @@ def summary_sections(score: Score) -> list[Block]:
 
 
 def expectation_blocks(score: Score) -> list[Block]:
-    """Builds one line per expectation with its verdict, and the rules in small print."""
+    """Build one line per expectation with its verdict, and the rules in small print."""
     results = expectations(score)
     checks = [
         (

@@ -37,7 +37,7 @@ _METHOD = (
 
 
 def sweep_page(result: ScoredRun) -> Page:
-    """Builds the page: warnings, the charts and cells of each device, then the settings."""
+    """Build the page: warnings, the charts and cells of each device, then the settings."""
     score, grid = result.score, result.score.grid
     assert grid is not None, "only sweeps have this page"
     gpu_names = formatting.format_counts([device.name for device in score.devices])
@@ -72,7 +72,7 @@ def sweep_page(result: ScoredRun) -> Page:
 
 
 def sweep_charts(device: GpuScore, grid: SweepGrid) -> list[Figure]:
-    """Draws one isometric chart per temperature, all with the same scale; empty if no cell was measured."""
+    """Draw one isometric chart per temperature, all with the same scale; empty if no cell was measured."""
     highest = max((level.output_tokens_per_s for level in device.sweep), default=0.0)
     figures = []
     for index, temperature in enumerate(grid.temperatures):
@@ -101,7 +101,7 @@ def sweep_charts(device: GpuScore, grid: SweepGrid) -> list[Figure]:
 
 
 def temperature_lines(device: GpuScore, grid: SweepGrid) -> list[str]:
-    """Returns one line per temperature after the first: its output rate relative to the first temperature's.
+    """Return one line per temperature after the first: its output rate relative to the first temperature's.
 
     A line has the median and the range of the ratios over all loads.
     """

@@ -95,7 +95,7 @@ def experts_together(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
 
 
 def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> int:
-    """Return the bytes that a device takes for a tensor held as `held`. element_size: of the model's type."""
+    """Return the bytes that a device takes for a tensor held as `held`. element_size: bytes of the model's type."""
     *rows, columns = tensor.shape
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
 

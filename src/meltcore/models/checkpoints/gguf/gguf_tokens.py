@@ -71,7 +71,7 @@ def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
 
 
 def ids_beyond(model: GGUFModel, num_tokens: int) -> list[str]:
-    """Return the special tokens whose ids the vocabulary does not have, and what is taken instead."""
+    """Return the special tokens whose ids the vocabulary lacks, each with what is taken instead."""
     found = ((name, model.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in _SPECIAL_KEYS)
     beyond = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}
     taken = {name: special_id(model, name, num_tokens) for name in beyond}

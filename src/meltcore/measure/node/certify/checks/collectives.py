@@ -55,7 +55,7 @@ class CollectivesCheck(MeasuredCheck):
     recorded = True  # small messages and rings over PCIe have no expectation; a baseline judges them
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request per group size, operation and message size."""
+        """Return one request per group size, operation and message size."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(
@@ -69,11 +69,11 @@ class CollectivesCheck(MeasuredCheck):
         ]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Adds the start of each group."""
+        """Add the start of each group."""
         return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expectation of a ring from the number and speed of NVLinks."""
+        """Return the expectation of a ring from the number and speed of NVLinks."""
         if int(request.settings["bytes"]) < _JUDGED_FROM:
             return None
         speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
@@ -82,7 +82,7 @@ class CollectivesCheck(MeasuredCheck):
         return expectations.collective(slowest, str(request.settings["op"]), len(gpus))
 
     def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Fails collectives with wrong elements."""
+        """Fail collectives with wrong elements."""
         num_wrong = {result.key: int(result.details.get("wrong", 0)) for result in results}
         for judged_row in judged:
             if num_wrong.get(judged_row.row.key):
@@ -90,13 +90,13 @@ class CollectivesCheck(MeasuredCheck):
 
 
 def _group_sizes(context: CertifyContext) -> list[int]:
-    """Returns the group sizes: all GPUs, and from the standard tier on also two and four of them."""
+    """Return the group sizes: all GPUs, and from the standard tier on also two and four of them."""
     total = len(context.gpus)
     return [total] if context.tier == "quick" else sorted({count for count in (2, 4, total) if count <= total})
 
 
 def format_size(size: int) -> str:
-    """Formats a number of bytes for keys, such as 64MiB."""
+    """Format a number of bytes for keys, such as 64MiB."""
     return size_text(size).replace(" ", "")
 
 
@@ -124,7 +124,7 @@ class RankGroup:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
     def measure(self, request: ProbeRequest) -> ProbeResult:
-        """Returns rank 0's result. Raises RuntimeError where rank 0 has ended; blocks where another rank has."""
+        """Return rank 0's result. Raises RuntimeError where rank 0 has ended; blocks where another rank has."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(encode(request) + b"\n")
@@ -136,7 +136,7 @@ class RankGroup:
         raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log(0))) or 'no message'}")
 
     def close(self) -> None:
-        """Lets the ranks end, and kills those that do not. Can be called twice."""
+        """Let the ranks end, and kill the others after that. It can be called twice."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.close()
@@ -151,7 +151,7 @@ _group: RankGroup | None = None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures bus bandwidth in GB/s. Settings: op, bytes, seconds. A group stays for further requests of its GPUs."""
+    """Measure bus bandwidth in GB/s. Settings: op, bytes, seconds. A group stays for further requests of its GPUs."""
     global _group
     if _group is None or _group.gpus != request.gpus:
         if _group is not None:
@@ -162,7 +162,7 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 
 
 def run_rank(rank: int, devices: list[int], store: str) -> None:
-    """Runs one rank until its standard input ends."""
+    """Run one rank until its standard input ends."""
     import torch
     import torch.distributed
 
@@ -214,7 +214,7 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
 
 
 def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
-    """Returns a function that enqueues the collective, and the wrong elements on all ranks. Rank r contributes r + 1.
+    """Return a function that enqueues the collective, and the wrong elements on all ranks. Rank r contributes r + 1.
 
     `count` elements are the larger buffer. An all-reduce is timed on zeros, since repeated in-place sums overflow.
     """

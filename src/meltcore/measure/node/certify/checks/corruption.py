@@ -30,16 +30,16 @@ class CorruptionCheck(MeasuredCheck):
     has_expectations = False
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request."""
+        """Return one request."""
         settings: dict[str, Setting] = {"dtype": "bf16", "size": _SIZE, "seconds": self.request_s(context)}
         return [ProbeRequest(key="corruption/repeat", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def request_s(self, context: CertifyContext) -> float:
-        """Returns the duration of a request; in a soak, a fifth of its hours."""
+        """Return the duration of a request; in a soak, a fifth of its hours."""
         return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def adjust(self, context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Fails GPUs whose results changed or differ from most GPUs of their type."""
+        """Fail GPUs whose results changed or differ from most GPUs of their type."""
         details = {result.gpus: result.details for result in results}
         usual_digests_by_model = _usual_digests(context, results)
         for judged_row in judged:
@@ -66,7 +66,7 @@ def _gpu_model(context: CertifyContext, gpu_index: int) -> GpuModel:
 
 
 def _usual_digests(context: CertifyContext, results: Sequence[ProbeResult]) -> dict[GpuModel, set[object]]:
-    """Returns the result of most GPUs per model. A tie leaves the set empty: neither result is certain."""
+    """Return the result of most GPUs per model. A tie leaves the set empty: neither result is certain."""
     counts_by_model: dict[GpuModel, Counter[object]] = {}
     for result in results:
         if "digest" in result.details:
@@ -96,23 +96,23 @@ class RepeatedGemm:
         self._mismatches = torch.zeros((), device=f"cuda:{device}", dtype=torch.int64)
 
     def enqueue(self) -> None:
-        """Enqueues one GEMM and its comparison."""
+        """Enqueue one GEMM and its comparison."""
         import torch
 
         torch.mm(self.left, self._rhs, out=self._out)
         self._mismatches += (self._out.view(torch.int16) != self._first).any()
 
     def wrong(self) -> int:
-        """Returns the number of results that differed."""
+        """Return the number of results that differed."""
         return int(self._mismatches)
 
     def digest(self) -> str:
-        """Returns a digest of the first result."""
+        """Return a digest of the first result."""
         return hashlib.blake2b(self._first.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Counts compared GEMMs per second on all GPUs concurrently. Settings: dtype (two bytes wide), size, seconds."""
+    """Count compared GEMMs per second on all GPUs concurrently. Settings: dtype (two bytes wide), size, seconds."""
     import torch
 
     settings = request.settings

@@ -33,7 +33,7 @@ class GemmCheck(MeasuredCheck):
     setup_s = 2.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request per dtype and shape."""
+        """Return one request per dtype and shape."""
         shapes, dtypes = _PLANS.get(context.tier, _FULL)
         seconds = self.request_s(context)
         return [
@@ -49,7 +49,7 @@ class GemmCheck(MeasuredCheck):
         ]
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Notes FP8 as left out on GPUs without it, and GPU types whose data-sheet peak is unknown."""
+        """Note FP8 as left out on GPUs without it, and GPU types whose data-sheet peak is unknown."""
         report = super().measure(context)
         reasons = []
         if "fp8" in _PLANS.get(context.tier, _FULL)[1] and not has_fp8(context):
@@ -61,20 +61,20 @@ class GemmCheck(MeasuredCheck):
         return report
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
+        """Return the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
         settings = request.settings
         shape = "square" if settings["m"] == settings["n"] == settings["k"] else "model"
         return expectations.gemm(context.snapshot.gpus[gpus[0]], str(settings["dtype"]), shape)
 
 
 def has_fp8(context: CertifyContext) -> bool:
-    """Returns whether any GPU may support FP8. True also where the capability is unreadable: the probe tests it."""
+    """Return whether any GPU may support FP8. True also where the capability is unreadable: the probe tests it."""
     capabilities = [str(gpu.facts.get("compute_capability", "")).split(".") for gpu in context.snapshot.gpus]
     return all((int(parts[0]), int(parts[1])) >= _FP8_FROM for parts in capabilities if len(parts) == 2)
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds."""
+    """Measure TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import gemm_rates

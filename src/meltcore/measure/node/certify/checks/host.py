@@ -31,7 +31,7 @@ class HostCheck(MeasuredCheck):
     setup_s = 0.5
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request per GPU and direction."""
+        """Return one request per GPU and direction."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(
@@ -49,12 +49,12 @@ class HostCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expectation from PCIe generation and width."""
+        """Return the expectation from PCIe generation and width."""
         return expectations.host(context.snapshot.gpus[gpus[0]])
 
 
 def local_cpus(context: CertifyContext, gpu: int) -> str:
-    """Returns the CPUs of the GPU's own socket as the kernel lists them; empty where it does not.
+    """Return the CPUs of the GPU's own socket as the kernel lists them; empty where it does not.
 
     Copies from another socket's memory also cross the link between sockets, which is not part of the GPU.
     """
@@ -64,20 +64,20 @@ def local_cpus(context: CertifyContext, gpu: int) -> str:
 
 @cache
 def _pinned(size: int, _cpus: str) -> "torch.Tensor":
-    """Returns a pinned buffer on the socket of `_cpus`, made once per socket: pinning takes longer than measuring."""
+    """Return a pinned buffer on the socket of `_cpus`, made once per socket: pinning takes longer than measuring."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Parses the kernel's list of CPUs, such as `0-3,8`."""
+    """Parse the kernel's list of CPUs, such as `0-3,8`."""
     spans = [part.partition("-") for part in text.split(",") if part]
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
+    """Measure GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import rates

@@ -36,12 +36,12 @@ class InferenceCheck(HardwareCheck):
     title = "A minute of inference"
 
     def unavailable(self) -> str:
-        """Returns the reason where the engine's packages are not installed."""
+        """Return the reason where the engine's packages are not installed."""
         missing_packages = [package for package in _ENGINE if find_spec(package) is None]
         return f"the engine is not installed ({', '.join(missing_packages)} missing)" if missing_packages else ""
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Runs the demo on every GPU and watches the GPUs meanwhile."""
+        """Run the demo on every GPU and watch the GPUs meanwhile."""
         busy = context.busy()
         watch = ConditionsWatch(context, self.name)
         with ThreadPoolExecutor(max_workers=len(context.gpus)) as pool:
@@ -74,7 +74,7 @@ def _run_demo(context: CertifyContext, gpu_index: int) -> CompletedRun:
 
 
 def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
-    """Returns the result of the only run in the folder; None where it wrote none."""
+    """Return the result of the only run in the folder; None where it wrote none."""
     folder = _folder(context, gpu_index)
     runs = sorted(folder.glob("*-demo")) if folder.is_dir() else []
     try:
@@ -112,7 +112,7 @@ def _judged(
 
 
 def _speeds(context: CertifyContext, gpu_index: int, result: RunResult | None) -> Sequence[CertificateRow]:
-    """Returns recorded speeds, which are not judged: all GPUs use the host's cores together."""
+    """Return recorded speeds, which are not judged: all GPUs use the host's cores together."""
     return [
         CertificateRow(
             key=f"inference/concurrency-{level.concurrency}",

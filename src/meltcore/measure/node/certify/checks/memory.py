@@ -21,7 +21,7 @@ class MemoryCheck(MeasuredCheck):
     setup_s = 1.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request per operation."""
+        """Return one request per operation."""
         seconds = self.request_s(context)
         return [
             ProbeRequest(
@@ -34,12 +34,12 @@ class MemoryCheck(MeasuredCheck):
         ]
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expectation from bus width and memory clock."""
+        """Return the expectation from bus width and memory clock."""
         return expectations.memory(context.snapshot.gpus[gpus[0]], str(request.settings["op"]))
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures GB/s; every byte read and written counts. Settings: op (copy, read, write), bytes, seconds."""
+    """Measure GB/s; every byte read and written counts. Settings: op (copy, read, write), bytes, seconds."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import rates

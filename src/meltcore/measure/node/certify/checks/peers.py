@@ -29,7 +29,7 @@ class PeersCheck(MeasuredCheck):
     recorded = True  # a path through PCIe depends on bridges, ACS and the host: it has no expectation
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request per ordered pair in one direction, and one per unordered pair in both directions."""
+        """Return one request per ordered pair in one direction, and one per unordered pair in both directions."""
         settings = {"bytes": _BYTES, "seconds": self.request_s(context)}
         pairs = [(first, second) for first in context.gpu_indices for second in context.gpu_indices if first != second]
         unidirectional = [
@@ -44,21 +44,21 @@ class PeersCheck(MeasuredCheck):
         return unidirectional + bidirectional
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expectation from the number and speed of NVLinks."""
+        """Return the expectation from the number and speed of NVLinks."""
         first, second = gpus
         links = links_between(context.snapshot.gpus, first, second)
         return expectations.peer(link_gbps(context, first, second), len(links), int(request.settings["directions"]))
 
 
 def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
-    """Returns GB/s of all links from one GPU to another in one direction; None without links or speeds."""
+    """Return GB/s of all links from one GPU to another in one direction; None without links or speeds."""
     speeds = [link.speed_gbps for link in links_between(context.snapshot.gpus, first, second)]
     known_speeds = [speed for speed in speeds if speed is not None]
     return sum(known_speeds) if known_speeds and len(known_speeds) == len(speeds) else None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures GB/s of a pair (from, to); both directions give the sum. Settings: directions (1, 2), bytes, seconds."""
+    """Measure GB/s of a pair (from, to); both directions give the sum. Settings: directions (1, 2), bytes, seconds."""
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import rates
@@ -96,7 +96,7 @@ class PeerCopy:
         self._target[:1].copy_(self._source[:1])  # makes torch enable peer access where it is possible
 
     def enqueue(self) -> None:
-        """Enqueues the copy once. Raises RuntimeError where the runtime refuses it."""
+        """Enqueue the copy once. Raises RuntimeError where the runtime refuses it."""
         import torch
         from cuda.bindings import runtime
 
@@ -109,7 +109,7 @@ class PeerCopy:
 
 
 def _bidirectional(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
-    """Times both directions by the host's clock: events of two devices share no clock.
+    """Time both directions by the host's clock: events of two devices share no clock.
 
     A group is long compared with its start and end. Each direction has a stream of its own: in the null stream a copy
     between two GPUs occupies both of them.

@@ -90,7 +90,7 @@ class StateCheck(HardwareCheck):
     title = "State of the GPUs"
 
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Returns one row per fact and GPU."""
+        """Return one row per fact and GPU."""
         rows: list[CertificateRow] = []
         findings: list[Finding] = []
         several = len(context.gpus) > 1
@@ -118,7 +118,7 @@ class StateCheck(HardwareCheck):
 
 
 def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCode | None, str]]:
-    """Yields the judged facts of a GPU as (key, verdict, fault code, note)."""
+    """Yield the judged facts of a GPU as (key, verdict, fault code, note)."""
     for key, rule in _RULES.items():
         value = gpu.number(key)
         name = FACT_BY_KEY[key].name

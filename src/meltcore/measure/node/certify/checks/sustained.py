@@ -29,7 +29,7 @@ class SustainedCheck(MeasuredCheck):
     setup_s = 10.0
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
-        """Returns one request."""
+        """Return one request."""
         seconds = self.request_s(context)
         m, n, k = MODEL_SHAPES[-1]
         every_s = max(1.0, seconds / _MAX_SAMPLES)
@@ -37,15 +37,15 @@ class SustainedCheck(MeasuredCheck):
         return [ProbeRequest(key="sustained/bf16", gpus=context.gpu_indices, per_gpu=True, settings=settings)]
 
     def request_s(self, context: CertifyContext) -> float:
-        """Returns the duration of a request; in a soak, most of its hours."""
+        """Return the duration of a request; in a soak, most of its hours."""
         return _SOAK_FRACTION * 3600 * context.hours if context.tier == "soak" else super().request_s(context)
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
-        """Returns the expectation from the number of SMs and the maximum clock."""
+        """Return the expectation from the number of SMs and the maximum clock."""
         return expectations.gemm(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
     def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
-        """Warns where the last quarter is slower than the first."""
+        """Warn where the last quarter is slower than the first."""
         for judged_row in judged:
             quarter = len(judged_row.row.samples) // 4
             if judged_row.row.verdict != "PASS" or len(judged_row.row.samples) < _MIN_SAMPLES:
@@ -59,7 +59,7 @@ class SustainedCheck(MeasuredCheck):
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measures TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds, every_s (of a sample)."""
+    """Measure TFLOP/s on all GPUs concurrently. Settings: dtype, m, n, k, seconds, every_s (of a sample)."""
     from meltcore.measure.node.certify.gpu_timing import gemm_rates
 
     settings = request.settings
@@ -71,6 +71,6 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 
 
 def downsample(samples: Sequence[float], maximum: int) -> list[float]:
-    """Returns at most `maximum` samples, each the rate over several: a soak's groups are shorter than its samples."""
+    """Return at most `maximum` samples, each the rate over several: a soak's groups are shorter than its samples."""
     group_size = -(-len(samples) // max(1, maximum))
     return [harmonic_mean(samples[start : start + group_size]) for start in range(0, len(samples), group_size)]
