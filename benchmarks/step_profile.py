@@ -18,6 +18,7 @@ import itertools
 import statistics
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class Subject:
     def add(self, sequences: int, prompt: int, out: int) -> list[str]:
         names = [next(self._names) for _ in range(sequences)]
         for name in names:
-            ids = torch.randint(1000, 140_000, (prompt,)).tolist()
+            ids = torch.randint(1000, min(140_000, self.engine.vocab_size), (prompt,)).tolist()
             self.engine.add(AddRequest(name, ids, SamplingParams(max_tokens=out, ignore_eos=True)))
         return names
 
@@ -171,7 +172,8 @@ def main() -> None:
     rows += [subject.prompts(count, length) for count, length in prompts]
     subject.engine.close()
     versions = {"torch": metadata.version("torch"), "triton": metadata.version("triton")}
-    write_result(rows, versions, subject=args.model, gpus=args.tp)
+    subject_name = Path(args.model).name if args.model.endswith(".gguf") else args.model
+    write_result(rows, versions, subject=subject_name, gpus=args.tp)
 
 
 if __name__ == "__main__":
