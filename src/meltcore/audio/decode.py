@@ -128,7 +128,7 @@ def mixed(block: Floats, sample_rate: int) -> Floats:
     totals, window = _energies(differences), round(_MIX_WINDOW_S * sample_rate / step)
     for start in range(0, len(means), window):
         part = slice(start, start + window)
-        if _cancels(means[part]) or _cancels(differences[part]):
+        if _channels_cancel(means[part]) or _channels_cancel(differences[part]):
             energies = _energies(differences[part])
             # Of channels that are about as loud always the same one: their signs differ.
             loudest = np.where(energies >= _AS_LOUD * energies.max(), totals, -1).argmax()
@@ -137,7 +137,7 @@ def mixed(block: Floats, sample_rate: int) -> Floats:
     return mono
 
 
-def _cancels(channels: Floats) -> bool:
+def _channels_cancel(channels: Floats) -> bool:
     """Return whether the mean of channels has little of the energy that unlike channels would leave in it."""
     mean = channels.mean(axis=1)
     return bool(mean @ mean < _CANCELLED * _energies(channels).sum() / channels.shape[1] ** 2)

@@ -61,7 +61,7 @@ class AudioEncoders:
 
     @asynccontextmanager
     async def open(self, format_name: str, sample_rate: int, *, is_whole: bool) -> AsyncIterator[EncodedFile]:
-        """Begin a file, and drop it at the end. The arguments are those of `encode.encoder`."""
+        """Begin a file, and drop it at the end. `encode.encoder` explains the arguments."""
         worker, file_id = await self._choose(), next(self._file_ids)
         worker.num_files += 1
         try:

@@ -50,7 +50,7 @@ class AudioWorkers:
         Raises RequestError (400) for a file that cannot be decoded or exceeds a limit.
         """
         request = Decode(len(data), sample_rate, max_clip_s, max_audio_s, self._cpu_limit_s)
-        async with self._worker() as worker, aclosing(_converse(worker, request, data)) as messages:
+        async with self._worker() as worker, aclosing(_exchange_messages(worker, request, data)) as messages:
             async for message in messages:
                 if isinstance(message, NotDecoded):
                     raise RequestError(message.message, param="file", code="invalid_audio")
@@ -89,7 +89,7 @@ class AudioWorkers:
         return worker
 
 
-async def _converse(
+async def _exchange_messages(
     worker: asyncio.subprocess.Process, request: Decode, data: bytes
 ) -> AsyncGenerator[DecodedClip | Decoded | NotDecoded]:
     """Send a request and its file, and yield the answers up to the last one."""

@@ -32,7 +32,7 @@ class _Output(io.FileIO):
 def check_output() -> None:
     """Let failed writes to this process's standard output raise OutputError, from print, rich and buffered bytes alike.
 
-    Another `sys.stdout`, such as that of a test, is left as it is.
+    Another `sys.stdout`, such as a test's, is left as it is.
     """
     old = sys.stdout
     if old is not sys.__stdout__ or not isinstance(old, io.TextIOWrapper):

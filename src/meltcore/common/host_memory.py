@@ -133,7 +133,7 @@ _CGROUP_FILES = {
 
 
 def _cgroup_limits(root: Path) -> Iterator[_CgroupMemory]:
-    """Yield every limit on this process: those of its control groups and their ancestors."""
+    """Yield every limit on this process: the limits of its control groups and their ancestors."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)

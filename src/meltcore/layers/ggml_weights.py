@@ -101,7 +101,7 @@ class GgmlWeight(nn.Module):
         return {"weight": part.loader(lambda start, stop: blocks.loader(slice(start, stop)), blocks.source_columns)}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
-        """Dequantize the rows of tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
+        """Dequantize the rows of tokens, with zeros for tokens of other ranks. See `EmbeddingWeight.embeddings`."""
         return ggml_embedding(self.blocks.tensor, token_ids, self._dtype, first_token)
 
     def matmul(
@@ -205,7 +205,8 @@ class GgmlExperts(nn.Module):
 def ggml_method(*types: GgmlType | None) -> QuantizationMethod:
     """Return the quantization method of a layer whose matrices have these formats, None for an unquantized one.
 
-    A linear layer has a type per matrix that it merges, an embedding or a head one, experts those of gate, up and down.
+    A linear layer has a type per matrix that it merges, an embedding or a head has one, and experts have the formats of
+    gate, up and down.
     """
     block_sizes = [ggml_type.block_size for ggml_type in types if ggml_type is not None]
     quantized = tuple(ggml_type for ggml_type in types if ggml_type is not None)

@@ -140,7 +140,7 @@ class DenseWeight(nn.Module):
         return {"weight": part.loader(lambda start, stop: self.values[start:stop])}
 
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
-        """Look up tokens, with zeros for those of other ranks. See `EmbeddingWeight.embeddings`."""
+        """Look up tokens, with zeros for tokens of other ranks. See `EmbeddingWeight.embeddings`."""
         return self.values[token_ids] if first_token is None else sharded_embedding(self.values, token_ids, first_token)
 
     def matmul(

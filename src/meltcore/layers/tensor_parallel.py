@@ -261,7 +261,7 @@ def allocate_symmetric_memory(
 def share_allocation(
     rank: int, num_bytes: int, device: torch.device, exchange: Callable[[bytes], list[bytes]]
 ) -> list[int]:
-    """Allocate memory filled with EMPTY_BYTE and map that of all other ranks by CUDA's inter-process handles.
+    """Allocate memory filled with EMPTY_BYTE and map the memory of all other ranks by CUDA's inter-process handles.
 
     It uses peer access without NVLink multicast, and calls the driver directly, since torch's symmetric memory sets up
     more. `exchange` takes this rank's bytes and returns the bytes of all ranks in rank order. Returns the address of

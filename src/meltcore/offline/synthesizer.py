@@ -42,7 +42,7 @@ class Synthesizer:
         """Load a checkpoint of IndicF5. Raises ConfigError for what cannot work.
 
         model: a local folder or a hub id. The others: fields of EngineConfig. The default dtype is bfloat16 on a GPU
-        and float32 on a CPU; seed is that of dummy weights.
+        and float32 on a CPU; seed makes dummy weights.
         """
         config = EngineConfig(
             model=model, device=device, dtype=dtype, load_format=load_format, memory_bytes=memory_bytes, seed=seed
@@ -91,7 +91,7 @@ class Synthesizer:
         seed: int = 0,
         num_steps: int = 0,
     ) -> Generator[Samples, None, None]:
-        """Yield the speech of a text chunk by chunk, as soon as each is spoken. Joined, it is that of `synthesize`."""
+        """Yield the speech of a text chunk by chunk, as soon as each is spoken. Joined, it equals `synthesize`'s."""
         request = self._request(text, voice, reference, reference_text, speed, seed, num_steps)
         for _, samples in self._run([request]):
             yield samples

@@ -61,7 +61,7 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan of a fleet. fits: the file fits as it is; changes: those of the nearest plan that fits, which this is.
+    """A plan of a fleet. fits: the file fits as it is; changes: what the nearest plan that fits changes, which this is.
 
     reason: what the file needs and what there is, where nothing fits; such a plan has no GPUs and models.
     other_changes: others that are enough too, either with concurrency and context as they are, or with smaller ones.

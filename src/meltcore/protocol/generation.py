@@ -77,7 +77,7 @@ ToEngine = AddRequest | ShellToEngine
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Holds the log-probabilities at one position: of its token, and of the most probable tokens.
 
-    They are those of the raw model distribution, before temperature and penalties.
+    They belong to the raw model distribution, before temperature and penalties.
     """
 
     logprob: float

@@ -16,7 +16,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Holds the sampling parameters of one request, which `check` validates.
 
     The default is greedy. A `temperature` of 0 means greedy sampling, whatever the other fields are. `top_k` 0 means no
-    limit. `logprobs` None returns none; n returns those of the sampled token and of the n most probable tokens.
+    limit. `logprobs` None returns none; n returns the sampled token's and the n most probable tokens.
     `prompt_logprobs` is the same per prompt token except the first. `max_tokens` counts generated tokens, the end token
     included.
     """

@@ -5,7 +5,7 @@ socket to it. A file in the folder of the sockets tells either end that the othe
 process makes a key pair, and so does the supervisor for all clients. Secret keys stay on the machine that made them.
 
 A monotonic clock belongs to one machine. Every message therefore begins with the sender's clock, and the receiver moves
-the times within it by the difference to its own: the durations before the send are kept, that of the transport is not.
+the times within it by the difference to its own: the durations before the send are kept, the transport's is not.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _AT_LEAST_ONE = {"minimum": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class SharingConfig:
-    """Holds how an engine shares its GPUs with those of other classes. A server's own is without class and marks."""
+    """Holds how an engine shares its GPUs with engines of other classes. A server's own is without class and marks."""
 
     priority_class: PriorityClass = "standard"
     marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs

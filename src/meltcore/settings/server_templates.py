@@ -134,7 +134,7 @@ def find_program(arguments: Sequence[str], environment: Mapping[str, str], pytho
 def server_environment(python: str | None, gpus: Sequence[str] | None, variables: Mapping[str, str]) -> dict[str, str]:
     """Return our environment without our modules, with the server's own Python first in PATH.
 
-    gpus: what the server may see, as CUDA_VISIBLE_DEVICES names them; None: what we see.
+    gpus: what the server may see, as CUDA_VISIBLE_DEVICES names them; by default what we see.
     """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     if python is not None:

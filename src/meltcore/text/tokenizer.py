@@ -61,7 +61,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:
-        """Load the tokenizer of a checkpoint, or the one of --tokenizer.
+        """Load the tokenizer of a checkpoint, or of --tokenizer.
 
         allow_missing: without a tokenizer.json, make a synthetic one. Raises ConfigError where it is missing or broken.
         """

@@ -51,7 +51,7 @@ class GpuLostError(MeltcoreError):
 
 
 class Nvml:
-    """NVML, initialized. `device` is the handle of a whole GPU, `handle` that of a GPU or of a MIG device."""
+    """NVML, initialized. `device` is the handle of a whole GPU, `handle` the handle of a GPU or of a MIG device."""
 
     def __init__(self) -> None:
         """Raise NoDriverError where the driver's library is missing or does not start."""
@@ -86,7 +86,7 @@ class Nvml:
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def gpus(self) -> list[Any]:
-        """Return handles of the GPUs in NVML's order, which is that of the PCI bus.
+        """Return handles of the GPUs in NVML's order, along the PCI bus.
 
         NVML also lists GPUs that a cgroup denies to this job; they are left out, as CUDA does. Raises GpuLostError for
         a GPU that is lost or needs a reset.

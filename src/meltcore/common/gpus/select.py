@@ -16,7 +16,7 @@ from meltcore.common.options import is_number
 
 
 class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
-    """Identity of a GPU or of a MIG device. `index` is that of the GPU in nvidia-smi."""
+    """Identity of a GPU or of a MIG device. `index` is the GPU's in nvidia-smi."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ class GpuInfo(msgspec.Struct, kw_only=True, frozen=True):
 
 @dataclass(frozen=True)
 class GpuDevice:
-    """A selected GPU. `device` is NVML's handle of the whole GPU, `handle` that of the MIG device or the GPU itself.
+    """A selected GPU. `device` is NVML's handle of the whole GPU, `handle` is the MIG device's, or the GPU's itself.
 
     Most values are read from the whole GPU. A MIG device has only its own memory and GPM counters.
     """

@@ -122,8 +122,8 @@ _TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "c
 class Checkpoint:
     """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it.
 
-    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: that of --tokenizer;
-    fairseq: the file of a checkpoint in fairseq's layout, which `config` is made from.
+    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: the folder of
+    --tokenizer; fairseq: the file of a checkpoint in fairseq's layout, which `config` is made from.
     """
 
     name: str

@@ -64,7 +64,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of config.json for a fairseq checkpoint file.
 
-    Vocabulary sizes are those of the embeddings. Raises ConfigError for a damaged file, and for fields that are
+    Vocabulary sizes are the embeddings' sizes. Raises ConfigError for a damaged file, and for fields that are
     missing, invalid or not computed here.
     """
     archive = TorchArchive(path)

@@ -43,7 +43,7 @@ class OnnxEncoder:
         }
 
     def _find_sources(self) -> dict[str, _Source]:
-        """Return where each tensor is. A linear layer's name is that of its bias, or of the module in its node's name.
+        """Return where each tensor is. A linear layer has the name of its bias, or of the module in its node's name.
 
         Exports before torch 1.13 name no modules. There, what has neither is known by its order: the positions' linear
         layers, and the convolutions that batch norms are folded into.

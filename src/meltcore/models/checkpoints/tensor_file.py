@@ -101,7 +101,7 @@ class TensorFile:
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:  # noqa: ARG002 - of formats that store others
         """Return the loader for the tensor as it is stored, from the loader for the published tensor.
 
-        device: that of the model, where tensors are converted.
+        device: the model's, where tensors are converted.
         """
         return target
 

@@ -317,7 +317,7 @@ class Fields:
         return Fields(self.optional(name, {}), self._file, f"{self._prefix}{name}.")
 
     def entry(self, name: str) -> Fields:
-        """Return an object under a name that no rule has, such as that of a group."""
+        """Return an object under a name that no rule has, such as a group's name."""
         return Fields(self._values[name], self._file, f"{self._prefix}{name}.")
 
     def has(self, name: str) -> bool:

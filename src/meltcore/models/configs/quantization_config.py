@@ -47,7 +47,7 @@ class Fp8Group:
     """A group of compressed-tensors: its modules, and what shares a scale of their FP8 weights.
 
     targets: "Linear" for every linear layer, names of modules, or "re:" and a regular expression. Activations are
-    quantized per token, those of block-scaled weights per token and 128 columns.
+    quantized per token, activations of block-scaled weights per token and 128 columns.
     """
 
     targets: tuple[str, ...]

@@ -35,7 +35,7 @@ class Model(nn.Module, ABC):
     """A language model. `forward` computes hidden states, `logits` their logits. The engine holds all caches.
 
     `forward` takes token_ids and positions [tokens] int64, each layer's cache (keys and values in pages, or conv_states
-    and states), and each layer's attention metadata: a layer's page table is that of its cache group. It returns
+    and states), and each layer's attention metadata: a layer has the page table of its cache group. It returns
     [tokens, hidden_size].
     """
 

@@ -141,14 +141,14 @@ def scratch_bytes(model: Model, device: torch.device) -> int:
 
 
 def modules_of_experts(layer: SparseMoeBlock, first_expert: Iterable[str]) -> list[str]:
-    """Return the modules of all experts of a layer from those of the first."""
+    """Return the modules of all experts of a layer, by the modules of the first."""
     names = [f".experts.{expert}." for expert in range(layer.num_experts)]
     names += [".shared_expert."] if layer.shared_expert else []
     return [module.replace(".experts.0.", name) for module in first_expert for name in names]
 
 
 def weight_dtypes(model: Model) -> list[str]:
-    """Return the names of the types that the weights are stored in, sorted: those of torch, and formats of ggml."""
+    """Return the names of the types that the weights are stored in, sorted: torch's types, and formats of ggml."""
     names: set[str] = set()
     for module in model.modules():
         if isinstance(module, PackedRows):

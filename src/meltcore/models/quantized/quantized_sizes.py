@@ -69,7 +69,7 @@ def int4_host_bytes(
         stored: its quantization_config.
         packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
         dense_in_half: whether weights that are not quantized are converted too, which have 16 bits then.
-        ranks: how many ranks share the weights. The bytes are those of one rank.
+        ranks: how many ranks share the weights. The bytes count one rank.
     """
     total = 0
     for matrix in decoder_matrices(config, ranks):

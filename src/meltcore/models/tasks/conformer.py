@@ -1,7 +1,7 @@
 """The Conformer encoder of NeMo: convolutional subsampling, then blocks of attention, convolution and feed-forward.
 
 A batch is padded to its longest clip. Every operation that mixes frames is masked, so that a clip's result does not
-depend on the clips beside it. Module names are those of NeMo's checkpoints.
+depend on the clips beside it. Modules have the names in NeMo's checkpoints.
 """
 
 from __future__ import annotations

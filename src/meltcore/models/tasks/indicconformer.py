@@ -201,7 +201,7 @@ def from_nemo(
     *,
     has_batch_norm: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Return this module's tensors from those of a NeMo checkpoint.
+    """Return this module's tensors from a NeMo checkpoint's.
 
     Query, key and value are merged, batch norms folded into their convolutions in float32, heads of languages stacked.
     Raises ConfigError when parts of a merged tensor are missing.

@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         return projected
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, those of the norm included."""
+        """Return the weight loaders by the tensors' names, the norm's included."""
         return {
             **_norm_tensors(f"{prefix}self_attn_layer_norm", self.norm),
             **_linear_tensors([f"{prefix}self_attn.{part}_proj" for part in "qkv"], self.qkv_proj),
@@ -75,7 +75,7 @@ class CrossAttention(nn.Module):
         return split.permute(2, 0, 3, 1, 4)
 
     def forward(self, normed: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Return [rows, beams, size] of normalized hidden states. cross_kv: that of DecoderLayer."""
+        """Return [rows, beams, size] of normalized hidden states. cross_kv: as in DecoderLayer."""
         queries = self.q_proj(normed).unflatten(-1, (self.num_heads, -1))
         projected: torch.Tensor = self.out_proj(
             beam_cross_attention(queries, cross_kv, step.slots, step.source_lengths, step.max_source)
@@ -83,7 +83,7 @@ class CrossAttention(nn.Module):
         return projected
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, those of the norm included."""
+        """Return the weight loaders by the tensors' names, the norm's included."""
         return {
             **_norm_tensors(f"{prefix}encoder_attn_layer_norm", self.norm),
             **_linear_tensors([f"{prefix}encoder_attn.q_proj"], self.q_proj),
@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
         return added
 
     def tensors(self, prefix: str) -> dict[str, WeightLoader]:
-        """Return the weight loaders by the tensors' names, those of the norm included."""
+        """Return the weight loaders by the tensors' names, the norm's included."""
         return {
             **_norm_tensors(f"{prefix}final_layer_norm", self.norm),
             **_linear_tensors([f"{prefix}fc1"], self.fc1),
@@ -271,7 +271,7 @@ class IndicTrans2(nn.Module):
     def decode(self, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens [rows, beams, decoder vocab_size].
 
-        self_kv, cross_kv: those of DecoderLayer with a first dimension of layers.
+        self_kv, cross_kv: as in DecoderLayer, with a first dimension of layers.
         """
         hidden = self.decoder_embedding(step.token_ids, step.positions[:, None])
         layers = cast("list[DecoderLayer]", list(self.decoder_layers))

@@ -1,7 +1,7 @@
 """Vocos: mel spectrograms to samples by an inverse Fourier transform, and the spectrograms that it was trained on.
 
 ConvNeXt blocks predict the magnitude and phase of each frame. Every operation that mixes frames is masked, so that a
-row's samples do not depend on the rows beside it. Module names are those of the published checkpoint, "backbone" and
+row's samples do not depend on the rows beside it. Modules have the names in the published checkpoint, "backbone" and
 "head". Paper: https://arxiv.org/abs/2306.00814.
 """
 

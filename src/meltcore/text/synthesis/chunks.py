@@ -57,7 +57,7 @@ class ReferenceText(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a text: its ids after those of the reference, and the frames of reference and speech together."""
+    """A part of a text: its ids after the reference's ids, and the frames of reference and speech together."""
 
     text: str
     token_ids: list[int]

@@ -41,7 +41,7 @@ def prepare(
 ) -> Document:
     """Split a text into sentences and return what a model reads of each. Empty text has none.
 
-    limit: tokens that the model reads at most. normalizer: that of `preprocess`. Raises RequestError for a text in
+    limit: tokens that the model reads at most. normalizer: as in `preprocess`. Raises RequestError for a text in
     another script than the language's, and for a sentence that is too long.
     """
     if is_visible(text):  # fillers belong to a script too

@@ -145,7 +145,7 @@ def preprocess(
 def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> str:
     """Return a model's output in its own script, without placeholders, and with punctuation marks at their words.
 
-    placeholders: those of the source sentence, from `preprocess`.
+    placeholders: of the source sentence, as `preprocess` returns them.
     """
     if language.script == "Arabic":
         for mark in "؟۔،":

@@ -142,7 +142,7 @@ def _visarga_pattern(text_code: str, normalizer: Normalizer) -> regex.Pattern[st
 
 
 def normalize(text: str, text_code: str, normalizer: Normalizer = "itt") -> str:
-    """Return `text` with one spelling for each letter of a language's script. text_code: that of a Language."""
+    """Return `text` with one spelling for each letter of a language's script. text_code: a Language's."""
     if text_code == "ur":
         for old, new in _QUOTES_AND_DASHES:
             text = text.replace(old, new)
@@ -204,7 +204,7 @@ def _join_numbers(text: str) -> str:
 
 
 def transliterate(text: str, from_code: str, to_code: str) -> str:
-    """Return `text` with the letters of one language's script replaced by those of another's.
+    """Return `text` with the letters of one language's script replaced by another language's.
 
     Text in a script outside the family, and text from or to one, stays.
     """

@@ -40,7 +40,7 @@ class _Stop(NamedTuple):
 
 
 def indic_ends(line: str, text_code: str) -> list[int]:
-    """Return where sentences of a line end. text_code: the one of `Language`."""
+    """Return where sentences of a line end. text_code: a Language's."""
     has_danda = text_code in _WITH_DANDA and _DANDAS.search(line) is not None
     found = (_END if has_danda else _END_WITHOUT_DANDA).finditer(line)
     stops = [_Stop(each.start(), each.group(1), each.end()) for each in found]

@@ -54,7 +54,7 @@ class SentencePieceTokenizer:
     """The tokenizer of a published checkpoint."""
 
     def __init__(self, folder: Path, source_vocab_size: int, target_vocab_size: int) -> None:
-        """Read the four files in `folder`. The sizes are those of the model's embeddings.
+        """Read the four files in `folder`. The sizes must be the model's embeddings'.
 
         Raises ConfigError for a missing or invalid file, and for an id beyond the model's vocabulary.
         """
@@ -98,7 +98,7 @@ class SyntheticTokenizer:
     _PIECE_CHARS = 3
 
     def __init__(self, source_vocab_size: int) -> None:
-        """Raise ConfigError for a vocabulary without an id beside those of the tags."""
+        """Raise ConfigError for a vocabulary without an id beside the tags' ids."""
         needed = self._FIRST_PIECE_ID + 1
         if source_vocab_size < needed:
             raise ConfigError(f"a synthetic tokenizer needs encoder_vocab_size {needed}; got {source_vocab_size}")

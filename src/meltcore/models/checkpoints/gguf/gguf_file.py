@@ -2,7 +2,7 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here and not by
 gguf.GGUFReader, which trusts every count and length of a file. It also builds several arrays per text: 11 s for a
-vocabulary of 262,144 tokens, against 0.03 s here. Types and sizes of blocks are those of the gguf package. This module
+vocabulary of 262,144 tokens, against 0.03 s here. The gguf package gives types and sizes of blocks. This module
 does not import torch.
 """
 
