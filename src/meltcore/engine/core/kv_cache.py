@@ -1,4 +1,4 @@
-"""Pages of the KV cache: their allocation, and the prefix cache that finds those of earlier sequences.
+"""Pages of the KV cache: their allocation, and the prefix cache that finds pages of earlier sequences.
 
 A page is free (its content is unused), referenced (by one or more sequences), or cached: unreferenced, but its
 content is kept for the prefix cache until its memory is needed.
@@ -49,7 +49,7 @@ class PageGroup(NamedTuple):
 
 
 class PageLayout(NamedTuple):
-    """The cache groups of a model, those of full attention first.
+    """The cache groups of a model, full attention first.
 
     A sequence's pages are a flat list: column by column, and within a column group by group. The null page, 0, stands
     for pages that slid out of a window.

@@ -75,7 +75,7 @@ class GpuSleepMemory:
             yield
 
     def adopt(self, model: nn.Module) -> None:
-        """See `SleepMemory`. Tensors of one storage, such as those of an LSTM, stay together."""
+        """See `SleepMemory`. Tensors of one storage, such as an LSTM's, stay together."""
         owners: dict[int, list[torch.Tensor]] = {}
         for tensor in _tensors_of(model):
             owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)

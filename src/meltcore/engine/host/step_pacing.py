@@ -40,7 +40,7 @@ _NO_WAIT = StepTurn(0.0, None)
 
 
 class StepPacing:
-    """Marks the steps of an engine on its GPUs, and waits for those of higher classes."""
+    """Marks the steps of an engine on its GPUs, and waits for steps of higher classes."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StepPacing:
         self.waited_s = 0.0  # in total
 
     def begin_step(self) -> StepTurn:
-        """Mark a step, and wait for those of higher classes."""
+        """Mark a step, and wait for steps of higher classes."""
         began_s = now_s = self._clock()
         for board in self._boards:
             board.mark(now_s + HOLD_S)

@@ -81,7 +81,7 @@ class MemoryPlan(NamedTuple):
 class _Budget(NamedTuple):
     """A memory budget and its parts.
 
-    Bytes: the whole budget, those of weights, reserve, page tables and scratch, and those of one page and of one
+    Bytes: the whole budget, weights, reserve, page tables and scratch, and the bytes of one page and of one
     recurrent-state slot.
     """
 

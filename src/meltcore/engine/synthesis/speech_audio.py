@@ -65,7 +65,7 @@ def _refusal(reason: str) -> RequestError:
 class SpeechJoiner:
     """Joins the chunks of one text. The end of each waits for the next one, into which it fades.
 
-    The gain of the first chunk, which brings it to the target level, is that of all.
+    The gain of the first chunk, which brings it to the target level, holds for all chunks.
     """
 
     def __init__(self, sample_rate: int) -> None:

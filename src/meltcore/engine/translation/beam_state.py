@@ -1,7 +1,7 @@
 """The tables of a beam search on the device, and one step of it: a token for every beam of the given slots.
 
-Scores, stopping and length penalty are those of `generate` in transformers. A step reads nothing from the host but the
-slots, so that it can be captured as a CUDA graph. What a step computes for a sentence that is done goes to a spare
+Scores, stopping and length penalty equal those of `generate` in transformers. A step reads nothing from the host but
+the slots, so that it can be captured as a CUDA graph. What a step computes for a sentence that is done goes to a spare
 slot: its result stays as it is until the host has read it, though the step after may run already.
 """
 

@@ -40,7 +40,7 @@ def allocate_caches(
 
 
 class RecurrentStateCache:
-    """The states of all recurrent layers, those of one slot next to each other, and the table of slots per row.
+    """The states of all recurrent layers, the states of one slot next to each other, and the table of slots per row.
 
     conv: [slots + 1, layers, conv_width, conv_channels] in the model's type;
     states: [slots + 1, layers, heads, key_dim, value_dim] float32. Slot 0 is the null slot.

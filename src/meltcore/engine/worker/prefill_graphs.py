@@ -141,7 +141,7 @@ def pad(batch: Batch, bucket: GraphBucket, inputs: PaddedInputs) -> None:
     num_decodes, num_padded_decodes = batch.num_decodes, bucket.num_decodes - batch.num_decodes
 
     def padded_indices(tokens: Sequence[int]) -> np.ndarray:
-        """Return the padded indices of tokens: those of longer chunks come after all entries for chunks of one."""
+        """Return the padded indices of tokens: indices of longer chunks come after all entries for chunks of one."""
         indices = np.asarray(tokens, dtype=np.int64)
         return indices + num_padded_decodes * (indices >= num_decodes)
 

@@ -129,7 +129,7 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
 def _place_alike(engines: Sequence[Engine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
     """Place engines that differ in their replica alone; returns whether all fit. replicas: by node and model.
 
-    Each GPU is looked at one time, and after each engine those of its node again: nothing has changed on the others.
+    Each GPU is looked at one time, and after each engine the GPUs of its node again: nothing has changed on the others.
     """
     first = engines[0]
     fitting: dict[str, list[int]] = {}  # by node: GPUs without the model first

@@ -82,7 +82,7 @@ def apply_changes(fleet: dict[str, Any], changes: Sequence[str]) -> None:
 
 
 def changed_text(text: str, changes: Sequence[str]) -> str:
-    """Return the text of a fleet.yaml with changes: a comment lists them, those of the file are not kept."""
+    """Return the text of a fleet.yaml with changes: a comment lists them, and the file's comments are not kept."""
     fleet = yaml.safe_load(text)
     apply_changes(fleet, changes)
     head = "".join(f"# changed by `meltcore plan --write`: {line}\n" for line in changes)

@@ -23,7 +23,7 @@ from meltcore.settings.fleet_spec import FleetSpec
 class Running(NamedTuple):
     """A fleet that runs: its settings, and the place of each engine by model and replica, GPUs numbered on the node.
 
-    nodes: of its cluster, as they are now; None: it runs on this machine.
+    nodes: its cluster's nodes as they are now; without them it runs on this machine.
     """
 
     config: ServerConfig

@@ -61,7 +61,7 @@ def _open(path: Path) -> int:
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
-    """Return whether a path is that of an open folder, which may have been removed and made again since."""
+    """Return whether an open folder has this path, which may have been removed and made again since."""
     with suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False

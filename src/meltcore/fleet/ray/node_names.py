@@ -26,9 +26,9 @@ class NodeNames:
             self._names.update(names)
 
     def living(self, nodes: Sequence[dict[str, Any]], used: Collection[str] | None = None) -> list[dict[str, Any]]:
-        """Return those of Ray's nodes that live, each with its `name`, in the order of the names.
+        """Return Ray's nodes that live, each with its `name`, in the order of the names.
 
-        used: names of nodes with engines, which stay. None: all that have been given stay.
+        used: names of nodes with engines, which stay. Without it all given names stay.
         """
         with self._lock:
             alive = self._running([node for node in nodes if node["Alive"]])

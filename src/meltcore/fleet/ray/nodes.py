@@ -198,7 +198,7 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
-    """Return a node with the answer to a question. None: the one before has no answer yet.
+    """Return a node with the answer to `question`, which is None while the last one has no answer yet.
 
     free: what Ray can give away of it. A resource of which nothing is left is not among them.
     """

@@ -52,7 +52,7 @@ def _placement(parts: ServerParts, replica: Replica) -> Placement:
 
 
 def _start(parts: ServerParts, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
-    """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
+    """Return the order to start an engine on its node. It has the number of its folder of sockets."""
     assert parts.cluster is not None
     placement = _placement(parts, replica)
     size_bytes = placement.engine.memory_bytes or 0

@@ -24,7 +24,7 @@ _BLOCK_BYTES = 1 << 16
 
 
 class LogFile(NamedTuple):
-    """A file, and the name before its lines: that of the model, with the replica's number where it has several."""
+    """A file, and the name before its lines: the model's name, with the replica's number where it has several."""
 
     name: str
     path: Path
@@ -47,7 +47,7 @@ def log_folder(state: Path, port: int) -> Path:
 
 
 def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]:
-    """Return the logs of a model, or of all with that of the server. Raises ConfigError when there is none."""
+    """Return the logs of a model, or of all models and the server. Raises ConfigError when there is none."""
     engines = [LogFile(path.stem, path) for path in sorted(folder.glob("*.log"))]
     if model is None:
         own = [LogFile(SERVER, Path(server_log))] if server_log else []

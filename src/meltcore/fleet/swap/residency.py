@@ -246,7 +246,7 @@ class Residency:
         return True
 
     def _room(self, device: str) -> int:
-        """Return the bytes for models that take turns on a device: as planned, else those of the largest one."""
+        """Return the bytes for models that take turns on a device: as planned, else the bytes of the largest one."""
         if (room := self._config.room_bytes.get(device)) is not None:
             return room
         return max(member.size_bytes.get(device) or 0 for member in self._members.values())

@@ -87,7 +87,7 @@ class Aspect(msgspec.Struct, kw_only=True):
 
 
 class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backend-comparison"):
-    """The same load on several backends. `settings` are equal for all; `load` is that of each run.
+    """The same load on several backends. `settings` are equal for all; `load` is every run's.
 
     Levels up to `most_sessions` are several sessions on one server, those above are batching.
     """

@@ -95,7 +95,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
 class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certificate"):
     """The result of `meltcore certify`.
 
-    `findings`: those of all checks, one per fault code and subject, the worst first.
+    `findings`: what all checks found, one per fault code and subject, the worst first.
 
     `unverified` lists what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
     """

@@ -206,7 +206,7 @@ class SweepGrid(msgspec.Struct, kw_only=True):
 
 
 class ReferenceRatio(msgspec.Struct, kw_only=True):
-    """The ratio of a score to that of a reference, or the `reasons` why there is none.
+    """The ratio of a score to a reference's score, or the `reasons` why there is none.
 
     `per_gpu` is the ratio of the rates per GPU, set only if the numbers of GPUs differ. `engine` is the reference's
     engine version.

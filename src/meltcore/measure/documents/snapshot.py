@@ -28,7 +28,7 @@ class NvLinkState(msgspec.Struct, kw_only=True):
 
 
 class GpuSnapshot(msgspec.Struct, kw_only=True):
-    """One GPU, or one MIG device. `facts` has the keys of facts.py; `index` is that of nvidia-smi."""
+    """One GPU, or one MIG device. `facts` has the keys of facts.py; `index` is nvidia-smi's."""
 
     index: int
     name: str

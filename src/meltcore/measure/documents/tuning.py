@@ -19,7 +19,7 @@ TuningKind = Literal["context", "batching", "precision"]
 
 
 class AnswerComparison(msgspec.Struct, kw_only=True):
-    """Answers of one precision compared with those of the first.
+    """Answers of one precision compared with the first precision's.
 
     Of the questions `asked`, `correct` were answered right, `failed` got no answer, `identical` got the same text.
     `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens: those
@@ -116,7 +116,7 @@ def repeats_default(tuning: Tuning, point: TuningPoint) -> bool:
 
 
 def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:
-    """Return how much the output rate exceeds that of `default`, 0.25 for 25 %; None where either is unknown."""
+    """Return how much the output rate exceeds the rate of `default`, 0.25 for 25 %; None where either is unknown."""
     if default is None or not default.output_tokens_per_s or point.output_tokens_per_s is None:
         return None
     return point.output_tokens_per_s / default.output_tokens_per_s - 1

@@ -18,7 +18,7 @@ SWEEP_PROMPT_TOKENS = workload.MIN_PROMPT
 class Plan:
     """The workload of a score. Only results of equal `name` rank. `prompt`: (number, vocabulary) to tokens.
 
-    `grid`: the cells of a sweep, None for a score. `prompt_file`: where the prompts are those of a file.
+    `grid`: the cells of a sweep, None for a score. `prompt_file`: set if the prompts come from a file.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Plan:
 
     @property
     def context(self) -> int:
-        """The number of tokens of the longest request, at least that of the score's workload."""
+        """The number of tokens of the longest request, at least the longest of the score's workload."""
         max_prompt_tokens = 0 if self.prompt_file is None else self.prompt_file.max_tokens
         return max(workload.CONTEXT, max_prompt_tokens + workload.OUTPUT_TOKENS)
 

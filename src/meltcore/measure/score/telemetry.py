@@ -60,7 +60,7 @@ def gpu_health(
 def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> float | None:
     """Return the mean power between two times by the energy counter, which also covers the time between samples.
 
-    None where the counter was not read at both ends, and for a MIG device: the counter is that of the whole GPU.
+    None where the counter was not read at both ends, and for a MIG device: the counter counts the whole GPU.
     """
     info: GpuInfo = recording.start.gpus[gpu]
     samples = [sample for sample in recording.of(gpu) if not isinstance(sample.values["energy_j"], str)]
@@ -95,7 +95,7 @@ def time_series(
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
-    """Return a GPU's memory: that of the host where both share one; None where NVML fails to report it."""
+    """Return a GPU's memory, or the host's where both share one; None where NVML fails to report it."""
     readings = numbers(samples, "memory_total_bytes")
     if readings:
         return int(readings[0])

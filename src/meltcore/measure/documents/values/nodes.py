@@ -29,7 +29,7 @@ NodeDocument = Snapshot | Certificate | ScoredRun
 
 
 class NodeResult(msgspec.Struct, kw_only=True):
-    """What one node has. `verdict`: that of its document, else the status. `document`: None where it has none.
+    """What one node has. `verdict`: its document's, else the status. `document`: None where it has none.
 
     `hardware` names what nodes are compared by; `reason` says why there is no document, or why it is none to trust.
     """
@@ -55,7 +55,7 @@ class NodeValue(msgspec.Struct, kw_only=True):
 
 
 class NodeMetric(msgspec.Struct, kw_only=True):
-    """A rate of all nodes with the same hardware, the slowest node first. Each node's is that of its slowest part.
+    """A rate of all nodes with the same hardware, the slowest node first. A node is as fast as its slowest part.
 
     `slow_below`: the ratio to the median below which a node is slow.
     """

@@ -1,6 +1,6 @@
 """Converts a finished evaluation into the result files of the hackathon's public harness.
 
-The hackathon is that of GPU MODE and PyTorch (Paris 2026). Each field has the name and meaning that the harness's
+GPU MODE and PyTorch held the hackathon (Paris 2026). Each field has the name and meaning that the harness's
 programs write and its scoring program reads. Tokens are counted with the tokenizer, as in the harness. Prompts are
 counted without the server's chat template, which the harness includes: the rates here are never above the harness's.
 """
@@ -41,7 +41,7 @@ class Correctness(msgspec.Struct, kw_only=True):
 class PublicLevel(msgspec.Struct, kw_only=True):
     """Holds one level of `results/throughput.json`.
 
-    `total_*` are token counts verified with the tokenizer, `reported_*` those of the server.
+    `total_*` are token counts verified with the tokenizer, `reported_*` the server's counts.
     """
 
     concurrency: int
@@ -117,7 +117,7 @@ def throughput(result: RunResult) -> Throughput:
 def public_score(correct: Correctness, measured: Throughput) -> float:
     """Return the score of the two files: weighted tok/s at concurrency 1 to 64, zero below the gate.
 
-    The gate is that of the written rules, 87.5 %; the harness's scoring program has 85 %.
+    The written rules have the gate, 87.5 %; the harness's scoring program has 85 %.
     """
     if round(correct.accuracy * correct.limit) < min_correct(correct.limit):
         return 0.0

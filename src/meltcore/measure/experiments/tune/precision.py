@@ -79,7 +79,7 @@ def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
 def try_variants(
     tuner: Tuner, variants: Mapping[str, Sequence[str]], load: LoadConfig, items: Sequence[EvalItem]
 ) -> list[TuningPoint]:
-    """Measure the default settings, then each variant; compare answers with those of the first server that ran.
+    """Measure the default settings, then each variant; compare answers with the answers of the first server that ran.
 
     Without `items` only the speed is measured, for weights whose answers mean nothing.
     """

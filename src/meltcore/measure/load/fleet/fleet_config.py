@@ -174,7 +174,7 @@ class FleetLoadConfig:
 
 
 def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[float]:
-    """Return each model's share of a mixed level: that of its task, split evenly. They add up to 1.
+    """Return each model's share of a mixed level: its task's share, split evenly. They add up to 1.
 
     A task without a model leaves its share to the others. Raises ConfigError where no model has one.
     """

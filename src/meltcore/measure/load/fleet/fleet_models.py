@@ -47,7 +47,7 @@ class ServedModel:
 
 
 async def find_models(target: Target, names: Sequence[str] = ()) -> list[ServedModel]:
-    """Return the models of /v1/models, or those of `names`, in the server's order. Aliases are left out.
+    """Return the models of /v1/models, or the models named in `names`, in the server's order. Aliases are left out.
 
     Raises ConfigError where the server does not answer, lists no model, or lacks one of `names`.
     """

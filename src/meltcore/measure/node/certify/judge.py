@@ -163,7 +163,7 @@ def _find_asymmetry(judged: Sequence[Judgement]) -> None:
 
 
 def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
-    """Change PASS to WARN on throttled GPUs; the finding is that of the conditions."""
+    """Change PASS to WARN on throttled GPUs; the conditions give the finding."""
     for judgement in judged:
         if judgement.row.verdict == "PASS" and throttled & set(judgement.row.gpus):
             judgement.row.verdict = "WARN"

@@ -58,8 +58,8 @@ def compare_samples(old: Sequence[float], new: Sequence[float], resamples: int =
 def noise_floor(control: Sequence[float], n_old: int, n_new: int) -> float | None:
     """Return the relative difference of means that two sets of starts of one server exceed in 5 % of cases.
 
-    The sets have `n_old` and `n_new` starts. The spread between starts is that of `control`, consecutive starts of one
-    server. None where `control` has fewer than two values or a mean of 0.
+    The sets have `n_old` and `n_new` starts. The spread between starts is computed from `control`, consecutive
+    starts of one server. Returns None where `control` has fewer than two values or a mean of 0.
     """
     values = np.asarray(control, dtype=np.float64)
     if values.size < 2 or values.mean() == 0:

@@ -41,7 +41,7 @@ def mixed_tables(levels: Sequence[FleetLevel]) -> list[Table]:
 
 
 def part_section(levels: Sequence[FleetLevel], part: Part) -> Section:
-    """Return the charts and tables of those of `levels` that belong to a part."""
+    """Return the charts and tables of the levels that belong to a part."""
     levels = [level for level in levels if level.part == part]
     if not levels:
         return Section()

@@ -139,7 +139,7 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
 
 
 def all_levels(result: RunResult) -> list[LevelResult]:
-    """Return the levels of a run, and those of each model within mixed levels."""
+    """Return the levels of a run, and each model's levels within mixed ones."""
     return [*result.levels, *(load.level for level in result.mixed for load in level.streams)]
 
 

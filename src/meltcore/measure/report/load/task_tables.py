@@ -48,7 +48,7 @@ def task_table(levels: Sequence[LevelResult]) -> Table:
 
 
 def task_distributions(level: LevelResult, load: TaskLoad) -> list[tuple[str, Distribution]]:
-    """Return the distributions of a level by name; those of times are in milliseconds."""
+    """Return the distributions of a level by name, times in milliseconds."""
     named = [("End to end", level.e2e_ms), ("Queue delay", level.queue_delay_ms)]
     if load.task == "synthesis":
         named = [("First audio", load.first_audio_ms), *named, ("Real-time factor (ratio)", load.real_time_factor)]

@@ -342,7 +342,7 @@ def _benchmark_and_run_sections(card: Card) -> list[Section]:
 
 
 def _newest_fingerprint(card: Card) -> Fingerprint | None:
-    """Return the fingerprint of the certificate or the snapshot, else that of the newest measurement."""
+    """Return the fingerprint of the certificate or the snapshot, else the fingerprint of the newest measurement."""
     if card.certificate is not None:
         return card.certificate.snapshot.fingerprint
     if card.snapshot is not None:

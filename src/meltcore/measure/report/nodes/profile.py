@@ -94,7 +94,7 @@ def _window_parts(report: GapReport) -> tuple[list[tuple[str, float]], list[tupl
 
 
 def budget_title(report: GapReport) -> str:
-    """Return the title of the time budget, which is that of an average step or of the whole window."""
+    """Return the title of the time budget of an average step or of the whole window."""
     if report.steps is None:
         return "the whole window (nothing in the trace marks a step: --step NAME says what does)"
     return f"an average step of {report.steps:,}, counted by {report.step_marker}"

@@ -1,6 +1,6 @@
 """NCCL collectives: do the GPUs communicate as fast as the links allow, and are the results correct?
 
-NVLink multicast (NVLS) is off in every group, so the bandwidths are those of rings. The probe starts one process per
+NVLink multicast (NVLS) is off in every group, so rings give the bandwidths. The probe starts one process per
 GPU, as programs use NCCL; `python -m meltcore.measure.node.certify.checks.collectives` is such a rank.
 """
 
