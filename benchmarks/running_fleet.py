@@ -50,7 +50,7 @@ def serve(path: Path, address: str | None, engine_command: Sequence[str] = ENGIN
     """Be the server: `meltcore up FILE`, with `--ray ADDRESS` unless it is None."""
     planner = FleetPlanner(path, ray=address)
     options = fleet_options(path, address, planner)
-    return serve_recorded(planner.config(), "", path, options, engine_command=engine_command)
+    return serve_recorded(planner.config(), "", options, engine_command=engine_command)
 
 
 class Fleet:

@@ -84,7 +84,7 @@ MOST = {
     "settings": 216,
     "forms of a chat request": 22,
     "forms of a model at start": 12,
-    "branches by mode": 63,
+    "branches by mode": 32,
     "server starters": 3,
     "HTTP clients": 2,
     "NVML readers": 1,

@@ -15,9 +15,10 @@ import pytest
 from server_harness import Answer, RunningServer, make_model, running, serve_command
 from waiting import wait_until
 
+from meltcore.common.errors import EngineDeadError
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.readiness import PROBE_ID, probe_error, probe_request
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import NeverRestart, Outage, RestartAfterPause
 from meltcore.fleet.run.start_gate import WAVE, StartGate
 from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceOutput, StepOutputs
@@ -27,12 +28,12 @@ from meltcore.protocol.translation import TranslationReady
 from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
 COMPLETIONS = "/v1/completions"
-FAST = RestartPolicy(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)
+FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)
 
 
 @contextmanager
 def fleet(
-    options: dict[str, dict[str, Any]], *, policy: RestartPolicy = FAST, replicas: int = 1, **settings: Any
+    options: dict[str, dict[str, Any]], *, policy: RestartAfterPause = FAST, replicas: int = 1, **settings: Any
 ) -> Iterator[tuple[RunningServer, Path]]:
     """A fleet of scripted models. `options`: of the engine of each. Yields the folder of their checkpoints, too."""
     with tempfile.TemporaryDirectory() as name:
@@ -95,7 +96,7 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.mark.slow
 def test_engine_that_loads_for_too_long_is_ended() -> None:
-    policy = RestartPolicy(first_pause_s=0.05, max_deaths=2)
+    policy = RestartAfterPause(first_pause_s=0.05, max_deaths=2)
     with fleet({"slow": {"load_s": 60.0, "start_limit_s": 0.3}, "first": {}}, policy=policy) as (server, _):
         wait_until(lambda: "it was not loaded within 0.3 s (timeouts.start_s)" in server.stderr, "the report")
         wait_until(lambda: complete(server, "slow").status == 503 and "failed" in server.stderr, "the model's end")
@@ -171,7 +172,7 @@ def test_crash_loop_stops_and_is_stated() -> None:
     ],
 )
 def test_model_that_cannot_load_does_not_end_the_others(options: dict[str, Any], reason: str) -> None:
-    policy = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=2.0)
+    policy = RestartAfterPause(first_pause_s=0.05, max_deaths=2, probe_limit_s=2.0)
     with fleet({"good": {}, "bad": options}, policy=policy) as (server, folder):
         wait_models(server, "good")
         wait_until(lambda: "is not started again" in server.stderr or "missing" in options, "the last try")
@@ -249,9 +250,48 @@ def test_sigterm_drains_all_models() -> None:
 
 
 def test_pauses_double_until_deaths_are_too_many() -> None:
-    policy = RestartPolicy(first_pause_s=1.0, max_pause_s=3.0, max_deaths=4, window_s=100.0)
+    policy = RestartAfterPause(first_pause_s=1.0, max_pause_s=3.0, max_deaths=4, window_s=100.0)
     assert [policy.pause_s([0.0] * deaths, 1.0) for deaths in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
     assert policy.pause_s([0.0, 0.0, 0.0, 100.0], 101.0) == 1.0, "deaths of long ago do not count"
+
+
+OUTAGE = Outage("m", "ready", "ready", True, True, frozenset({"failed"}), "exit status 7", None, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_fleet", "of_serve"),
+    [
+        (
+            {},
+            ("failed", "the engine of m has died 3 times and is not started again: exit status 7"),
+            ("dead", "the engine has died; the server is going down (exit status 7)"),
+        ),
+        (
+            {"status": "loading", "text": "loading: weights", "is_open": False},
+            ("failed", "m could not be loaded: exit status 7"),
+            ("loading", "loading: weights"),
+        ),
+        (
+            {"states": frozenset({"pausing"}), "pause_s": 2.0, "num_models": 2},
+            ("restarting", "the engine of m has died (exit status 7); it is started again after a pause of 2 s"),
+            ("dead", "the engine has died (exit status 7)"),
+        ),
+    ],
+)
+def test_status_of_a_model_without_engines_is_what_its_server_does(
+    changes: dict[str, Any], of_fleet: tuple[str, str], of_serve: tuple[str, str]
+) -> None:
+    outage = OUTAGE._replace(**changes)
+    assert [policy.status(outage) for policy in (FAST, NeverRestart())] == [of_fleet, of_serve]
+
+
+def test_errors_that_end_a_start_are_the_first_one_or_those_of_all_replicas() -> None:
+    errors = [("replica 1", EngineDeadError("exit status 3"))]
+    named, unnamed = (NeverRestart().start_error([(name, errors[0][1])], 2) for name in ("replica 1", ""))
+    assert [str(named), str(unnamed)] == ["replica 1: exit status 3", "exit status 3"]
+    assert FAST.start_error(errors, 2) is None
+    assert FAST.start_error(errors * 2, 2) is errors[0][1]
+    assert NeverRestart().start_error([], 2) is None
 
 
 def test_engines_that_measure_memory_load_alone_on_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

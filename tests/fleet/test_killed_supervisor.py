@@ -16,7 +16,7 @@ import pytest
 from server_harness import RunningServer, connections, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
 MODELS = ("first", "second")
@@ -35,7 +35,7 @@ def two_models(folder: Path, port: int, name: str) -> Iterator[RunningServer]:
         ModelConfig(engine=engine, served_model_name=(model,)) for engine, model in zip(engines, MODELS, strict=True)
     ]
     config = ServerConfig(models=tuple(models), port=port, api_server_count=2)
-    with running(serve_command(config, policy=RestartPolicy(first_pause_s=0.05)), folder / name) as server:
+    with running(serve_command(config, policy=RestartAfterPause(first_pause_s=0.05)), folder / name) as server:
         yield server
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from waiting import WAIT_S, wait_until
 
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
 
 MODEL = "scripted"
@@ -35,13 +35,13 @@ from meltcore.settings.config import ServerConfig
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import loading_modules
 with loading_modules():
-    from meltcore.fleet.run.replica import RestartPolicy
-    from meltcore.fleet.supervisor import FleetOptions, serve
+    from meltcore.fleet.run.restart_policy import RestartAfterPause
+    from meltcore.fleet.supervisor import SERVE, FleetOptions, serve
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
-policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy | None)
+policy = msgspec.json.decode(sys.argv[2], type=RestartAfterPause | None)
 try:
-    fleet = None if policy is None else FleetOptions(policy=policy)
-    sys.exit(serve(config, engine_command=sys.argv[3:], fleet=fleet))
+    options = SERVE if policy is None else FleetOptions(policy=policy)
+    sys.exit(serve(config, engine_command=sys.argv[3:], options=options))
 except MeltcoreError as error:
     print(f"meltcore serve: {error}", file=sys.stderr)
     sys.exit(2)
@@ -54,14 +54,14 @@ from meltcore.common.process import loading_modules
 with loading_modules():
     from meltcore.fleet.daemon import fleet_options, serve_recorded
     from meltcore.fleet.plan.planned import FleetPlanner
-    from meltcore.fleet.run.replica import RestartPolicy
+    from meltcore.fleet.run.restart_policy import RestartAfterPause
 path = Path(sys.argv[1])
-policy = msgspec.json.decode(sys.argv[2], type=RestartPolicy)
+policy = msgspec.json.decode(sys.argv[2], type=RestartAfterPause)
 try:
     ray = sys.argv[3] or None
     planner = FleetPlanner(path, ray=ray)
     options = dataclasses.replace(fleet_options(path, ray, planner), policy=policy)
-    sys.exit(serve_recorded(planner.config(), "", path, options, engine_command=sys.argv[4:]))
+    sys.exit(serve_recorded(planner.config(), "", options, engine_command=sys.argv[4:]))
 except MeltcoreError as error:
     print(f"meltcore up: {error}", file=sys.stderr)
     sys.exit(2)
@@ -244,7 +244,7 @@ def serve_command(
     config: ServerConfig,
     *engine_options: str,
     engine: Sequence[str] = (sys.executable, _ENGINE),
-    policy: RestartPolicy | None = None,
+    policy: RestartAfterPause | None = None,
 ) -> list[str]:
     """Starts a server, over the scripted engine unless `engine` is another command; with `policy` a fleet."""
     serve = [sys.executable, "-c", _SERVE, *(msgspec.json.encode(each).decode() for each in (config, policy))]
@@ -252,7 +252,7 @@ def serve_command(
 
 
 def fleet_command(
-    path: Path, policy: RestartPolicy, ray: str = "", engine: Sequence[str] = (sys.executable, _ENGINE)
+    path: Path, policy: RestartAfterPause, ray: str = "", engine: Sequence[str] = (sys.executable, _ENGINE)
 ) -> list[str]:
     """Serves a fleet.yaml over scripted engines, as `meltcore up` does over real ones, on this machine or a cluster."""
     return [

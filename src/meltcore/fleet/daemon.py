@@ -49,8 +49,8 @@ class DaemonRecord(msgspec.Struct, frozen=True):
     url: str
     model: str
     log: str  # "": the terminal
-    fleet: str = ""  # the path of its fleet.yaml; "": it is no fleet
-    admin: str = ""  # the path of a fleet's admin socket
+    fleet: str = ""  # the path of its fleet.yaml; "": it has none
+    admin: str = ""  # the path of the admin socket of one that has a fleet.yaml
 
     @property
     def alive(self) -> bool:
@@ -251,13 +251,10 @@ def _connect_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_recorded(
-    config: ServerConfig, log: str, fleet: Path | None, options: FleetOptions | None = None, **settings: Any
-) -> int:
+def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **settings: Any) -> int:
     """Serve, with a record for as long as the server is up. `log`: the file of the output; "": the terminal.
 
-    `fleet`: the path of its fleet.yaml; `options`: of the fleet, if not the usual ones; `settings`: of
-    `supervisor.serve`. Raises ConfigError as `supervisor.serve` does.
+    `settings`: of `supervisor.serve`. Raises ConfigError as `supervisor.serve` does.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve
@@ -268,7 +265,7 @@ def serve_recorded(
         ticks = start_ticks(os.getpid())
         assert ticks is not None
         path = state_dir() / f"{port}.json"
-        own = [model.names[0] if fleet else model.engine.model for model in config.models]
+        own = map(options.model_title, config.models)
         written = DaemonRecord(
             pid=os.getpid(),
             start_ticks=ticks,
@@ -276,8 +273,8 @@ def serve_recorded(
             url=_connect_url(config.host, port),
             model=", ".join([*own, *(model.names[0] for model in config.foreign)]),
             log=log,
-            fleet="" if fleet is None else str(fleet),
-            admin="" if fleet is None else str(sockets / ADMIN_SOCKET),
+            fleet=options.file,
+            admin=str(sockets / ADMIN_SOCKET),
         )
         unfinished = path.with_suffix(".tmp")
         unfinished.write_bytes(msgspec.json.encode(written))
@@ -285,10 +282,7 @@ def serve_recorded(
         paths.append(path)
 
     try:
-        if fleet is not None:
-            options = options or fleet_options(fleet)
-            options = dataclasses.replace(options, server_log=Path(log) if log else None)
-        return serve(config, on_bound=record, fleet=options, **settings)
+        return serve(config, on_bound=record, options=options, **settings)
     finally:
         for path in paths:
             path.unlink(missing_ok=True)
@@ -306,6 +300,7 @@ def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | No
 
     server = load_fleet(path).server
     return FleetOptions(
+        file=str(path),
         log_folder=state_dir(),
         planner=planner or FleetPlanner(path, ray=ray),
         ray=ray,
@@ -330,13 +325,15 @@ def main() -> int:
     served = msgspec.json.decode(sys.stdin.buffer.read(), type=_Served)
     is_fleet = len(sys.argv) > 2
     try:
+        with loading_modules():
+            from meltcore.fleet.supervisor import SERVE
         if not is_fleet:
-            return serve_recorded(served.config, sys.argv[1], None)
+            return serve_recorded(served.config, sys.argv[1], SERVE)
         with loading_modules():
             from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
         planner = FleetPlanner.of(msgspec.json.decode(served.planned, type=PlannedFrom))
-        options = fleet_options(planner.path, planner.ray, planner)
-        return serve_recorded(served.config, sys.argv[1], planner.path, options)
+        options = dataclasses.replace(fleet_options(planner.path, planner.ray, planner), server_log=Path(sys.argv[1]))
+        return serve_recorded(served.config, sys.argv[1], options)
     except MeltcoreError as error:
         print(f"meltcore {'up' if is_fleet else 'serve'}: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """The supervisor: binds the port, starts, watches and restarts processes, passes connections on, drains.
 
-It serves no requests. Engines and API servers are processes of their own. `meltcore serve` runs one model and ends with
-it; `meltcore up` runs a fleet, in which models fail and come back by themselves.
+It serves no requests. Engines and API servers are processes of their own. `meltcore serve` is a fleet of one model that
+ends with its engines; in that of `meltcore up` models fail and come back by themselves (`FleetOptions`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,10 @@ from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
-from meltcore.fleet.run.replica import RestartPolicy, ServerParts
+from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
-from meltcore.fleet.run.supervised_model import POLL_S
+from meltcore.fleet.run.supervised_model import POLL_S, ServerParts
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
 from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.fleet.swap.turns import Turns
@@ -73,59 +74,73 @@ EXIT_FORCED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """What makes a server a fleet."""
+    """What differs between the servers of `meltcore up`, whose values are the defaults, and `meltcore serve`."""
 
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    command: str = "meltcore up"  # as which it prints lines
+    file: str = ""  # the path of its fleet.yaml; "": it has none
+    model_title: Callable[[ModelConfig], str] = lambda model: model.names[0]  # in the list of servers
+    policy: RestartPolicy = field(default_factory=RestartAfterPause)
+    keeps_api_servers: bool = True  # starts one again that dies before any model is open
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
     planner: FleetPlanner | None = None  # plans the changed fleet.yaml of a reload
+    admin: Callable[..., AbstractAsyncContextManager[Any]] = AdminServer  # answers commands such as `ps`
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
     ray: str | None = None  # the address of a Ray cluster that has the engines; None: this machine
 
 
+SERVE = FleetOptions(
+    command="meltcore serve",
+    model_title=lambda model: model.engine.model,
+    policy=NeverRestart(),
+    keeps_api_servers=False,
+    admin=lambda *_: nullcontext(),
+)
+
+
 def serve(
     config: ServerConfig,
     *,
     engine_command: Sequence[str] = ENGINE_COMMAND,
-    on_bound: Callable[[int, Path], None] | None = None,
-    fleet: FleetOptions | None = None,
+    on_bound: Callable[[int, Path], None] = lambda _port, _sockets: None,
+    options: FleetOptions = SERVE,
 ) -> int:
     """Serve until a signal or a failure; returns the exit status.
 
-    `on_bound` is called with the port and the folder of the sockets. `fleet`: a model that fails or dies ends
-    neither the others nor the server. Raises ConfigError when the server cannot start: the address is taken, or,
-    without `fleet`, a checkpoint or an engine fails.
+    `on_bound` is called with the port and the folder of the sockets. Raises ConfigError when the server cannot start:
+    the address is taken, or a checkpoint or an engine fails that its policy requires.
     """
     config = check_startable(config)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
     listener = bind(config.host, config.port)
     port = int(listener.getsockname()[1])
-    admin = bind("127.0.0.1", fleet.admin_port) if fleet is not None and fleet.admin_port is not None else None
-    if fleet is not None and fleet.log_folder is not None:
-        fleet = replace(fleet, log_folder=_new_log_folder(fleet.log_folder, port))
+    admin = None if options.admin_port is None else bind("127.0.0.1", options.admin_port)
+    if options.log_folder is not None:
+        options = replace(options, log_folder=_new_log_folder(options.log_folder, port))
     raise_file_limit()
     folder = SocketFolder("server")
 
     def announce() -> None:
-        if on_bound is not None:
-            on_bound(port, folder.path)
+        on_bound(port, folder.path)
         print_listening(config.host, port)
         print_substitutes(config.routes.substitute)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_supervise(config, engine_command, placements, folder, listener, fleet, admin, announce))
+            return runner.run(
+                _supervise(config, engine_command, placements, folder, listener, options, admin, announce)
+            )
     finally:
         folder.remove()
 
 
-def _cluster_driver(fleet: FleetOptions | None, report: Callable[[str], None]) -> ClusterDriver | None:
-    if fleet is None or fleet.ray is None:
+def _cluster_driver(options: FleetOptions, report: Callable[[str], None]) -> ClusterDriver | None:
+    if options.ray is None:
         return None
-    assert fleet.planner is not None, "a cluster has a plan"
-    return ClusterDriver(fleet.ray, fleet.planner, report)
+    assert options.planner is not None, "a cluster has a plan"
+    return ClusterDriver(options.ray, options.planner, report)
 
 
 async def _supervise(
@@ -134,11 +149,11 @@ async def _supervise(
     placements: Sequence[Sequence[Placement]],
     folder: SocketFolder,
     listener: socket.socket,
-    fleet: FleetOptions | None,
+    options: FleetOptions,
     admin: socket.socket | None,
     announce: Callable[[], None],
 ) -> int:
-    return await Supervisor(config, engine_command, placements, folder, fleet).run(listener, admin, announce)
+    return await Supervisor(config, engine_command, placements, folder, options).run(listener, admin, announce)
 
 
 class Supervisor:
@@ -150,7 +165,7 @@ class Supervisor:
         engine_command: Sequence[str],
         placements: Sequence[Sequence[Placement]],
         folder: SocketFolder,
-        fleet: FleetOptions | None,
+        options: FleetOptions,
     ) -> None:
         """Create the parts. `placements`: one per replica, for each model."""
         num_processes = 1 + worker_count(config)
@@ -159,15 +174,14 @@ class Supervisor:
         self.models: dict[int, ServedModel | ForeignModel] = {}
         self._placements = placements
         self._folder = folder
-        self._fleet = fleet
-        self._command = "meltcore serve" if fleet is None else "meltcore up"
+        self._options = options
         self._stats = stats = ServerStats((), keys=len(config.api_keys), num_processes=num_processes)
         self._log = Log(config.log_format, stats)
         self._pool = WorkerPool(
             config,
             stats,
             folder.path,
-            restart_early=fleet is not None,
+            restart_early=options.keeps_api_servers,
             on_lost=self._on_worker_lost,
             on_unreadable=self._on_unreadable,
         )
@@ -181,9 +195,9 @@ class Supervisor:
             client_count=num_processes,
             next_engine=itertools.count().__next__,
             environment=self._engine_environment,
-            policy=fleet.policy if fleet is not None else None,
-            log_folder=fleet.log_folder if fleet is not None else None,
-            cluster=_cluster_driver(fleet, self._report),
+            policy=options.policy,
+            log_folder=options.log_folder,
+            cluster=_cluster_driver(options, self._report),
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
             gpu_ranks=lambda node: gpu_ranks(self.config, node),
             on_moved=lambda: self.turns.update_devices(),
@@ -211,17 +225,16 @@ class Supervisor:
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup)
         acceptor = Acceptor(listener, self._pool.assign, self._on_exhausted)
         self.port = int(listener.getsockname()[1])
-        admin = await self._admin_server(admin_listener)
-        rotation = None if self._fleet is None else asyncio.create_task(_rotate_logs(self._fleet))
+        rotation = asyncio.create_task(_rotate_logs(self._options))
+        metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
+        operations = FleetOperations(self, self._options.planner)
         try:
-            announce()
-            return await self._load_and_serve()
+            async with self._options.admin(operations, metrics, self._folder.path, admin_listener):
+                announce()
+                return await self._load_and_serve()
         finally:
-            if admin is not None:
-                await admin.stop()
             await self.turns.stop()
-            if rotation is not None:
-                rotation.cancel()
+            rotation.cancel()
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
@@ -244,12 +257,11 @@ class Supervisor:
     # --- loading
 
     async def _load_and_serve(self) -> int:
-        stop = asyncio.create_task(self._stop.wait())
-        if self._fleet is not None:
-            await self._start_fleet()
-        elif not await self._load_or_stop(stop):
+        if not await self._options.policy.start(self):
             return 0
-        engines_ended = asyncio.create_task(self._wait_engines_ended())
+        stop = asyncio.create_task(self._stop.wait())
+        all_ended = [model.all_ended for model in self.models.values()]
+        engines_ended = asyncio.create_task(self._options.policy.wait_ended(all_ended))
         pool_failed = self._pool.failed
         end_futures: set[asyncio.Future[Any]] = {stop, engines_ended, pool_failed}
         await asyncio.wait(end_futures, return_when=asyncio.FIRST_COMPLETED)
@@ -263,13 +275,7 @@ class Supervisor:
         engines_ended.cancel()
         return EXIT_FAILED if pool_failed.done() else 0
 
-    async def _wait_engines_ended(self) -> None:
-        """Wait until the last engine has died that is not started again. A fleet waits for other models."""
-        if self._fleet is not None:
-            await asyncio.get_running_loop().create_future()
-        await asyncio.gather(*(model.all_ended.wait() for model in self.models.values()))
-
-    async def _start_fleet(self) -> None:
+    async def start_each(self) -> None:
         """Start API servers, and the engines in the order of the models. Models become ready one by one."""
         if self._parts.cluster is not None:
             await self._parts.cluster.connect()
@@ -294,15 +300,6 @@ class Supervisor:
         stats = self._stats.add_model(number, config.num_replicas)
         model = self.models[number] = ForeignModel(number, config, stats, self._parts)
         return model
-
-    async def _admin_server(self, listener: socket.socket | None) -> AdminServer | None:
-        if self._fleet is None:
-            return None
-        metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
-        operations = FleetOperations(self, self._fleet.planner)
-        server = AdminServer(operations, metrics, self._folder.path, listener)
-        await server.start()
-        return server
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
@@ -369,9 +366,9 @@ class Supervisor:
         self._watches[number] = asyncio.create_task(watch.run())
         return model
 
-    async def _load_or_stop(self, stop: asyncio.Task[bool]) -> bool:
+    async def start_together(self) -> bool:
         """Load and show the progress; False when a signal came meanwhile. Raises MeltcoreError."""
-        progress = LoadingProgress()
+        progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
             progress.show(next((model.reason for model in self.models.values()), "loading: starting"))
@@ -403,6 +400,8 @@ class Supervisor:
             self._add_model(config, task, placements)
         for foreign in self.config.foreign:
             self._add_foreign(foreign)
+        for model in self.models.values():
+            model.may_run.set()  # also one that could take turns with others
         loading = asyncio.gather(*(model.load() for model in self.models.values()))
         try:
             pending_futures: set[asyncio.Future[Any]] = {loading, self._pool.failed}
@@ -440,7 +439,7 @@ class Supervisor:
             model.set_status(status, reason)
 
     def _report(self, text: str) -> None:
-        print_line(f"{self._command}: {text}", sys.stderr)
+        print_line(f"{self._options.command}: {text}", sys.stderr)
 
     def _on_unreadable(self, model: int, replica: int, reason: str) -> None:
         self.models[model].engines[replica].fail(reason)
@@ -477,12 +476,12 @@ class Supervisor:
         os._exit(EXIT_FORCED)
 
 
-async def _rotate_logs(fleet: FleetOptions) -> None:
+async def _rotate_logs(options: FleetOptions) -> None:
     def files() -> list[Path]:
-        own = [] if fleet.server_log is None else [fleet.server_log]
-        return own + ([] if fleet.log_folder is None else list(fleet.log_folder.glob("*.log")))
+        own = [] if options.server_log is None else [options.server_log]
+        return own + ([] if options.log_folder is None else list(options.log_folder.glob("*.log")))
 
-    await keep_small(files, fleet.log_limit_bytes)
+    await keep_small(files, options.log_limit_bytes)
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:

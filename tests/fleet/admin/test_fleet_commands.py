@@ -21,12 +21,12 @@ import meltcore
 from meltcore.cli.main import main
 from meltcore.common.process import LoggedProcess
 from meltcore.fleet.run.logs import LogFile, print_logs, rotate_large
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
 
 BUNDLED_SUMS = Path(meltcore.__file__).parent / "bundled" / "sums"
 COMPLETIONS = "/v1/completions"
-POLICY = RestartPolicy(first_pause_s=0.05, max_deaths=2, probe_limit_s=10.0)
+POLICY = RestartAfterPause(first_pause_s=0.05, max_deaths=2, probe_limit_s=10.0)
 
 
 class Fleet:

@@ -22,9 +22,9 @@ import meltcore
 from meltcore.common.process import start_ticks
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 
-POLICY = RestartPolicy(first_pause_s=0.2, max_pause_s=0.5)
+POLICY = RestartAfterPause(first_pause_s=0.2, max_pause_s=0.5)
 SAID = "a scripted engine starts"
 SCRIPTED_ENGINE = str(program("scripted_engine.py")).encode()
 STORE_BYTES = 80 * 2**20  # the least that Ray takes: nothing large travels through it

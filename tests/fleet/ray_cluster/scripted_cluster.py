@@ -30,7 +30,7 @@ from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.daemon import main as serve_in_background
 from meltcore.fleet.plan.planned import FleetPlanner
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.protocol.cluster import (
     ClusterFailed,
     ClusterNode,
@@ -106,7 +106,7 @@ class ScriptedCluster:
         yield self.state
         self._write()
 
-    def command(self, fleet: Path, policy: RestartPolicy, engine: Sequence[str]) -> list[str]:
+    def command(self, fleet: Path, policy: RestartAfterPause, engine: Sequence[str]) -> list[str]:
         """The command of a server on this cluster."""
         return [sys.executable, __file__, str(fleet), str(self.path), msgspec.json.encode(policy).decode(), *engine]
 
@@ -262,8 +262,8 @@ def serve() -> int:
     fleet, address, policy, *engine = sys.argv[1:]
     planner = FleetPlanner(Path(fleet), ray=address)
     options = fleet_options(Path(fleet), address, planner)
-    options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartPolicy))
-    return serve_recorded(planner.config(), "", Path(fleet), options, engine_command=engine)
+    options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartAfterPause))
+    return serve_recorded(planner.config(), "", options, engine_command=engine)
 
 
 if __name__ == "__main__":

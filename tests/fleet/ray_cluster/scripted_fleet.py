@@ -14,10 +14,10 @@ from server_harness import MODEL, RunningServer, make_model, running
 
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 
 ENGINE = [sys.executable, str(program("scripted_engine.py"))]
-POLICY = RestartPolicy(first_pause_s=0.05, max_pause_s=0.1)  # five deaths are too many
+POLICY = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.1)  # five deaths are too many
 TWO_MODELS = f"  {MODEL}: {{LOAD, device: cpu, memory: 64MiB}}\n  gpu: {{LOAD, memory: 2.5GiB}}\n"
 
 

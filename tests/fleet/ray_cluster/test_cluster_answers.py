@@ -23,7 +23,7 @@ from waiting import WAIT_S, wait_until
 import meltcore
 from meltcore.cli.main import main
 from meltcore.common.process import end_group, start, start_ticks
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -123,7 +123,7 @@ def test_bundled_models_answer_on_two_nodes_as_on_one(tmp_path: Path) -> None:
 def test_local_cluster_serves_and_ends_with_the_command(tmp_path: Path) -> None:
     path = write_fleet(tmp_path)
     path.write_text(path.read_text().partition("  gpu:")[0])
-    with running(fleet_command(path, RestartPolicy(), "local"), tmp_path / "err") as server:
+    with running(fleet_command(path, RestartAfterPause(), "local"), tmp_path / "err") as server:
         assert server.url, server.stderr
         wait_until(lambda: [row["state"] for row in rows(server)] == ["ready"] * 2, "both ready")
         assert server.chat("hello", max_tokens=4).status == 200

@@ -15,11 +15,11 @@ import pytest
 from server_harness import Answer, RunningServer, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig, ModelConfig, PriorityClass, ResidencyConfig, ServerConfig
 
 COMPLETIONS = "/v1/completions"
-FAST = RestartPolicy(first_pause_s=0.05, max_pause_s=0.2, max_deaths=4, probe_limit_s=10.0)
+FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=4, probe_limit_s=10.0)
 SWIFT = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
 
 

@@ -23,7 +23,7 @@ from waiting import WAIT_S, wait_until
 from meltcore.common.process import LoggedProcess, group_members
 from meltcore.fleet.admin import operations
 from meltcore.fleet.run.foreign_model import ForeignModel
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.foreign_process import free_port
 from meltcore.settings.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
@@ -43,7 +43,7 @@ def foreign(name: str, command: str = SCRIPTED, **fields: Any) -> ForeignConfig:
 def serving(tmp_path: Path, *models: ForeignConfig, fleet: bool = False, **settings: Any) -> Iterator[RunningServer]:
     config = ServerConfig(models=(), foreign=models, port=0, api_server_count=2, **settings)
     with running(
-        serve_command(config, policy=RestartPolicy(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
+        serve_command(config, policy=RestartAfterPause(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
     ) as server:
         yield server
 
@@ -102,7 +102,7 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
             ended.append(1)
 
     async def restart() -> None:
-        parts = SimpleNamespace(pool=Mock(), policy=RestartPolicy(), log_folder=tmp_path)
+        parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path)
         model = ForeignModel(0, foreign("a", sleepable=True), ServerStats().models[0], parts)  # type: ignore[arg-type]
         (server,) = model.replicas
         server.process, server.state, server.is_asleep = Process(), "sleeping", True  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from server_harness import RunningServer, make_model, running, serve_command, se
 from waiting import wait_until
 
 from meltcore.common.errors import RequestError
-from meltcore.fleet.run.replica import RestartPolicy
+from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
 from meltcore.serve.upstream.foreign_process import free_port
 from meltcore.serve.upstream.http_replica import Replica
@@ -39,7 +39,7 @@ def serving(folder: Path, name: str, port: int, *models: ForeignConfig, fleet: b
     engine = EngineConfig(model=str(make_model(folder / name)), load_format="dummy")
     config = server_config(engine, served_model_name=(name,), port=port, host="0.0.0.0", api_server_count=2)
     config = replace(config, foreign=models)
-    policy = RestartPolicy(first_pause_s=0.1) if fleet else None
+    policy = RestartAfterPause(first_pause_s=0.1) if fleet else None
     with running(serve_command(config, policy=policy), folder / f"{name}.log") as server:
         yield server
 
@@ -125,7 +125,7 @@ def test_fleets_that_name_only_each_other_do_not_wait_for_the_time_limit(tmp_pat
         for at, port in enumerate(ports):
             foreign = (far("far", urls[(at + 1) % len(urls)]),)
             config = ServerConfig(models=(), foreign=foreign, port=port, api_server_count=1)
-            command = serve_command(config, policy=RestartPolicy(first_pause_s=0.1))
+            command = serve_command(config, policy=RestartAfterPause(first_pause_s=0.1))
             servers.append(stack.enter_context(running(command, tmp_path / f"{at}.log")))
         for server in servers:
             wait_until(lambda server=server: "far could not be loaded: it waits in a circle: " in server.stderr, "that")
@@ -137,7 +137,7 @@ def test_fleet_that_another_one_waits_for_may_wait_for_more_than_that(tmp_path: 
     """The second names the first, and a server that starts late: no circle."""
     ports = free_port(), free_port(), free_port()
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    policy = RestartPolicy(first_pause_s=0.1)
+    policy = RestartAfterPause(first_pause_s=0.1)
     with ExitStack() as stack:
         servers = []
         for at, upstreams in enumerate(((urls[1],), (urls[0], urls[2]))):

@@ -43,4 +43,4 @@ def run(args: argparse.Namespace) -> int:
     check_startable(config)  # also where a process in the background makes them again: its errors are in a log
     if (status := start_daemon(args, config, planner)) is not None:
         return status
-    return serve_recorded(config, "", path, fleet_options(path, args.ray, planner))
+    return serve_recorded(config, "", fleet_options(path, args.ray, planner))

@@ -66,17 +66,17 @@ class AdminServer:
             self._servers.append((EmbeddedServer(uvicorn.Config(app, **settings)), [listener]))
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> None:
         """Start to serve. Raises MeltcoreError when requests are not accepted in time."""
         self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
         deadline_s = time.monotonic() + _START_LIMIT_S
         while not all(server.started for server, _ in self._servers):
             if time.monotonic() > deadline_s or any(task.done() for task in self._tasks):
-                await self.stop()
+                await self.__aexit__()
                 raise MeltcoreError(f"the fleet's commands are not answered within {_START_LIMIT_S:g} s of the start")
             await asyncio.sleep(_START_POLL_S)
 
-    async def stop(self) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         """Stop serving; requests in progress are ended."""
         for server, _ in self._servers:
             server.should_exit = server.force_exit = True

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from functools import partial
 
 from meltcore.fleet.plan.placement import Placement, shared_engine
-from meltcore.fleet.run.replica import Replica, ServerParts
+from meltcore.fleet.run.replica import Replica
+from meltcore.fleet.run.supervised_model import ServerParts
 from meltcore.protocol.cluster import StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.serve.engines.engine_process import EngineProcess, LocalEngineProcess
@@ -23,7 +24,6 @@ def new_engine(
     directory = replica.sockets or parts.sockets
     if parts.cluster is not None:
         start = _start(parts, replica, directory.name, priority_class)
-        failed = {} if parts.policy is None else parts.policy.failed_nodes(replica.deaths, time.monotonic())
         return RemoteEngineProcess(
             parts.cluster,
             start,
@@ -31,7 +31,7 @@ def new_engine(
             directory,
             replica.log,
             on_place=partial(replica.move, parts.on_moved),
-            failed_nodes=failed,
+            failed_nodes=parts.policy.failed_nodes(replica.deaths, time.monotonic()),
         )
     return LocalEngineProcess(
         shared_engine(_placement(parts, replica), parts.sharing, priority_class, parts.sockets),

@@ -9,7 +9,8 @@ import asyncio
 import math
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,8 +19,8 @@ from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
-from meltcore.fleet.run.replica import ReplicaState, ServerParts
-from meltcore.fleet.run.supervised_model import SupervisedModel
+from meltcore.fleet.run.replica import Death, ReplicaLife
+from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
 from meltcore.protocol.channel import AddForeign
 from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.requests.stats import ModelStats
@@ -35,33 +36,13 @@ _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
 _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 
-class ForeignServer:
-    """One replica of a foreign model that a command starts, whose process may be replaced."""
+@dataclass(eq=False, kw_only=True)
+class ForeignServer(ReplicaLife):
+    """One replica of a foreign model that a command starts."""
 
-    def __init__(self, index: int, port: int, log: Path) -> None:
-        self.index = index
-        self.port = port
-        self.log = log
-        self.state: ReplicaState = "waiting"
-        self.reason = ""
-        self.restarts = 0
-        self.is_asleep = False  # its process lives, and has given its memory back
-        self.deaths_s: list[float] = []  # monotonic
-        self.process: ForeignProcess | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a new life: nothing has come of it yet."""
-        self.state, self.reason, self.deaths_s = "waiting", "", []
-        self.started: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
-
-    def begin_asleep(self) -> None:
-        """Begin a new life asleep, with the deaths of the last one."""
-        deaths_s = self.deaths_s
-        self.begin()
-        self.state, self.deaths_s, self.is_asleep = "sleeping", deaths_s, False
+    log: Path
+    port: int
+    process: ForeignProcess | None = None
 
 
 class ForeignModel(SupervisedModel[ForeignServer]):
@@ -70,39 +51,32 @@ class ForeignModel(SupervisedModel[ForeignServer]):
     def __init__(self, number: int, config: ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
         """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
         upstream_api_key(config)  # a message here, not a death of every API server
-        super().__init__(number, config, stats, parts)
+        folder, name, count = parts.log_folder or parts.sockets, config.names[0], 0 if config.urls else config.replicas
+        servers = [
+            ForeignServer(index=index, port=free_port(), log=log_path(folder, name, index, count))
+            for index in range(count)
+        ]
+        super().__init__(number, config, servers, stats, parts)
         self.config = config
         stats.task = task_of(config)  # for the metrics of this process
         self.engines: list[EngineProcess] = []  # none of ours
-        urls = config.urls
         # A fleet is not ready before servers that run elsewhere have answered.
-        self._elsewhere = [Upstream(index, url, config, upstream_api_key(config)) for index, url in enumerate(urls)]
-        if not urls:
-            count = config.replicas
-            folder = parts.log_folder or parts.sockets
-            for index in range(count):
-                self.replicas.append(ForeignServer(index, free_port(), log_path(folder, self.name, index, count)))
-                stats.mark_replica_dead(index)
-            urls = tuple(f"http://127.0.0.1:{server.port}" for server in self.replicas)
+        key = upstream_api_key(config)
+        self._elsewhere = [Upstream(index, url, config, key) for index, url in enumerate(config.urls)]
+        urls = config.urls or tuple(f"http://127.0.0.1:{server.port}" for server in self.replicas)
         served = replace(config, urls=urls, command=None, gpus=())
         parts.pool.add_model(AddForeign(number, served), stats)
 
     # --- starting
 
     async def load(self) -> None:
-        """Start all servers and wait for them. Raises MeltcoreError where one fails; with a policy, where all do.
+        """Start all servers and wait for them, or for one that runs elsewhere, up to `start_timeout_s`.
 
-        With a policy it also waits for a server that runs elsewhere, up to `start_timeout_s`.
+        Raises MeltcoreError where the model cannot serve.
         """
-        if self._elsewhere and self._parts.policy is not None:
-            await self._wait_elsewhere(self.config.start_timeout_s)
-        for server in self.replicas:
-            server.task = asyncio.create_task(self._keep(server))
-        started = [server.started for server in self.replicas]
-        if started:
-            when = asyncio.FIRST_EXCEPTION if self._parts.policy is None else asyncio.ALL_COMPLETED
-            await asyncio.wait(started, return_when=when)
-        self._check_started(started)
+        if self._elsewhere:
+            await self._parts.policy.wait_elsewhere(partial(self._wait_elsewhere, self.config.start_timeout_s))
+        await self._start_all()
         self.update_status()
 
     async def load_or_fail(self) -> None:
@@ -186,8 +160,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         server.state, server.reason = "ready", ""
         self.stats.set("start_took_s", load_s)
         self.stats.mark_replica_ready(server.index)
-        if not server.started.done():
-            server.started.set_result(load_s)
+        self._note_started(server, load_s)
         self._parts.log.write("engine_ready", model=self.name, replica=server.index, load_s=round(load_s, 3))
         self.update_status()
 
@@ -195,12 +168,12 @@ class ForeignModel(SupervisedModel[ForeignServer]):
 
     def _after_end(self, server: ForeignServer, reason: str) -> float | None:
         """Note the end of a process; returns the pause until the next start, None for no start."""
-        policy, now_s = self._parts.policy, time.monotonic()
+        now_s = time.monotonic()
         was_serving = server.state in ("ready", "draining")
         self.stats.mark_replica_dead(server.index)
         server.reason = reason
-        server.deaths_s.append(now_s)
-        pause_s = policy.pause_s(server.deaths_s, now_s) if policy is not None and not self._draining else None
+        server.deaths.append(Death(now_s, ""))
+        pause_s = None if self._draining else self._parts.policy.pause_s(server.deaths_s, now_s)
         server.state = "failed" if pause_s is None else "pausing"
         self.stats.set("start_s", now_s + (pause_s or 0.0))
         subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.replicas) > 1 else "")
@@ -221,9 +194,6 @@ class ForeignModel(SupervisedModel[ForeignServer]):
     async def _stop_process(self, server: ForeignServer) -> None:
         if server.process is not None:
             await server.process.stop()
-
-    async def _wait_started(self, server: ForeignServer) -> None:
-        await server.started
 
     def fail_start(self, replica: int, reason: str) -> None:
         """End a process that takes too long to start; it is started again like one that has ended."""
@@ -301,10 +271,8 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         elif "loading" in states or "waiting" in states or "pausing" in states:
             if reason:
                 self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
-        elif self._parts.policy is None:
-            self.set_status("dead", f"the server of {self.name} has ended: {reason}")
         else:
-            self.set_status("failed", f"the server of {self.name} has ended and is not started again: {reason}")
+            self.set_status(*self._parts.policy.ended_status(f"the server of {self.name} has ended", reason))
 
 
 def check_foreign(config: ForeignConfig) -> None:

@@ -1,24 +1,18 @@
-"""One replica of a model and its engine's life, what the models of a server share, and when engines are restarted."""
+"""One replica of a model and its engine's life, and what has come of the starts of all replicas."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from meltcore.common.errors import EnginePendingError
+from meltcore.common.errors import EnginePendingError, MeltcoreError
 from meltcore.fleet.plan.placement import Placement
-from meltcore.fleet.ray.cluster_driver import ClusterDriver
-from meltcore.fleet.run.start_gate import StartGate
-from meltcore.fleet.run.worker_pool import WorkerPool
 from meltcore.protocol.engines import ServedReady
 from meltcore.protocol.shell import Asleep, Awake
-from meltcore.serve.requests.log import Log
-from meltcore.settings.config import PriorityClass, SharingConfig
 
 # "pending": nothing was started, as no node has room or the cluster cannot be changed; it is tried again.
 ReplicaState = Literal["waiting", "pending", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
@@ -31,50 +25,19 @@ class Death(NamedTuple):
     node: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestartPolicy:
-    """When an engine that has died is started again: after a pause, which doubles with each death in `window_s`."""
-
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
-    max_deaths: int = 5  # within `window_s`; then it stays down
-    max_node_deaths: int = 3  # within `window_s` on a node of a cluster; then another node is tried
-    window_s: float = 600.0
-    probe_limit_s: float = 120.0  # for the answer to the readiness request
-
-    def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after deaths at these times; None when they are too many."""
-        num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
-        if num_recent >= self.max_deaths:
-            return None
-        doublings = max(0, num_recent - 1)
-        return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
-
-    def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
-        """Return the nodes where an engine has died too often to be tried there first, with the number of deaths."""
-        counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
-        return {node: count for node, count in counts.items() if count >= self.max_node_deaths}
-
-
-@dataclass(eq=False)
-class Replica:
-    """One replica of a model, whose engine process may be replaced."""
+@dataclass(eq=False, kw_only=True)
+class ReplicaLife:
+    """One replica of a model, whose process may be replaced: an engine, or another server."""
 
     index: int
-    placement: Placement
     log: Path | None
     state: ReplicaState = "waiting"
     reason: str = ""
     restarts: int = 0
     deaths: list[Death] = field(default_factory=list)
-    limits: ServedReady | None = None
-    started: asyncio.Future[ServedReady] | None = None  # the first outcome of a start
+    started: asyncio.Future[Any] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
-    probe: asyncio.Future[str] | None = None
-    sockets: Path | None = None  # of its engine
-    is_asleep: bool = False  # its engine sleeps, and can be woken
-    resident_bytes: int = 0  # that it holds while it sleeps
-    answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
+    is_asleep: bool = False  # its process sleeps, and can be woken
 
     def begin(self) -> None:
         """Begin a new life: nothing has come of it yet."""
@@ -82,21 +45,44 @@ class Replica:
         self.started = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
 
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+        deaths = self.deaths
+        self.begin()
+        self.state, self.deaths, self.is_asleep = "sleeping", deaths, False
+
     @property
     def deaths_s(self) -> list[float]:
-        """When its engines have died."""
+        """When its processes have died."""
         return [death.at_s for death in self.deaths]
+
+    @property
+    def error(self) -> MeltcoreError | None:
+        """The error of a start that has failed for good."""
+        failed = self.started is not None and self.started.done() and self.started.exception()
+        return failed if isinstance(failed, MeltcoreError) else None
+
+
+@dataclass(eq=False, kw_only=True)
+class Replica(ReplicaLife):
+    """One replica of a model of ours, with its engine."""
+
+    placement: Placement
+    limits: ServedReady | None = None
+    probe: asyncio.Future[str] | None = None
+    sockets: Path | None = None  # of its engine
+    resident_bytes: int = 0  # that it holds while it sleeps
+    answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
+
+    def begin_asleep(self) -> None:
+        """Begin a new life asleep, with the deaths of the last one."""
+        super().begin_asleep()
+        self.resident_bytes = 0
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
         """Note where its engine is started: there it is started again."""
         self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
         on_moved()
-
-    def begin_asleep(self) -> None:
-        """Begin a new life asleep, with the deaths of the last one."""
-        deaths = self.deaths
-        self.begin()
-        self.state, self.deaths, self.is_asleep, self.resident_bytes = "sleeping", deaths, False, 0
 
     def note_end(self, text: str) -> str:
         """Append to the log how the engine has ended, below what it has printed. Returns the text with the log named.
@@ -111,20 +97,21 @@ class Replica:
 
 
 class Starts:
-    """What has come of the starts of a model's engines."""
+    """What has come of the starts of a model's replicas."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[ReplicaLife]) -> None:
         self._replicas = replicas
         self._changed = asyncio.Event()
 
     def note(self) -> None:
-        """Note that an engine has started, has failed, or is pending."""
+        """Note that a replica has started, has failed, or is pending."""
         self._changed.set()
 
     @property
-    def done(self) -> list[asyncio.Future[ServedReady]]:
-        """The starts that have come to an end."""
-        return [each.started for each in self._replicas if each.started is not None and each.started.done()]
+    def results(self) -> list[Any]:
+        """The results of those that have started."""
+        ended = [each.started for each in self._replicas if each.started is not None and each.started.done()]
+        return [started.result() for started in ended if started.exception() is None]
 
     @property
     def is_pending(self) -> bool:
@@ -132,22 +119,22 @@ class Starts:
         states = {replica.state for replica in self._replicas}
         return "pending" in states and states.isdisjoint(("ready", "loading", "waiting"))
 
-    async def wait_all(self, *, needs_all: bool) -> None:
-        """Wait until each engine has started or failed; where one has started, pending ones are not waited for.
+    async def wait_all(self, find_error: Callable[[], MeltcoreError | None]) -> None:
+        """Wait until each replica has started or failed; where one has started, pending ones are not waited for.
 
-        needs_all: the first that fails is enough.
+        Raises what `find_error` returns: the error that ends the start of the model.
         """
-        while True:
+        while (error := find_error()) is None:
             self._changed.clear()
-            num_failed = sum(start.exception() is not None for start in self.done)
+            num_open, num_failed = len(self.results), sum(replica.error is not None for replica in self._replicas)
             num_pending = sum(replica.state == "pending" for replica in self._replicas)
-            is_open = num_failed < len(self.done)
-            if len(self.done) + (num_pending if is_open else 0) == len(self._replicas) or (needs_all and num_failed):
+            if num_open + num_failed + (num_pending if num_open else 0) == len(self._replicas):
                 return
             await self._changed.wait()
+        raise error
 
-    async def wait(self, replica: Replica) -> None:
-        """Wait until an engine serves. Raises MeltcoreError where it fails, or is pending."""
+    async def wait(self, replica: ReplicaLife) -> None:
+        """Wait until a replica serves. Raises MeltcoreError where it fails, or is pending."""
         assert replica.started is not None
         while not replica.started.done():
             if replica.state == "pending":
@@ -155,25 +142,3 @@ class Starts:
             self._changed.clear()
             await self._changed.wait()
         replica.started.result()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerParts:
-    """What the models of a server share. `policy`: None for `meltcore serve`, which starts no engine again."""
-
-    pool: WorkerPool
-    gate: StartGate
-    log: Log
-    report: Callable[[str], None]  # prints a line
-    engine_command: Sequence[str]
-    sockets: Path
-    client_count: int
-    next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
-    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
-    policy: RestartPolicy | None = None
-    log_folder: Path | None = None  # with a file per engine; None: our standard error
-    cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
-    cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
-    gpu_ranks: Callable[[str], int] = lambda _node: 1  # of all engines on GPUs of a node
-    on_moved: Callable[[], None] = lambda: None  # an engine of a cluster has another place
-    sharing: SharingConfig | None = None  # of engines among each other; None: none waits

@@ -1,13 +1,12 @@
 """One model of the supervisor: its engines are started, watched, restarted and replaced. API servers follow its state.
 
-An engine that dies ends its own requests only. In a fleet it is started again after a pause that doubles with each
-death, until it has died too often (`RestartPolicy`). A server of `meltcore serve` starts none again: a fault of the GPU
-would make it die again.
+An engine that dies ends its own requests only. Whether and when it is started again, its server's policy says.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.engines import new_engine
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
-from meltcore.fleet.run.replica import Death, Replica, ServerParts, Starts
-from meltcore.fleet.run.supervised_model import SupervisedModel
+from meltcore.fleet.run.replica import Death, Replica
+from meltcore.fleet.run.restart_policy import Outage
+from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
 from meltcore.protocol.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted
 from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
 from meltcore.protocol.generation import GenerationReady, StepOutputs
@@ -35,10 +35,6 @@ from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.config import ModelConfig
 
-ENGINE_DEAD = "the engine has died"
-SERVER_ENDS = "the engine has died; the server is going down"
-ENGINE_RESTARTS = "the engine has died and is started again; the request can be sent again"
-ENGINE_FAILED = "the engine has died and is not started again"
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
 ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
@@ -57,47 +53,35 @@ class ServedModel(SupervisedModel[Replica]):
         parts: ServerParts,
     ) -> None:
         """Create the engines and add the model to all API servers. `task`: None where it could not be found out."""
-        super().__init__(number, config, stats, parts)
+        folder, name, count = parts.log_folder, config.names[0], len(placements)
+        replicas = [
+            Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
+            for index, placement in enumerate(placements)
+        ]
+        super().__init__(number, config, replicas, stats, parts)
         self.config, self.task = config, task
         stats.task = task or stats.task  # for the metrics of this process
         self.limits: ServedReady | None = None  # of all replicas, once the model is open
         self.synthetic_tokenizer = False
-        self.replicas = [
-            Replica(
-                index,
-                placement,
-                log=parts.log_folder and log_path(parts.log_folder, self.name, index, len(placements)),
-            )
-            for index, placement in enumerate(placements)
-        ]
-        self._starts = Starts(self.replicas)
         self.engines = [self._new_engine(replica) for replica in self.replicas]
-        for replica in self.replicas:
-            stats.mark_replica_dead(replica.index)
         parts.pool.add_model(AddModel(number, config, task, [None] * len(placements)), stats)
 
     # --- starting
 
     async def load(self) -> None:
-        """Start all engines and open the model to requests. Raises MeltcoreError when it cannot serve.
-
-        Without a policy every engine has to start, else one is enough.
-        """
-        for replica in self.replicas:
-            replica.begin()
-            replica.task = asyncio.create_task(self._keep(replica))
+        """Start all engines and open the model to requests. Raises MeltcoreError when it cannot serve."""
         text_failed = self._parts.pool.model_failed(self.number)
-        all_started = asyncio.create_task(self._starts.wait_all(needs_all=self._parts.policy is None))
+        started = asyncio.create_task(self._start_all())
         try:
-            waited: set[asyncio.Future[Any]] = {all_started, text_failed}
+            waited: set[asyncio.Future[Any]] = {started, text_failed}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if text_failed.done():
+                text_failed.result()
+            await started
         finally:
-            all_started.cancel()
-        if text_failed.done():
-            text_failed.result()
-        started = self._starts.done
-        self._check_started(started)
-        await self._open(common_limits([future.result() for future in started if future.exception() is None]))
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)  # left unread, its error prints a traceback
+        await self._open(common_limits(self._starts.results))
         for replica in self.replicas:
             if replica.state == "ready":
                 self.stats.mark_replica_ready(replica.index)
@@ -130,7 +114,6 @@ class ServedModel(SupervisedModel[Replica]):
             await engine.leave()
             if pause_s is None:
                 self._give_up(replica, failure)
-                self._starts.note()
                 return
             await asyncio.gather(asyncio.sleep(pause_s), engine.wait_freed())  # not beside one that has the memory
             replica.restarts += 1
@@ -159,16 +142,8 @@ class ServedModel(SupervisedModel[Replica]):
                     limits = await engine.start()
             except TimeoutError:
                 raise EngineDeadError(f"it was not loaded within {limit_s:g} s (timeouts.start_s)") from None
-            except MeltcoreError as error:
-                subject = self.describe(replica.index, "")
-                if not subject or self._parts.policy is not None:
-                    raise
-                raise ConfigError(f"{subject}: {error}") from error
-        if self._parts.policy is not None:
-            probe_limit_s = self._parts.policy.probe_limit_s
-            if limit_s is not None:
-                probe_limit_s = max(0.0, min(probe_limit_s, began_s + limit_s - time.monotonic()))
-            await probe(replica, engine, limits, probe_limit_s)
+        left_s = math.inf if limit_s is None else began_s + limit_s - time.monotonic()
+        await self._parts.policy.prove(partial(probe, replica, engine, limits), left_s)
         self.stats.set("start_took_s", time.monotonic() - began_s)
         return limits
 
@@ -186,15 +161,12 @@ class ServedModel(SupervisedModel[Replica]):
 
     def _on_ready(self, replica: Replica, limits: ServedReady) -> None:
         replica.limits, replica.state, replica.reason = limits, "ready", ""
-        if replica.started is not None and not replica.started.done():
-            replica.started.set_result(limits)
-        self._starts.note()
+        self._note_started(replica, limits)
         if self.limits is not None:  # a restart, or one that came later than the others
             self._reopen(limits)
             self.stats.mark_replica_ready(replica.index)
             self.update_status()
-        if self._parts.policy is not None:
-            self.log("engine_ready", replica, load_s=limits.load_s)
+        self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
 
     def _reopen(self, limits: ServedReady) -> None:
         """Tell API servers when a new engine can do less than those before: another process has taken memory."""
@@ -221,7 +193,7 @@ class ServedModel(SupervisedModel[Replica]):
         if not is_evicted:
             replica.deaths.append(Death(now_s, replica.placement.node))
         pause_s = None
-        if policy is not None and not is_final and not self._draining:
+        if not is_final and not self._draining:
             pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)
         replica.state = "failed" if pause_s is None else "pending" if is_evicted else "pausing"
         self._starts.note()  # a pending one is not waited for
@@ -230,33 +202,30 @@ class ServedModel(SupervisedModel[Replica]):
             replica.state, pause_s = "sleeping", 0.0
         else:
             self.stats.mark_replica_dead(replica.index)
-        self._end_requests(replica, self._death_message(pause_s))
+        num_live, num_models = len(self.stats.live_replicas()), self._parts.pool.num_models
+        self._end_requests(replica, REPLICA_DEAD if num_live else policy.death_text(pause_s, num_models))
         self.update_status(pause_s)
         subject = self.describe(replica.index, "the engine")
         if was_serving:
             self.log("engine_died", replica, why=reason, open_requests=num_failed)
-            ended, num_live, num_replicas = "failed", len(self.stats.live_replicas()), self.stats.replicas
+            ended, num_replicas = "failed", self.stats.replicas
             if num_replicas > 1:
                 ended = "are retried or failed" if num_live else ended
                 ended += f"; {num_live} of {num_replicas} replicas go on without it"
             text = f"{subject} has died: {reason}; {num_failed} open requests {ended}"
             self._parts.report(replica.note_end(text))
-        elif policy is not None:
-            self._parts.log.write("engine_failed", model=self.name, replica=replica.index, why=reason)
-            self._parts.report(replica.note_end(f"{subject} could not start: {reason}"))
-        if policy is not None and not self._draining:
+        else:
+            policy.tell(partial(self._tell_failed_start, replica, f"{subject} could not start: {reason}"))
+        if not self._draining:
             plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
             if is_asleep and pause_s is not None:
                 plan = "it is started again when it is wanted"
-            self._parts.report(f"{subject}: {plan}")
+            policy.tell(lambda: self._parts.report(f"{subject}: {plan}"))
         return pause_s
 
-    def _death_message(self, pause_s: float | None) -> str:
-        if self.stats.live_replicas():
-            return REPLICA_DEAD
-        if self._parts.policy is None:
-            return self._dead_text()
-        return ENGINE_FAILED if pause_s is None else ENGINE_RESTARTS
+    def _tell_failed_start(self, replica: Replica, text: str) -> None:
+        self.log("engine_failed", replica, why=replica.reason)
+        self._parts.report(replica.note_end(text))
 
     def _end_requests(self, replica: Replica, message: str) -> None:
         self._parts.pool.broadcast(ReplicaEnded(self.number, replica.index, message))
@@ -274,9 +243,6 @@ class ServedModel(SupervisedModel[Replica]):
 
     async def _wait_freed(self, replica: Replica) -> None:
         await self.engines[replica.index].wait_freed()
-
-    async def _wait_started(self, replica: Replica) -> None:
-        await self._starts.wait(replica)
 
     def fail_start(self, replica: int, reason: str) -> None:
         """End an engine that takes too long to start; it is started again like one that has died."""
@@ -307,43 +273,27 @@ class ServedModel(SupervisedModel[Replica]):
         """Derive the status from the replicas. `pause_s`: until an engine is started again."""
         if self._draining:
             return
-        reasons = [replica.reason for replica in self.replicas if replica.reason]
-        reason = reasons[-1] if reasons else ""
         if self.limits is not None and self.stats.live_replicas():
             self.set_status("ready", "ready")
-        elif self._parts.policy is None:
-            if self.limits is not None:
-                self.set_status("dead", f"{self._dead_text()} ({reason})")
-        elif all(replica.state == "failed" for replica in self.replicas):
-            self.set_status("failed", self._failure_text(reason))
-        elif self.limits is not None and not self.may_run.is_set():
-            self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
-        elif any(replica.state == "pending" for replica in self.replicas):
-            self.set_status("loading" if self.limits is None else "restarting", f"{self.name} is pending: {reason}")
-        elif self.limits is None and not reason:
-            self.set_status("loading", self.reason)
-        elif not reason and self.status == "waking":
             return
-        elif not reason:
-            self.set_status("restarting", f"{self.name} is being restarted")
-        else:
-            when = "now" if pause_s is None else f"after a pause of {pause_s:g} s"
-            self.set_status("restarting", f"the engine of {self.name} has died ({reason}); it is started again {when}")
-
-    def _dead_text(self) -> str:
-        return ENGINE_DEAD if self._parts.pool.num_models > 1 else SERVER_ENDS
-
-    def _failure_text(self, reason: str) -> str:
-        if self.limits is None:
-            return f"{self.name} could not be loaded: {reason}"
-        num_deaths = max(len(replica.deaths) for replica in self.replicas)
-        return f"the engine of {self.name} has died {num_deaths} times and is not started again: {reason}"
+        outage = Outage(
+            name=self.name,
+            status=self.status,
+            text=self.reason,
+            is_open=self.limits is not None,
+            may_run=self.may_run.is_set(),
+            states=frozenset(replica.state for replica in self.replicas),
+            reason=next((replica.reason for replica in reversed(self.replicas) if replica.reason), ""),
+            pause_s=pause_s,
+            num_deaths=max(len(replica.deaths) for replica in self.replicas),
+            num_models=self._parts.pool.num_models,
+        )
+        self.set_status(*self._parts.policy.status(outage))
 
     def describe(self, replica: int, default: str) -> str:
         """Return the name of an engine in messages; `default`: of the single engine of a server."""
-        parts = [self.name] if self._parts.policy is not None or self._parts.pool.num_models > 1 else []
-        parts += [f"replica {replica}"] if len(self.replicas) > 1 else []
-        return " ".join(parts) or default
+        name = self._parts.policy.model_name(self.name, self._parts.pool.num_models)
+        return f"{name} replica {replica}".strip() if len(self.replicas) > 1 else name or default
 
     # --- engines
 

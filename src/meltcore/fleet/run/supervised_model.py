@@ -5,57 +5,75 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.fleet.run.replica import ReplicaState, ServerParts
+from meltcore.fleet.plan.placement import Placement
+from meltcore.fleet.ray.cluster_driver import ClusterDriver
+from meltcore.fleet.run.replica import ReplicaLife, Starts
+from meltcore.fleet.run.restart_policy import RestartPolicy
+from meltcore.fleet.run.start_gate import StartGate
+from meltcore.fleet.run.worker_pool import WorkerPool
 from meltcore.protocol.channel import EndRequests, StatusChanged
+from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, SharingConfig
 
 POLL_S = 0.02  # while draining
+_R = TypeVar("_R", bound=ReplicaLife)
 
 
-class SupervisedReplica(Protocol):
-    """One replica of a model, whose process may be replaced."""
+@dataclass(frozen=True, kw_only=True)
+class ServerParts:
+    """What the models of a server share."""
 
-    index: int
-    state: ReplicaState
-    restarts: int
-    task: asyncio.Task[None] | None
-
-    @property
-    def started(self) -> asyncio.Future[Any] | None:
-        """The first outcome of a start."""
-
-    def begin(self) -> None:
-        """Begin a new life: nothing has come of it yet."""
-
-    def begin_asleep(self) -> None:
-        """Begin a new life asleep, with the deaths of the last one."""
-
-
-_R = TypeVar("_R", bound=SupervisedReplica)
+    pool: WorkerPool
+    gate: StartGate
+    log: Log
+    report: Callable[[str], None]  # prints a line
+    engine_command: Sequence[str]
+    sockets: Path
+    client_count: int
+    next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
+    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
+    policy: RestartPolicy
+    log_folder: Path | None = None  # with a file per engine; None: our standard error
+    cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
+    cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
+    gpu_ranks: Callable[[str], int] = lambda _node: 1  # of all engines on GPUs of a node
+    on_moved: Callable[[], None] = lambda: None  # an engine of a cluster has another place
+    sharing: SharingConfig | None = None  # of engines among each other; None: none waits
 
 
 class SupervisedModel(ABC, Generic[_R]):
     """The replicas of one model, from their first start to the end of the server, or of the model in it."""
 
-    def __init__(self, number: int, config: ModelConfig | ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
-        self.number, self.stats = number, stats
+    def __init__(
+        self,
+        number: int,
+        config: ModelConfig | ForeignConfig,
+        replicas: Sequence[_R],
+        stats: ModelStats,
+        parts: ServerParts,
+    ) -> None:
+        self.number, self.stats, self.replicas = number, stats, replicas
         self.name = config.names[0]
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
-        self.replicas: list[_R] = []
         self.all_ended = asyncio.Event()  # no replica will serve again
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
         self.changing = asyncio.Lock()  # held to put it to sleep, to wake it, or to replace its processes
-        if not config.sleepable or parts.policy is None:
+        if not config.sleepable:
             self.may_run.set()
         self._parts = parts
+        self._starts = Starts(replicas)
         self._draining = False
+        for replica in replicas:
+            stats.mark_replica_dead(replica.index)
 
     # --- what differs
 
@@ -85,14 +103,28 @@ class SupervisedModel(ABC, Generic[_R]):
         """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
 
     @abstractmethod
-    async def _wait_started(self, replica: _R) -> None:
-        """Wait until a replica serves. Raises MeltcoreError where it fails."""
-
-    @abstractmethod
     async def _stop_process(self, replica: _R) -> None:
         """End the process of a replica, which is not kept any more."""
 
+    def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
+        """Return the name of a replica in messages, `default` where they need none."""
+        return default
+
     # --- starting and ending
+
+    async def _start_all(self) -> None:
+        """Start all replicas and wait for them. Raises MeltcoreError where the model cannot serve, as the policy says.
+
+        Replicas that have started, and those that are pending, go on where it does not.
+        """
+        for replica in self.replicas:
+            replica.begin()
+            replica.task = asyncio.create_task(self._keep(replica))
+        await self._starts.wait_all(self._start_error)
+
+    def _start_error(self) -> MeltcoreError | None:
+        errors = [(self.describe(each.index, ""), each.error) for each in self.replicas if each.error is not None]
+        return self._parts.policy.start_error(errors, len(self.replicas))
 
     async def load_or_fail(self) -> None:
         """Do as `load`, and leave the model in the server as failed when it cannot serve."""
@@ -102,16 +134,17 @@ class SupervisedModel(ABC, Generic[_R]):
             await self._stop_all()
             self.fail(str(error))
 
-    def _check_started(self, started: Sequence[asyncio.Future[Any]]) -> None:
-        """Raise the error of a start: without a policy of any, else where all have failed."""
-        errors = [error for future in started if future.done() and (error := future.exception()) is not None]
-        if errors and (self._parts.policy is None or len(errors) == len(started)):
-            raise errors[0]
+    def _note_started(self, replica: _R, result: Any) -> None:
+        """Note that a replica serves; `result` is the outcome of its first start."""
+        if replica.started is not None and not replica.started.done():
+            replica.started.set_result(result)
+        self._starts.note()
 
     def _give_up(self, replica: _R, failure: MeltcoreError) -> None:
         """Note that a replica is not started again."""
         if replica.started is not None and not replica.started.done():
             replica.started.set_exception(failure)
+        self._starts.note()
         if all(each.state == "failed" for each in self.replicas):
             self.all_ended.set()
 
@@ -194,7 +227,7 @@ class SupervisedModel(ABC, Generic[_R]):
         replica.restarts += 1
         self.all_ended.clear()
         replica.task = asyncio.create_task(self._keep(replica))
-        await self._wait_started(replica)
+        await self._starts.wait(replica)
 
     # --- sleeping
 
