@@ -17,9 +17,9 @@ NO_FLAC_SYNC = re.compile(rb"\xff[\xe2-\xe7\xf0-\xf7\xfa-\xff]")  # frames of FL
 
 
 def frame_bytes(header: bytes) -> int:
-    """Return the length of a frame of MP3 or AAC (ADTS) that begins so, 0 for another beginning.
+    """Return the length of the frame of MP3 or AAC (ADTS) that begins with these bytes, or 0 if none does.
 
-    The length of a frame in Layer I or with a free bit rate is 1: it is not known.
+    A frame in Layer I or with a free bit rate has an unknown length, for which 1 is returned.
     """
     if len(header) < 6 or header[0] != 0xFF or header[1] & 0xE0 != 0xE0:
         return 0

@@ -108,13 +108,15 @@ class ExpertsWeight(Protocol):
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of checkpoint tensors with gate_up_proj of the first `num_experts` experts.
 
-        By the last part of the names of one expert's tensors. Empty if no checkpoint of the format merges experts.
+        Their keys are the last part of the names of one expert's tensors. The result is empty if no checkpoint of the
+        format merges experts.
         """
 
     def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of checkpoint tensors with down_proj of the first `num_experts` experts.
 
-        By the last part of the names of one expert's tensors. Empty if no checkpoint of the format merges experts.
+        Their keys are the last part of the names of one expert's tensors. The result is empty if no checkpoint of the
+        format merges experts.
         """
 
 

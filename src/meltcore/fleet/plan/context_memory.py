@@ -21,9 +21,9 @@ _PROCESS_BYTES = 800 * MIB  # of an engine process of a task that was not measur
 class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
 
-    driver_bytes: what the driver keeps of a GPU without a process; processes: of an engine process of each task, beside
-    its budget; nccl_bytes: of each rank of a tensor-parallel engine, for NCCL's buffers, assumed unless a row has it;
-    measured: the date.
+    driver_bytes: what the driver keeps of a GPU without a process. processes: what an engine process of each task takes
+    beside its budget. nccl_bytes: NCCL's buffers of each rank of a tensor-parallel engine, assumed unless a row has
+    them. measured: the date.
     """
 
     gpu: str = ""

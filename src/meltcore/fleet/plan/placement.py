@@ -101,10 +101,10 @@ def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
 
 
 def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
-    """Return the most threads of an engine on the CPU: the cores, shared by those that run together.
+    """Return the variable with the most threads of an engine on the CPU, which shares the cores with other engines.
 
-    Of models that take turns, those count that are awake beside it at most. Empty for an engine on a GPU, and where the
-    environment of the server names the number.
+    Of models that take turns, only the most that are awake beside it count. The result is empty for an engine on a GPU,
+    and where the environment of the server names the number.
     """
     if placed_gpus(placement) or _THREADS in os.environ:
         return {}

@@ -85,7 +85,7 @@ class FleetPlanner:
 
     @property
     def planned_from(self) -> PlannedFrom:
-        """What it plans from. GPUs of a cluster keep their numbers with it."""
+        """What the planner plans from; with it GPUs of a cluster keep their numbers."""
         return PlannedFrom(str(self.path), self.ray, self._machine, self._cluster)
 
     @property

@@ -273,7 +273,7 @@ def _max_paths(pattern: str) -> float:
 
 
 def _within(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether a module, or one that it is in, has one of the names or ends with it, in whole parts."""
+    """Return whether one of the names stands in the path of a module, in whole parts."""
     return any(f".{name}." in f".{module}." for name in names)
 
 
