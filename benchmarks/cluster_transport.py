@@ -37,7 +37,7 @@ from bench_output import Row, median_rows, write_result
 
 from meltcore.common.process import KILL_LIMIT_S, end_group, start
 from meltcore.engine.host.client_sockets import open_sockets
-from meltcore.protocol.engines import FromEngine
+from meltcore.protocol.engines import FromEngine, from_engine
 from meltcore.protocol.generation import AddRequest, EngineStats, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.tcp import Binding, EngineAddress, KeyPair, read_listening, write_address, write_binding
@@ -151,7 +151,7 @@ async def over_ray(streams: int, steps: int, *, per_request: bool) -> dict[str, 
 
     receiver = Receiver(streams, steps)
     actor = ray.remote(RayEngine).options(max_concurrency=2 * streams + 1, num_cpus=0).remote()
-    decode = msgspec.msgpack.Decoder(FromEngine).decode
+    decode = msgspec.msgpack.Decoder(from_engine()).decode
     calls = [(stream, stream + 1) for stream in range(streams)] if per_request else [(0, streams)]
 
     async def read(first: int, last: int, start_s: float) -> None:

@@ -26,7 +26,7 @@ from meltcore.common.errors import MeltcoreError
 from meltcore.engine.generation.engine import GenerationEngine
 from meltcore.engine.synthesis.engine import SynthesisTask
 from meltcore.engine.tasks.batch_engine import BatchEngine
-from meltcore.models.checkpoints.checkpoint import is_synthesis_model
+from meltcore.models.checkpoints.checkpoint import find_task
 from meltcore.protocol.generation import AddRequest
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.synthesis import Synthesize
@@ -41,7 +41,7 @@ class Subject:
     """An engine, and the request whose first result ends a wake."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        is_speech = is_synthesis_model(args.model, dummy=True)
+        is_speech = find_task(args.model, dummy=True).name == "synthesis"
         config = EngineConfig(
             model=args.model,
             load_format="dummy",

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 from waiting import WAIT_S
 
-from meltcore.common.tasks import DEFAULT, setting_tasks, task_of, tasks
+from meltcore.common.tasks import DEFAULT, load, setting_tasks, task_of, task_of_part, tasks
 from meltcore.settings.config import ModelConfig
 from meltcore.settings.fleet_spec import ModelSection
 
-ECHO = "from meltcore.common.tasks import Task\ntask = Task(name='echo', paths={'/v1/echo': 'echo'})\nnumber = 5\n"
+ECHO = """
+from meltcore.common.tasks import Task
+task = Task(
+    name='echo', title='echo', paths={'/v1/echo': 'echo'}, backend='', engine='', messages='', needs='', concurrency=1
+)
+number = 5
+"""
 LIST = "from meltcore.common.tasks import tasks; print(*tasks())"
 
 
@@ -44,6 +50,19 @@ def test_the_records_of_built_in_tasks_name_what_exists() -> None:
     known = {*ModelSection.__struct_fields__, *ModelConfig.__dataclass_fields__}
     assert set(setting_tasks()) <= known
     assert setting_tasks()["max_queue_chars"] == ("translation", "synthesis")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tasks())
+def test_the_parts_of_a_built_in_task_can_be_imported(name: str) -> None:
+    task = tasks()[name]
+    parts = {part: load(getattr(task, part)) for part in ("backend", "engine", "needs")}
+    assert all(map(callable, parts.values())), parts
+    assert {path for route in task.routes for path in load(route).paths} >= (set(task.paths) if task.routes else set())
+    assert load(task.messages).ToEngine
+    assert task_of_part(task.messages) is task_of_part(task.engine.partition(":")[0]) is task
+    with pytest.raises(LookupError, match="is not a part of a task"):
+        task_of_part("meltcore.serve")
 
 
 def test_a_task_of_another_package_is_found_in_every_process(tmp_path: Path) -> None:

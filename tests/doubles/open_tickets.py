@@ -1,23 +1,37 @@
 """Open requests of a model without an HTTP server and without engines."""
 
 from collections.abc import Callable
+from typing import Any
 
+from meltcore.common.tasks import tasks
 from meltcore.protocol.generation import ToEngine
+from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.fair_queue import Waiting
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
-from meltcore.serve.requests.stats import ModelStats
+from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import OpenRequests
+from meltcore.settings.config import ModelConfig
 
 ROOM = 1_000_000
 
 
+def new_backend(kind: type[EngineBackend], config: ModelConfig, server: ServerStats, stats: ModelStats) -> Any:
+    """A backend of a model of the task whose backend `kind` is."""
+    stats.task = next(task.name for task in tasks().values() if task.backend.endswith(f":{kind.__name__}"))
+    return kind(config, server, stats, request_timeout_s=1)
+
+
+def wide_queue(stats: ModelStats) -> RequestQueue:
+    """A queue in which nothing waits."""
+    admission = Admission(max_queue=ROOM, max_units=ROOM, max_num_seqs=ROOM)
+    return RequestQueue(stats, admission, slots=ROOM, shares=EQUAL_SHARES)
+
+
 def open_requests(stats: ModelStats, send: Callable[[ToEngine, int], object]) -> OpenRequests:
     """An empty table behind a queue in which nothing waits."""
-    admission = Admission(max_queue=ROOM, max_units=ROOM, max_num_seqs=ROOM)
-    queue = RequestQueue("generation", stats, admission, slots=ROOM, shares=EQUAL_SHARES)
-    return OpenRequests(stats, send, queue, 600.0)  # type: ignore[arg-type]  # of fewer tasks
+    return OpenRequests(stats, send, wide_queue(stats), 600.0)  # type: ignore[arg-type]  # of fewer tasks
 
 
 def start(requests: OpenRequests, generation: Generation, priority: int = 0) -> None:

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from meltcore.common.errors import EngineDeadError
 from meltcore.fleet.plan.placement import Placement
-from meltcore.fleet.run.readiness import PROBE_ID, probe_error, probe_request
+from meltcore.fleet.run.readiness import PROBE_ID, probe_error
 from meltcore.fleet.run.restart_policy import NeverRestart, Outage, RestartAfterPause
 from meltcore.fleet.run.start_gate import WAVE, StartGate
 from meltcore.protocol.batch import BatchStats
@@ -335,11 +335,11 @@ def test_readiness_request_of_each_task() -> None:
     base: tuple[Any, ...] = ("CPU", "float32", "dummy", [], 0.0)
     engines: list[Any] = [
         GenerationReady(*base, 64, 8, 300, 64, 64, ["float32"], "float32", "none"),
-        TranscriptionReady(*base, "transcription", 100, ["kn"], 16_000, 1600, 16_000, "real"),
-        SynthesisReady(*base, "synthesis", 100, [], 24_000, 100, 1.0, 3.0, 0.5, 2.0, [32, 16], "real"),
-        TranslationReady(*base, "translation", 100, 8, 64, 5, 4, 64, "real"),
+        TranscriptionReady(*base, 100, ["kn"], 16_000, 1600, 16_000, "real"),
+        SynthesisReady(*base, 100, [], 24_000, 100, 1.0, 3.0, 0.5, 2.0, [32, 16], "real"),
+        TranslationReady(*base, 100, 8, 64, 5, 4, 64, "real"),
     ]
-    text, clip, speech, sentence = [probe_request(engine) for engine in engines]
+    text, clip, speech, sentence = [engine.probe(PROBE_ID) for engine in engines]
     assert (text.sampling.max_tokens, text.prompt_length) == (1, 1)  # type: ignore[union-attr]
     assert (clip.language, len(clip.samples)) == ("kn", 3200)  # type: ignore[union-attr]
     assert (speech.num_steps, len(speech.reference)) == (16, 2 * 24_000 * 4)  # type: ignore[union-attr]

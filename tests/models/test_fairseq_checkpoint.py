@@ -16,7 +16,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.engine.translation.beam_search import BeamOptions
 from meltcore.engine.translation.engine import TranslationTask
 from meltcore.engine.translation.translation import translate_all
-from meltcore.models.checkpoints.checkpoint import is_translation_model
+from meltcore.models.checkpoints.checkpoint import find_task
 from meltcore.models.checkpoints.fairseq_config import read_dictionary
 from meltcore.models.checkpoints.torch_archive import TorchArchive
 from meltcore.offline.translator import Translator
@@ -72,7 +72,7 @@ def test_texts_have_the_same_translations(folders: tuple[Path, Path]) -> None:
 
 
 def test_server_takes_it_for_a_translation_model(folders: tuple[Path, Path]) -> None:
-    assert is_translation_model(str(folders[1]))
+    assert find_task(str(folders[1])).name == "translation"
     task = TranslationTask(EngineConfig(model=str(folders[1]), device="cpu", memory_bytes=2**21))
     assert (task.ready().tokens, task.ready().vocab_size) == ("real", task.model.config.encoder.vocab_size)
 

@@ -20,7 +20,7 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, find_gguf, is_translation_model, open_checkpoint
+from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, find_gguf, find_task, open_checkpoint
 from meltcore.models.checkpoints.gguf.gguf_config import read_config
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFModel
 
@@ -441,7 +441,7 @@ def test_file_of_any_name_is_known_by_its_first_bytes(tmp_path: Path, name: str)
         assert opened.gguf is not None
         assert opened.gguf.path == tmp_path / name
         assert find_gguf(str(model), "all") == tmp_path / name
-        assert not is_translation_model(str(model))
+        assert find_task(str(model)).name == "generation"
     with pytest.raises(ConfigError, match=r"sha256-ffff is a file, and not in GGUF; name the folder of a checkpoint"):
         open_checkpoint(str(tmp_path / "sha256-ffff"), files="all")
     (tmp_path / "sha256-ffff").write_bytes(b"FUGG" + bytes(60))

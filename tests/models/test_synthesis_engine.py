@@ -15,10 +15,10 @@ from f5_tools import SMALL, random_tensors, reference_sample, reference_vocoder,
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.engine.memory.memory_plans import plan_synthesis
 from meltcore.engine.synthesis.engine import SynthesisTask
+from meltcore.engine.synthesis.memory import plan_synthesis
 from meltcore.engine.tasks.batch_engine import BatchEngine
-from meltcore.models.checkpoints.checkpoint import is_synthesis_model
+from meltcore.models.checkpoints.checkpoint import find_task
 from meltcore.models.configs.task_configs import IndicF5Config
 from meltcore.offline.synthesizer import Synthesizer
 from meltcore.protocol.shell import AbortRequests, Shutdown
@@ -267,10 +267,10 @@ def test_ready_message_has_the_limits(task: SynthesisTask, tmp_path: Path) -> No
 
 
 def test_synthesis_checkpoints_are_told_from_others(folder: Path, tmp_path: Path) -> None:
-    assert is_synthesis_model(str(folder))
-    assert is_synthesis_model("ai4bharat/IndicF5", dummy=True)
+    assert find_task(str(folder)).name == "synthesis"
+    assert find_task("ai4bharat/IndicF5", dummy=True).name == "synthesis"
     for model in ("meltcore/sums", str(tmp_path), "missing.gguf", str(tmp_path / "missing")):
-        assert not is_synthesis_model(model)
+        assert find_task(model).name == "generation"
 
 
 def test_engine_speaks_alike_after_its_weights_were_dropped(folder: Path) -> None:
@@ -290,7 +290,7 @@ def test_process_speaks_refuses_and_aborts(folder: Path, tmp_path: Path, task: S
     client = EngineClient(tmp_path, config, from_engine=FromEngine)
     try:
         ready: Any = client.ready(SynthesisReady)
-        assert (ready.task, ready.voices) == ("synthesis", task.ready().voices)
+        assert ready.voices == task.ready().voices
         good = request("good", TEXTS[0], seed=7)
         client.send(good, request("bad", "", voice="b"), AbortRequests(["unknown"]))
         found: Any = client.outputs(2)

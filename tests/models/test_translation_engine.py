@@ -14,11 +14,11 @@ from m2m100_tools import SMALL, load_model, random_sources, reference_model, wri
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.engine.memory.memory_plans import plan_slots
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.translation.engine import TranslationTask
+from meltcore.engine.translation.memory import plan_slots
 from meltcore.engine.translation.translation import translate_all
-from meltcore.models.checkpoints.checkpoint import is_translation_model
+from meltcore.models.checkpoints.checkpoint import find_task
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.translation import FromEngine, Translate, Translated, TranslationReady
 from meltcore.settings.config import EngineConfig
@@ -160,10 +160,10 @@ def test_random_weights_end_at_a_length_that_follows_from_the_source(tmp_path: P
 
 
 def test_translation_checkpoints_are_told_from_others(folder: Path, tmp_path: Path) -> None:
-    assert is_translation_model(str(folder))
-    assert is_translation_model("ai4bharat/indictrans2-en-indic-1B", dummy=True)
+    assert find_task(str(folder)).name == "translation"
+    assert find_task("ai4bharat/indictrans2-en-indic-1B", dummy=True).name == "translation"
     for model in ("meltcore/sums", str(tmp_path), "missing.gguf", str(tmp_path / "missing")):
-        assert not is_translation_model(model)
+        assert find_task(model).name == "generation"
 
 
 def test_engine_translates_alike_after_it_slept(folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_process_translates_refuses_and_aborts(folder: Path, tmp_path: Path, tas
     )
     try:
         ready: Any = client.ready(TranslationReady)
-        assert (ready.task, ready.slots) == ("translation", task.slots)
+        assert ready.slots == task.slots
         requests = requests_of(6, seed=5)
         engine = BatchEngine(task)
         for request in requests:

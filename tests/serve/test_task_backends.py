@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
-from open_tickets import open_requests
+from open_tickets import new_backend, open_requests, wide_queue
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -55,9 +55,10 @@ def model(name: str, **fields: Any) -> ModelConfig:
 def test_normalizer_of_a_server_prepares_its_texts(normalizer: Literal["itt", "original"]) -> None:
     sent: list[Any] = []
     tokenizer, text = SyntheticTokenizer(32_000), "सुबह 5:30 बजे"
-    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    ready = TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic")
     (stats,) = ServerStats().models
     translations = Translations(
+        wide_queue(stats),
         model(TRANSLATOR, normalizer=normalizer),
         TranslationText(tokenizer, True, "indic-en"),
         ready,
@@ -95,14 +96,15 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
         return prepare(text, *rest)
 
     monkeypatch.setattr(translations_module, "prepare", prepare_slowly)
-    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    ready = TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic")
     (stats,) = ServerStats().models
     sent: list[Any] = []
 
     async def scenario() -> None:
         text = TranslationText(SyntheticTokenizer(32_000), True, "indic-en")
         backend = Translations(
-            *(model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0]), request_timeout_s=30
+            *(wide_queue(stats), model(TRANSLATOR), text, ready, stats, lambda *each: sent.append(each), lambda: [0]),
+            request_timeout_s=30,
         )
 
         def start(texts: list[str], request_id: str) -> asyncio.Task[Any]:
@@ -132,10 +134,10 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
 
 
 def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
-    assert find_task(model("ai4bharat/IndicF5")) == "synthesis"
-    assert find_task(model("ai4bharat/indic-conformer-600m-multilingual")) == "transcription"
-    assert find_task(model(TRANSLATOR, normalizer="original")) == "translation"
-    assert find_task(model("meltcore/sums")) == "generation"
+    assert find_task(model("ai4bharat/IndicF5")).name == "synthesis"
+    assert find_task(model("ai4bharat/indic-conformer-600m-multilingual")).name == "transcription"
+    assert find_task(model(TRANSLATOR, normalizer="original")).name == "translation"
+    assert find_task(model("meltcore/sums")).name == "generation"
     for name in ("ai4bharat/IndicF5", "meltcore/sums"):
         with pytest.raises(ConfigError, match=f"--normalizer original: {name} is not a translation checkpoint"):
             find_task(model(name, normalizer="original"))
@@ -146,6 +148,7 @@ def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:
 def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
     server = ServerStats()
     stats = server.models[0]
+    stats.task = "synthesis"
     backend = SynthesisEngine(model("ai4bharat/IndicF5", max_queue=2), server, stats, request_timeout_s=30)
 
     async def scenario() -> None:
@@ -177,7 +180,7 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
     }
     server = ServerStats([1] * len(classes))
     backends: dict[str, Any] = {
-        name: each(model(name), server, stats, request_timeout_s=1)
+        name: new_backend(each, model(name), server, stats)
         for (name, each), stats in zip(classes.items(), server.models, strict=True)
     }
     for name, backend in backends.items():
@@ -226,10 +229,10 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     kinds = (LocalEngine, TranslationEngine, TranslationEngine)
     server = ServerStats([1, 1, 1])
     backends: list[Any] = [
-        kind(model(name), server, stats, request_timeout_s=1)
+        new_backend(kind, model(name), server, stats)
         for kind, name, stats in zip(kinds, names, server.models, strict=True)
     ]
-    ready = TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic")
+    ready = TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic")
     for backend in backends[1:]:
         text = TranslationText(SyntheticTokenizer(32_000), True, backend.names[0].removeprefix("x/indictrans2-"))
         backend.open(text, ready, 0)
@@ -300,12 +303,13 @@ def test_speech_that_no_client_reads_is_bounded(monkeypatch: pytest.MonkeyPatch)
     """A client that stops reading after the first part: its request ends, in the engine too, and memory is free."""
     monkeypatch.setattr(synthesis_engine, "_MAX_WAITING_BYTES", 30_000)
     server = ServerStats()
+    server.models[0].task = "synthesis"
     backend = SynthesisEngine(model("ai4bharat/IndicF5"), server, server.models[0], request_timeout_s=30)
     sent: list[Any] = []
     request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, False, False, None, None, None)
 
     async def scenario() -> None:
-        backend.open(SynthesisReady(*ENGINE, "synthesis", 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic"), 0)
+        backend.open(None, SynthesisReady(*ENGINE, 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic"), 0)
         backend.health.set("ready", "ready")
         is_sent, is_stuck, may_go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from open_tickets import new_backend
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -84,12 +85,10 @@ def build() -> Any:
     server = ServerStats([1] * (len(ENGINES) + len(FOREIGN)))
     stats = iter(server.models)
     backends: list[Any] = [
-        kind(ModelConfig(engine=EngineConfig(model=task)), server, next(stats), request_timeout_s=1)
+        new_backend(kind, ModelConfig(engine=EngineConfig(model=task)), server, next(stats))
         for task, kind in ENGINES.items()
     ]
-    ready = TranslationReady(
-        *("CPU", "float32", "dummy", [], 0.0, "translation"), 64, 4, 256, 32_000, 5, 256, "synthetic"
-    )
+    ready = TranslationReady(*("CPU", "float32", "dummy", [], 0.0), 64, 4, 256, 32_000, 5, 256, "synthetic")
     backends[1].open(TranslationText(SyntheticTokenizer(32_000), True, "en-indic"), ready, 0)
     for backend in backends:
         backend.health.set("ready", "ready")

@@ -7,10 +7,12 @@ there. docs/adding-a-task.md tells how.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from meltcore.common.errors import ConfigError
 
@@ -25,13 +27,32 @@ class Task:
         name: in fleet.yaml, in GET /v1/models and in metrics.
         paths: the paths of OpenAI's API that it answers, each with the name of the operation in traces.
         settings: those of a model that its engines and its queue have beyond the settings of all tasks.
+        title: what its engines do, in errors.
+        backend: the `EngineBackend` of its models in an API server process.
+        routes: the endpoints of its paths, classes below `meltcore.serve.tasks.exchange.Endpoint`.
+        engine: makes an engine, as `engine(config, progress=...)`.
+        messages: the module of its messages, with the unions ToEngine and FromEngine.
+        needs: says how much memory an engine takes (`engine/memory/memory_needs.py`).
+        concurrency: requests that run together, where a plan's file names no number.
+        architectures: names in the config.json of its checkpoints.
+        recognizes: says whether a checkpoint that has no config.json is one of the task's, as `recognizes(model,
+            dummy=...)`. "" for a task that is known by its architectures.
         has_context: its engines are told a context length and a concurrency, which a plan may lower. The memory of
             other engines decides how many requests run together.
         is_upload: requests are files, which have no tokens that a queue could count.
     """
 
     name: str
+    title: str
     paths: Mapping[str, str]
+    backend: str
+    engine: str
+    messages: str
+    needs: str
+    concurrency: int
+    routes: tuple[str, ...] = ()
+    architectures: frozenset[str] = frozenset()
+    recognizes: str = ""
     settings: tuple[str, ...] = ()
     has_context: bool = False
     is_upload: bool = False
@@ -41,6 +62,12 @@ class Task:
 _BUILT_IN = (
     Task(
         name="generation",
+        title="text generation",
+        backend="meltcore.serve.tasks.generation.local_engine:LocalEngine",
+        engine="meltcore.engine.generation.engine:GenerationEngine",
+        messages="meltcore.protocol.generation",
+        needs="meltcore.engine.generation.memory:generation_needs",
+        concurrency=16,
         paths={"/v1/chat/completions": "chat", "/v1/completions": "text_completion"},
         settings=(
             *("tokenizer", "chat_template", "special_tokens_in_messages"),
@@ -52,17 +79,41 @@ _BUILT_IN = (
     ),
     Task(
         name="translation",
+        title="translation",
+        backend="meltcore.serve.tasks.translation.translation_engine:TranslationEngine",
+        routes=("meltcore.serve.tasks.translation.translate:TranslateEndpoint",),
+        engine="meltcore.engine.translation.engine:translation_engine",
+        messages="meltcore.protocol.translation",
+        needs="meltcore.engine.translation.memory:translation_needs",
+        concurrency=64,
+        architectures=frozenset(("IndicTransForConditionalGeneration",)),
         paths={"/v1/translate": "translation"},
-        settings=("max_model_len", "max_queue_chars"),
+        settings=("max_model_len", "max_queue_chars", "normalizer"),
     ),
     Task(
         name="transcription",
+        title="transcription",
+        backend="meltcore.serve.tasks.transcription.transcription_engine:TranscriptionEngine",
+        routes=("meltcore.serve.tasks.transcription.transcriptions:TranscriptionsEndpoint",),
+        engine="meltcore.engine.transcription.engine:transcription_engine",
+        messages="meltcore.protocol.transcription",
+        needs="meltcore.engine.transcription.memory:transcription_needs",
+        concurrency=16,
+        recognizes="meltcore.models.checkpoints.checkpoint:is_transcription_model",
         paths={"/v1/audio/transcriptions": "transcription"},
         settings=("max_queue_audio_s",),
         is_upload=True,
     ),
     Task(
         name="synthesis",
+        title="speech synthesis",
+        backend="meltcore.serve.tasks.synthesis.synthesis_engine:SynthesisEngine",
+        routes=("meltcore.serve.tasks.synthesis.speech:SpeechEndpoint",),
+        engine="meltcore.engine.synthesis.engine:synthesis_engine",
+        messages="meltcore.protocol.synthesis",
+        needs="meltcore.engine.synthesis.memory:synthesis_needs",
+        concurrency=4,
+        architectures=frozenset(("INF5Model",)),
         paths={"/v1/audio/speech": "speech"},
         settings=("max_queue_chars",),
     ),
@@ -100,6 +151,37 @@ def task_of(path: str) -> Task:
         if path in task.paths:
             return task
     raise LookupError(f"no task answers {path}")
+
+
+def task_of_part(module: str) -> Task:
+    """Return the task that has a module as one of its parts: the module knows its task so. Raises LookupError."""
+    for task in tasks().values():
+        if module in (task.engine.partition(":")[0], task.messages):
+            return task
+    raise LookupError(f"{module} is not a part of a task")
+
+
+def recognized_task(model: str, *, dummy: bool) -> Task | None:
+    """Return the task of a checkpoint that has no config.json; None for others. dummy: for random weights.
+
+    Raises ConfigError for files of such a task that cannot be used.
+    """
+    for task in tasks().values():
+        if task.recognizes and load(task.recognizes)(model, dummy=dummy):
+            return task
+    return None
+
+
+def task_of_architectures(names: Collection[str]) -> Task:
+    """Return the task of a checkpoint by the architectures in its config.json: the default one for unknown names."""
+    return next((task for task in tasks().values() if not task.architectures.isdisjoint(names)), DEFAULT)
+
+
+def load(path: str) -> Any:
+    """Return what an import path names: "package.module:name", or "package.module" for a module."""
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    return getattr(found, name) if name else found
 
 
 def setting_tasks() -> dict[str, tuple[str, ...]]:

@@ -13,16 +13,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import loading_modules
+from meltcore.common.tasks import DEFAULT, load
 from meltcore.engine.distributed.rank_start import StartedRanks
-from meltcore.models.checkpoints.checkpoint import is_synthesis_model, is_transcription_model, is_translation_model
+from meltcore.models.checkpoints.checkpoint import find_task
 from meltcore.protocol.tcp import is_remote
 from meltcore.settings.config import EngineConfig
 
@@ -40,67 +39,27 @@ def main() -> int:
         # Otherwise torch rounds each large tensor up to 2 MiB, and a budget in bytes loses a piece with every weight:
         # 477 MiB of Gemma-3-27B in Q4_0 (H200, 2026-11-24). Torch reads it when it is imported.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if (batch_task := _batch_task(config)) is not None:
-        return _serve_task(config, batch_task)
-    ranks = StartedRanks(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
-    with loading_modules():  # these import torch, which takes seconds, while the other ranks do the same
-        from meltcore.engine.generation.engine import GenerationEngine
-        from meltcore.engine.host.budget import build_within_budget
-        from meltcore.engine.host.shell import serve
-        from meltcore.protocol.generation import ToEngine
-
-    def build(progress: Callable[[str, float], None]) -> GenerationEngine:
-        return GenerationEngine(config, progress=progress, ranks=ranks)
-
-    return serve(build_within_budget(config, build), ToEngine, Path(sys.argv[1]), _client_count(), config.sharing)
-
-
-def _client_count() -> int:
-    return int(sys.argv[2]) if len(sys.argv) > 2 else 1
-
-
-_Task = Literal["transcription", "synthesis", "translation"]
-
-
-def _batch_task(config: EngineConfig) -> _Task | None:
-    """Return the task of a model that is served by the batch engine; None for text generation."""
-    is_dummy = config.load_format == "dummy"
+    task, fault = DEFAULT, None
     try:
-        if is_transcription_model(config.model, dummy=is_dummy):
-            return "transcription"
-    except ConfigError:
-        return "transcription"  # and its start reports the error
-    if is_synthesis_model(config.model, dummy=is_dummy):
-        return "synthesis"
-    return "translation" if is_translation_model(config.model, dummy=is_dummy) else None
-
-
-def _serve_task(config: EngineConfig, task: _Task) -> int:
-    build: BuildEngine
-    to_engine: object
-    with loading_modules():
+        task = find_task(config.model, dummy=config.load_format == "dummy")
+    except ConfigError as error:
+        fault = error  # which its start reports
+    has_ranks = config.tensor_parallel_size > 1 and "tensor_parallel_size" in task.settings
+    ranks = {"ranks": StartedRanks(config.tensor_parallel_size)} if has_ranks else {}
+    with loading_modules():  # these import torch, which takes seconds, while the other ranks do the same
         from meltcore.engine.host.budget import build_within_budget
-        from meltcore.engine.host.shell import BuildEngine, serve
+        from meltcore.engine.host.shell import Engine, serve
 
-        if task == "transcription":
-            from meltcore.engine.transcription.engine import transcription_engine
-            from meltcore.protocol.transcription import ToEngine as ToTranscription
+        make = load(task.engine)
 
-            build = build_within_budget(config, partial(transcription_engine, config))
-            to_engine = ToTranscription
-        elif task == "synthesis":
-            from meltcore.engine.synthesis.engine import synthesis_engine
-            from meltcore.protocol.synthesis import ToEngine as ToSynthesis
+    def build(progress: Callable[[str, float], None]) -> Engine:
+        if fault is not None:
+            raise fault
+        engine: Engine = make(config, progress=progress, **ranks)
+        return engine
 
-            build = build_within_budget(config, partial(synthesis_engine, config))
-            to_engine = ToSynthesis
-        else:
-            from meltcore.engine.translation.engine import translation_engine
-            from meltcore.protocol.translation import ToEngine as ToTranslation
-
-            build = build_within_budget(config, partial(translation_engine, config))
-            to_engine = ToTranslation
-    return serve(build, to_engine, Path(sys.argv[1]), _client_count(), config.sharing)
+    to_engine, clients = load(task.messages).ToEngine, int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    return serve(build_within_budget(config, build), to_engine, Path(sys.argv[1]), clients, config.sharing)
 
 
 def _exit_at_end_of_stdin() -> None:

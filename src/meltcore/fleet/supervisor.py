@@ -25,6 +25,7 @@ import uvloop
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.machine import visible_gpus
 from meltcore.common.host_memory import use_one_arena
+from meltcore.common.tasks import Task
 from meltcore.fleet.admin.admin import AdminServer
 from meltcore.fleet.admin.operations import FleetOperations, check_startable
 from meltcore.fleet.plan.first_fit import Place
@@ -323,7 +324,7 @@ class Supervisor:
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""
         try:
-            task: str | None = await asyncio.to_thread(find_task, config)
+            task: Task | None = await asyncio.to_thread(find_task, config)
         except MeltcoreError as error:
             model = self._add_model(config, None, placements)
             model.fail(str(error))
@@ -358,7 +359,7 @@ class Supervisor:
             config = replace(self.config, models=(model.config,), foreign=(), routes=RoutesConfig())
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
-    def _add_model(self, config: ModelConfig, task: str | None, placements: Sequence[Placement]) -> ServedModel:
+    def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
         number = next(self._numbers)
         stats = self._stats.add_model(number, len(placements))
         model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)

@@ -9,14 +9,16 @@ import torch
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.common.sizes import size_text
+from meltcore.common.tasks import task_of_part
 from meltcore.engine.host.device import byte_budget, choose_device
+from meltcore.engine.translation import engine
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
 from meltcore.engine.translation.translation import (
     load_translation_model,
     translate_all,
 )
-from meltcore.models.checkpoints.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
 from meltcore.models.loader import task_dtype
 from meltcore.models.tasks.indictrans2 import IndicTrans2
 from meltcore.settings.config import DType, EngineConfig, LoadFormat
@@ -38,7 +40,7 @@ class _Loaded:
         """Load the checkpoint. Raises ConfigError when it, a setting or the memory does not fit."""
         self.name, self.direction = config.model, direction_of(config.model)
         is_dummy = config.load_format == "dummy"
-        checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
+        checkpoint = open_task_checkpoint(config.model, task_of_part(engine.__name__), is_dummy=is_dummy)
         dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
         self.model: IndicTrans2 = load_translation_model(
             checkpoint, dtype, device, dummy_seed=config.seed if is_dummy else None

@@ -62,16 +62,12 @@ class BatchStats(msgspec.Struct, array_like=True, frozen=True):
 class BatchReady(EngineReady, array_like=True, frozen=True):
     """Reports that a batch engine can serve. A task adds its limits in a subclass with a tag.
 
-    task: its name; max_cost: the padded cost of the requests that run together, which also limits one request.
+    max_cost: the padded cost of the requests that run together, which also limits one request.
     """
 
-    task: str
     max_cost: int
 
     @property
     def output_lengths(self) -> Literal["model", "synthetic"]:
-        """Return what ends a translation or transcript: "synthetic" of random weights, which have no end of their own.
-
-        Then a translation follows from the tokens of its source, and a transcript from the length of its clip.
-        """
-        return "synthetic" if self.weights == "dummy" else "model"
+        """Return what ends a result: "synthetic" where random weights have no end of their own."""
+        return "synthetic" if self.has_synthetic_lengths else "model"

@@ -13,7 +13,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meltcore.protocol.engines import ServedReady
 from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig
 from meltcore.settings.routes_config import RoutesConfig
 
@@ -62,7 +61,7 @@ class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
     """The engines of a model are ready. Answered by `ModelOpened` once the tokenizer is loaded too."""
 
     model: int
-    engine: ServedReady
+    engine: msgspec.Raw  # in msgpack: its type is one of the task's
     created: int
 
 

@@ -1,15 +1,22 @@
-"""Defines the messages of all engines that a server runs. Tags tell them apart, so one decoder reads them all."""
+"""Defines what the server knows of the messages of all engines. Tags tell them apart, so one decoder reads them all."""
 
-from meltcore.protocol import generation, synthesis, transcription, translation
-from meltcore.protocol.batch import BatchStats
-from meltcore.protocol.generation import EngineStats, GenerationReady
-from meltcore.protocol.synthesis import SynthesisReady
-from meltcore.protocol.transcription import TranscriptionReady
-from meltcore.protocol.translation import TranslationReady
+from functools import cache, reduce
+from operator import or_
+from typing import Any
 
-ToEngine = generation.ToEngine | synthesis.Synthesize | transcription.Transcribe | translation.Translate
-FromEngine = generation.FromEngine | synthesis.FromEngine | transcription.FromEngine | translation.FromEngine
-ServedReady = GenerationReady | SynthesisReady | TranscriptionReady | TranslationReady
+from meltcore.common.tasks import load, tasks
+from meltcore.protocol.batch import BatchStats, TaskRequest
+from meltcore.protocol.generation import AddRequest, EngineStats
+from meltcore.protocol.shell import EngineOutputs, EngineReady, ShellFromEngine, ShellToEngine
+
+ToEngine = AddRequest | TaskRequest | ShellToEngine
+FromEngine = EngineOutputs[Any, Any] | EngineReady | ShellFromEngine
+
+
+@cache
+def from_engine() -> Any:
+    """Return the union of the messages that an engine of any task sends, for a decoder."""
+    return reduce(or_, (load(task.messages).FromEngine for task in tasks().values()))
 
 
 def shared_stats(stats: EngineStats | BatchStats) -> EngineStats:

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.sampling_params import SamplingParams
-from meltcore.protocol.shell import EngineReady, ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import EngineOutputs, EngineReady, ShellFromEngine, ShellToEngine
 
 # Packed token ids are unsigned integers of 32 bits, little endian: the engine may run on another machine.
 _TOKEN_TYPECODE = "I"
@@ -132,16 +132,8 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     recurrent_state_snapshots: int = 0
 
 
-class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
-    """Holds the outputs of one step: all of them, or those for one API server."""
-
-    outputs: list[SequenceOutput]
-    stats: EngineStats
-    step_ended_s: float
-
-    def with_outputs(self, outputs: list[SequenceOutput]) -> "StepOutputs":
-        """Return the same step with other `outputs`."""
-        return StepOutputs(outputs, self.stats, self.step_ended_s)
+class StepOutputs(EngineOutputs[SequenceOutput, EngineStats], tag="outputs", array_like=True, frozen=True):
+    """Holds the outputs of one step."""
 
 
 class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
@@ -159,6 +151,20 @@ class GenerationReady(EngineReady, tag="ready", array_like=True, frozen=True):
     weight_dtypes: list[str]
     kv_cache_dtype: str
     speculative_decoding: str
+
+    LOWEST = ("max_model_len", "max_num_seqs", "pages_total")
+
+    def describe_limits(self) -> str:
+        """Return the limits of requests in words."""
+        return (
+            f"context {self.max_model_len} tokens, {self.max_num_seqs} sequences per step, "
+            f"{self.pages_total} KV pages of {self.page_size} tokens"
+        )
+
+    def probe(self, request_id: str) -> AddRequest:
+        """Return a prompt of one token, for one token."""
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        return AddRequest(request_id, pack_token_ids([min(1, self.vocab_size - 1)]), sampling)
 
 
 FromEngine = StepOutputs | GenerationReady | ShellFromEngine

@@ -4,9 +4,13 @@ They travel as msgpack over ZeroMQ, one list of messages per send towards the en
 engine adds the messages of its own requests (`protocol/generation.py`).
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
+
+_Output = TypeVar("_Output")
+_Stats = TypeVar("_Stats")
 
 # --- API server to engine ------------------------------------------------------------------------------------------
 
@@ -71,13 +75,43 @@ class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EngineReady(msgspec.Struct, array_like=True, frozen=True):
-    """Reports that the engine can serve. Each engine type adds its limits in a subclass with a tag."""
+    """Reports that the engine can serve. Each engine type adds its limits in a subclass with a tag.
+
+    LOWEST names the limits that all replicas have in common by the lowest of each.
+    """
+
+    LOWEST: ClassVar[Sequence[str]] = ()
 
     device: str
     dtype: str
     weights: Literal["real", "dummy"]
     memory: list[MemoryRow]
     load_s: float
+
+    @property
+    def has_synthetic_lengths(self) -> bool:
+        """Return whether random weights decide nothing about the length of an answer, so that it follows a rule."""
+        return False
+
+    def describe_limits(self) -> str:
+        """Return the limits of requests in words, for the start of a server."""
+        raise NotImplementedError
+
+    def probe(self, request_id: str) -> Any:
+        """Return the message of a tiny request, which an engine has to answer before it gets those of clients."""
+        raise NotImplementedError
+
+
+class EngineOutputs(msgspec.Struct, Generic[_Output, _Stats], array_like=True, frozen=True):
+    """Holds the outputs of one step: all of them, or those for one API server."""
+
+    outputs: list[_Output]
+    stats: _Stats
+    step_ended_s: float
+
+    def with_outputs(self, outputs: list[_Output]) -> Self:
+        """Return the same step with other `outputs`."""
+        return type(self)(outputs, self.stats, self.step_ended_s)
 
 
 class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

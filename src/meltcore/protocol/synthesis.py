@@ -1,11 +1,13 @@
 """Defines the messages about speech synthesis between an API server and an engine (msgpack over ZeroMQ)."""
 
+import math
+from array import array
 from typing import Literal
 
-import msgspec
-
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
+
+_PROBE_TEXT, _TONE_HZ = "नमस्ते", 220.0
 
 
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
@@ -37,16 +39,8 @@ class Synthesized(TaskResult, tag="synthesized", array_like=True, frozen=True, k
     chunks: int = 0
 
 
-class SynthesisOutputs(msgspec.Struct, tag="speech", array_like=True, frozen=True):
-    """Holds the results of one step: all of them, or those for one API server."""
-
-    outputs: list[Synthesized]
-    stats: BatchStats
-    step_ended_s: float
-
-    def with_outputs(self, outputs: list[Synthesized]) -> "SynthesisOutputs":
-        """Return the same step with other `outputs`."""
-        return SynthesisOutputs(outputs, self.stats, self.step_ended_s)
+class SynthesisOutputs(EngineOutputs[Synthesized, BatchStats], tag="speech", array_like=True, frozen=True):
+    """Holds the outputs of one step."""
 
 
 class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=True):
@@ -66,6 +60,31 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
     max_speed: float
     steps: list[int]
     tokens: Literal["real", "synthetic"]
+
+    def describe_limits(self) -> str:
+        """Return the limits of requests in words."""
+        return (
+            f"speech synthesis with {len(self.voices)} voices, texts of up to {self.max_text:,} characters, "
+            f"{self.max_cost:,} frames of open requests"
+        )
+
+    def probe(self, request_id: str) -> Synthesize:
+        """Return a word to speak, in the first voice or in that of a tone."""
+        reference_s = (self.min_reference_s + self.max_reference_s) / 2
+        return Synthesize(
+            request_id=request_id,
+            text=_PROBE_TEXT,
+            voice=self.voices[0] if self.voices else "",
+            reference=b"" if self.voices else _tone(self.sample_rate, reference_s),
+            reference_text="" if self.voices else _PROBE_TEXT,
+            num_steps=min(self.steps),
+        )
+
+
+def _tone(sample_rate: int, duration_s: float) -> bytes:
+    """Return float32 samples of a tone, for a model that speaks in the voice of a reference."""
+    step = 2 * math.pi * _TONE_HZ / sample_rate
+    return array("f", (0.3 * math.sin(step * index) for index in range(round(sample_rate * duration_s)))).tobytes()
 
 
 ToEngine = Synthesize | ShellToEngine

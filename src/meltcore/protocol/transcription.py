@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
 
 Decoder = Literal["ctc", "rnnt"]
 
@@ -44,16 +44,8 @@ class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_
     frames: int = 0
 
 
-class TranscriptionOutputs(msgspec.Struct, tag="transcripts", array_like=True, frozen=True):
-    """Holds the results of one step: all of them, or those for one API server."""
-
-    outputs: list[Transcript]
-    stats: BatchStats
-    step_ended_s: float
-
-    def with_outputs(self, outputs: list[Transcript]) -> "TranscriptionOutputs":
-        """Return the same step with other `outputs`."""
-        return TranscriptionOutputs(outputs, self.stats, self.step_ended_s)
+class TranscriptionOutputs(EngineOutputs[Transcript, BatchStats], tag="transcripts", array_like=True, frozen=True):
+    """Holds the outputs of one step."""
 
 
 class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True, frozen=True):
@@ -67,6 +59,21 @@ class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True,
     min_samples: int
     max_samples: int
     tokens: Literal["real", "synthetic"]
+
+    @property
+    def has_synthetic_lengths(self) -> bool:
+        """Return whether the length of a transcript follows from the length of its clip."""
+        return self.weights == "dummy"
+
+    def describe_limits(self) -> str:
+        """Return the limits of requests in words."""
+        clip_s = self.max_samples / self.sample_rate
+        return f"transcription in {len(self.languages)} languages, clips of up to {clip_s:.0f} s"
+
+    def probe(self, request_id: str) -> Transcribe:
+        """Return the shortest clip of silence."""
+        silence = bytes(2 * self.min_samples)
+        return Transcribe(request_id=request_id, samples=silence, language=self.languages[0], decoder="ctc")
 
 
 ToEngine = Transcribe | ShellToEngine

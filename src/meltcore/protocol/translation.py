@@ -2,10 +2,8 @@
 
 from typing import Literal
 
-import msgspec
-
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
-from meltcore.protocol.shell import ShellFromEngine, ShellToEngine
+from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngine
 
 
 class Translate(TaskRequest, tag="translate", array_like=True, frozen=True, kw_only=True):
@@ -21,16 +19,8 @@ class Translated(TaskResult, tag="translated", array_like=True, frozen=True, kw_
     score: float = 0.0
 
 
-class TranslationOutputs(msgspec.Struct, tag="translations", array_like=True, frozen=True):
-    """Holds the results of one step: all of them, or those for one API server."""
-
-    outputs: list[Translated]
-    stats: BatchStats
-    step_ended_s: float
-
-    def with_outputs(self, outputs: list[Translated]) -> "TranslationOutputs":
-        """Return the same step with other `outputs`."""
-        return TranslationOutputs(outputs, self.stats, self.step_ended_s)
+class TranslationOutputs(EngineOutputs[Translated, BatchStats], tag="translations", array_like=True, frozen=True):
+    """Holds the outputs of one step."""
 
 
 class TranslationReady(BatchReady, tag="translation_ready", array_like=True, frozen=True):
@@ -46,6 +36,25 @@ class TranslationReady(BatchReady, tag="translation_ready", array_like=True, fro
     num_beams: int
     max_new_tokens: int
     tokens: Literal["real", "synthetic"]
+
+    LOWEST = ("slots",)
+
+    @property
+    def has_synthetic_lengths(self) -> bool:
+        """Return whether the length of a translation follows from the tokens of its source."""
+        return self.weights == "dummy"
+
+    def describe_limits(self) -> str:
+        """Return the limits of requests in words."""
+        return (
+            f"{self.slots} sentences per step of up to {self.max_source} tokens, {self.num_beams} beams of "
+            f"{self.max_new_tokens}"
+        )
+
+    def probe(self, request_id: str) -> Translate:
+        """Return a sentence of a few tokens."""
+        last = self.vocab_size - 1
+        return Translate(request_id=request_id, token_ids=[min(token_id, last) for token_id in (4, 5, 6, 2)])
 
 
 ToEngine = Translate | ShellToEngine

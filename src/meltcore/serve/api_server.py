@@ -14,12 +14,13 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 import uvloop
 
 from meltcore.common.errors import MeltcoreError, RequestError
+from meltcore.common.tasks import DEFAULT, load, tasks
 from meltcore.protocol.channel import (
     MESSAGE_BYTES,
     AddConnection,
@@ -41,6 +42,8 @@ from meltcore.protocol.channel import (
     StatusChanged,
     ToAPIServer,
 )
+from meltcore.protocol.engines import from_engine
+from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import take_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
@@ -53,33 +56,15 @@ from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.terms import MODEL_ASLEEP, asleep_error
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
-from meltcore.serve.tasks.audio_backend import AudioBackend, check_audio_packages
-from meltcore.serve.tasks.generation.local_engine import LocalEngine
-from meltcore.serve.tasks.generation.text_model import TextModel, load_text
-from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
-from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
-from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.upstream.http_backend import HttpBackend
-
-if TYPE_CHECKING:
-    from meltcore.serve.tasks.translation.translations import TranslationText
-
-
-_EngineBackend = LocalEngine | TranslationEngine | SynthesisEngine | TranscriptionEngine
-_BACKENDS: dict[str, type[_EngineBackend]] = {
-    "generation": LocalEngine,
-    "translation": TranslationEngine,
-    "transcription": TranscriptionEngine,
-    "synthesis": SynthesisEngine,
-}
 
 
 @dataclass(eq=False)
 class _Model:
-    """A model of this process: its backend, and the tokenizer that is being loaded for it (None: it needs none)."""
+    """A model of this process: its backend, and what is being loaded for it beside its engines."""
 
-    backend: _EngineBackend | HttpBackend
-    text: asyncio.Task[TextModel | TranslationText | None] | None = None
+    backend: EngineBackend | HttpBackend
+    text: asyncio.Task[Any] | None = None
     opening: asyncio.Task[None] | None = None
     failed: bool = False
 
@@ -198,9 +183,8 @@ class APIServer:
         self._channel.send(ModelOpened(message.model, False))
 
     def _add_model(self, message: AddModel, stats: ModelStats) -> None:
-        task = message.task or "generation"
-        backend_class, stats.task = _BACKENDS[task], task
-        backend = backend_class(
+        stats.task = message.task or DEFAULT.name
+        backend: EngineBackend = load(tasks()[stats.task].backend)(
             message.config,
             self._stats,
             stats,
@@ -214,7 +198,7 @@ class APIServer:
             else:
                 self._connect(message.model, replica, engine)
         if message.task is not None:
-            model.text = asyncio.create_task(self._load_text(message.model, model))
+            model.text = asyncio.create_task(self._load_text(message.model, backend, model))
         self._table.add(backend)
 
     def _remove_model(self, model: int) -> None:
@@ -225,7 +209,7 @@ class APIServer:
             if work is not None:
                 work.cancel()
         removed.backend.close()
-        if isinstance(removed.backend, AudioBackend):
+        if isinstance(removed.backend, EngineBackend):
             task = asyncio.create_task(removed.backend.close_workers())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -237,12 +221,10 @@ class APIServer:
         assert not isinstance(backend, HttpBackend)
         backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
-    async def _load_text(self, number: int, model: _Model) -> TextModel | TranslationText | None:
+    async def _load_text(self, number: int, backend: EngineBackend, model: _Model) -> Any:
         """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
         try:
-            if isinstance(model.backend, LocalEngine | TranslationEngine):
-                return await asyncio.to_thread(load_text, model.backend.config)
-            check_audio_packages()
+            return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:
             model.failed = True
             self._channel.send(ModelFailed(number, str(error)))
@@ -250,15 +232,11 @@ class APIServer:
 
     async def _open(self, model: _Model, message: OpenModel) -> None:
         assert model.text is not None
-        text, backend, engine = await model.text, model.backend, message.engine
+        assert isinstance(model.backend, EngineBackend)
+        text, engine = await model.text, msgspec.msgpack.decode(message.engine, type=from_engine())
         if model.failed:
             return  # reported already
-        if text is None:
-            assert isinstance(backend, AudioBackend)
-            backend.open(engine, message.created)  # type: ignore[arg-type]  # of the same task
-        else:
-            assert isinstance(backend, LocalEngine | TranslationEngine)
-            backend.open(text, engine, message.created)  # type: ignore[arg-type]  # likewise
+        model.backend.open(text, engine, message.created)
         tune_gc()
         is_synthetic = text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
         self._channel.send(ModelOpened(message.model, is_synthetic))

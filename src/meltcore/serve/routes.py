@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.common.errors import EngineDeadError, RequestError
+from meltcore.common.tasks import load, tasks
 from meltcore.serve.dialects.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
 from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
 from meltcore.serve.dialects.speech_to_speech import SpeechToSpeechEndpoint
@@ -61,25 +62,15 @@ from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.status import Status
 from meltcore.serve.tasks.exchange import Endpoint
 from meltcore.serve.tasks.generation.completions import CompletionsEndpoint
-from meltcore.serve.tasks.synthesis.speech import SpeechEndpoint
-from meltcore.serve.tasks.transcription.transcriptions import TranscriptionsEndpoint
-from meltcore.serve.tasks.translation.translate import TranslateEndpoint
-from meltcore.serve.upstream.forward import (
-    FOREIGN_PATHS,
-    FORWARDED_PATHS,
-    ForwardingEndpoint,
-)
+from meltcore.serve.upstream.forward import FOREIGN_PATHS, ForwardingEndpoint, forwarded_paths
 from meltcore.settings.config import ServerConfig
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Scope, Receive], Awaitable[Any]]
-_TASK_ENDPOINTS: tuple[type[Endpoint], ...] = (
-    TranscriptionsEndpoint,
+_DIALECT_ENDPOINTS: tuple[type[Endpoint], ...] = (
     TranscribeBatchEndpoint,
-    SpeechEndpoint,
     SpeechBatchEndpoint,
-    TranslateEndpoint,
     DwaniChatEndpoint,
     SpeechToSpeechEndpoint,
     VisionEndpoint,
@@ -103,13 +94,14 @@ def build_app(
         "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
         "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
     }
-    tasks = {
-        path: forwarding(each, each.upload_limit_bytes) if path in FORWARDED_PATHS else each
-        for each in (kind(models, config, log) for kind in _TASK_ENDPOINTS)
+    kinds = (*_DIALECT_ENDPOINTS, *(load(route) for task in tasks().values() for route in task.routes))
+    others = {
+        path: forwarding(each, each.upload_limit_bytes) if path in forwarded_paths() else each
+        for each in (kind(models, config, log) for kind in kinds)
         for path in each.paths
     }
-    others = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
-    app = _build_starlette(_Handlers(models, config, metrics), config, {**others, **completions, **tasks})
+    foreign = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
+    app = _build_starlette(_Handlers(models, config, metrics), config, {**foreign, **completions, **others})
     # Starlette's layers would be a fifth of the cost per token.
     gate = Gate(_Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
     if not config.allowed_origins:

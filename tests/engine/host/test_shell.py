@@ -19,8 +19,8 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.host.shell import STEP, EngineShell, _CudaProfiler
-from meltcore.protocol.engines import FromEngine, ToEngine
-from meltcore.protocol.generation import AddRequest
+from meltcore.protocol import engines
+from meltcore.protocol.generation import AddRequest, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, EngineFailed, Profile, ProfileDone, Shutdown
 from meltcore.protocol.sockets import socket_address
@@ -96,7 +96,7 @@ def test_whole_exception_of_a_failed_start_is_printed(tmp_path: Path, capsys: py
         said = []
         for build in (broken, refused):
             assert shell.serve(build) == 1
-            said.append(msgspec.msgpack.decode(from_engine.recv(), type=FromEngine))
+            said.append(msgspec.msgpack.decode(from_engine.recv(), type=engines.from_engine()))
         shell.close()
     assert said == [EngineFailed("the engine could not start: ValueError: shapes differ"), EngineFailed("no room")]
     printed = capsys.readouterr().err

@@ -14,8 +14,8 @@ import zmq
 from meltcore.common.errors import SleepError
 from meltcore.engine.host.shell import EngineShell
 from meltcore.engine.host.sleep import Slept
-from meltcore.protocol.engines import FromEngine, ToEngine
-from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs
+from meltcore.protocol import engines
+from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests, Asleep, Awake, Shutdown, Sleep, Wake
 from meltcore.protocol.sockets import socket_address
@@ -93,7 +93,7 @@ def exchange(folder: Path, engine: Engine, messages: list[object], answers: int)
         received = []
         for _ in range(1 + answers):
             assert from_engine.poll(WAIT_MS), received
-            received.append(msgspec.msgpack.decode(from_engine.recv(), type=FromEngine))
+            received.append(msgspec.msgpack.decode(from_engine.recv(), type=engines.from_engine()))
         to_engine.send(msgspec.msgpack.encode([Shutdown()]))
         thread.join(WAIT_MS / 1000)
         assert not thread.is_alive()

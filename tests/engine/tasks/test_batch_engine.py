@@ -6,14 +6,14 @@ import itertools
 import random
 from collections.abc import Sequence
 
-import msgspec
 import pytest
 
 from meltcore.common.errors import RequestError
 from meltcore.engine.core.waiting import shape_buckets
 from meltcore.engine.host.step_pacing import StepTurn
-from meltcore.engine.tasks.batch_engine import BatchEngine
-from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
+from meltcore.protocol.shell import EngineOutputs
 
 
 class Ask(TaskRequest, tag="ask", array_like=True, frozen=True, kw_only=True):
@@ -24,17 +24,14 @@ class Answer(TaskResult, tag="answer", array_like=True, frozen=True, kw_only=Tru
     pass
 
 
-class Answers(msgspec.Struct):
-    outputs: list[Answer]
-    stats: BatchStats
-    step_ended_s: float
-
-    def with_outputs(self, outputs: list[Answer]) -> Answers:
-        return Answers(outputs, self.stats, self.step_ended_s)
+class Answers(EngineOutputs[Answer, BatchStats], tag="answers", array_like=True, frozen=True):
+    pass
 
 
-class ScriptedTask:
+class ScriptedTask(BatchTask[Ask, Answer]):
     """Takes `steps` steps per request, and a time in proportion to the padded cost that has begun."""
+
+    result, message = Answer, Answers
 
     def __init__(self, max_cost: int = 1000, steps: int = 1, s_per_cost: float = 0.0) -> None:
         self.max_cost, self.steps, self.s_per_cost = max_cost, steps, s_per_cost
@@ -70,17 +67,8 @@ class ScriptedTask:
         for request_id in request_ids:
             del self.running[request_id]
 
-    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Answer:
-        return Answer(request_id=request_id, finish_reason=reason, error=error)
-
-    def outputs(self, results: list[Answer], stats: BatchStats, step_ended_s: float) -> Answers:
-        return Answers(results, stats, step_ended_s)
-
     def ready(self) -> BatchReady:
         raise NotImplementedError
-
-    def close(self) -> None:
-        pass
 
 
 def engine_of(task: ScriptedTask, **limits: float) -> BatchEngine[Ask, Answer]:

@@ -17,10 +17,10 @@ from parakeet_tools import CONFIG, nemo_names, reference_ctc, reference_rnnt, sp
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.engine.memory.memory_plans import plan_transcription
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.transcription.ctc import Emissions
 from meltcore.engine.transcription.engine import TranscriptionTask, words_of
+from meltcore.engine.transcription.memory import plan_transcription
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.transcription import FromEngine, Transcribe, Transcript, TranscriptionReady, Word
 from meltcore.settings.config import EngineConfig
@@ -198,7 +198,7 @@ def client(tmp_path: Path, archive: Path) -> Iterator[EngineClient]:
 def test_process_serves_refuses_and_aborts(client: EngineClient, task: TranscriptionTask) -> None:
     ready: Any = client.ready(TranscriptionReady)
     assert ready.languages == ["hi", "kn", "ta"]
-    assert (ready.sample_rate, ready.max_samples, ready.task) == (16_000, 720_000, "transcription")
+    assert (ready.sample_rate, ready.max_samples) == (16_000, 720_000)
     requests = requests_of(4)
     engine = BatchEngine(task)
     for request in requests:

@@ -132,7 +132,7 @@ class Scene:
     def __init__(self, max_queue: int = 100, stats: ModelStats | None = None) -> None:
         self.stats = stats or processes(1)[0]
         admission = Admission(max_queue=max_queue, max_units=1000, max_num_seqs=2)
-        self.queue = RequestQueue("generation", self.stats, admission, slots=2, shares=SHARES)
+        self.queue = RequestQueue(self.stats, admission, slots=2, shares=SHARES)
         self.started: list[str] = []
 
     def admit(self, name: str, priority_class: PriorityClass = "standard", **settings: float) -> Waiting:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from open_tickets import open_requests, start
+from open_tickets import open_requests, start, wide_queue
 from waiting import WAIT_S
 
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
@@ -23,7 +23,7 @@ from meltcore.protocol.sampling_params import SamplingParams
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesized
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
-from meltcore.protocol.translation import Translated, TranslationOutputs, TranslationReady
+from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.generation import Echo, Generation
 from meltcore.serve.requests.protocol import TranslateRequest
@@ -149,9 +149,10 @@ def test_translation_is_retried_once() -> None:
         (stats,) = ServerStats((2,)).models
         sent: list[tuple[Any, int]] = []
         translations = Translations(
+            wide_queue(stats),
             config("ai4bharat/indictrans2-indic-en-dist-200M"),
             TranslationText(SyntheticTokenizer(32_000), True, "indic-en"),
-            TranslationReady(*ENGINE, "translation", 64, 4, 256, 32_000, 5, 256, "synthetic"),
+            TranslationReady(*ENGINE, 64, 4, 256, 32_000, 5, 256, "synthetic"),
             stats,
             lambda message, replica: sent.append((message, replica)),
             stats.live_replicas,
@@ -160,7 +161,7 @@ def test_translation_is_retried_once() -> None:
 
         def end(message: Any, replica: int) -> None:
             result = Translated(request_id=message.request_id, token_ids=(7,), finish_reason="stop")
-            translations.on_step(TranslationOutputs([result], BatchStats(), 1.0), replica)
+            translations.on_output(replica, result)
 
         async def begin() -> asyncio.Task[Any]:
             sent.clear()
@@ -194,8 +195,9 @@ def test_clips_without_a_transcript_are_sent_again(monkeypatch: pytest.MonkeyPat
     async def scenario() -> None:
         server = ServerStats((2,))
         (stats,) = server.models
+        stats.task = "transcription"
         backend = TranscriptionEngine(config("tones"), server, stats, request_timeout_s=30)
-        ready = TranscriptionReady(*ENGINE, "transcription", 100, ["kn"], 16_000, 16, 16_000, "real")
+        ready = TranscriptionReady(*ENGINE, 100, ["kn"], 16_000, 16, 16_000, "real")
         sent: list[tuple[Any, int]] = []
         monkeypatch.setattr(backend, "_send", lambda message, replica: sent.append((message, replica)))
         request: Any = SimpleNamespace(decoder="ctc")
@@ -239,11 +241,12 @@ def test_speech_of_which_nothing_was_sent_begins_again(monkeypatch: pytest.Monke
     async def scenario() -> None:
         server = ServerStats((2,))
         (stats,) = server.models
+        stats.task = "synthesis"
         backend = SynthesisEngine(config("ai4bharat/IndicF5"), server, stats, request_timeout_s=30)
         sent: list[tuple[Any, int]] = []
         monkeypatch.setattr(backend, "_send", lambda message, replica: sent.append((message, replica)))
-        ready = SynthesisReady(*ENGINE, "synthesis", 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic")
-        backend.open(ready, 0)
+        ready = SynthesisReady(*ENGINE, 9, ["a"], 24_000, 99, 0.5, 15, 0.5, 2, [32], "synthetic")
+        backend.open(None, ready, 0)
         backend.health.set("ready", "ready")
         request = SynthesisRequest("Hello.", None, None, "", "pcm", 1.0, 0, None, is_whole, False, None, None, None)
         parts: list[bytes] = []

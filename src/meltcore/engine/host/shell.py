@@ -76,6 +76,10 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
 
+    @property
+    def outside_bytes(self) -> int:
+        """Bytes of its budget that it does not allocate by torch."""
+
     def ready(self) -> EngineReady:
         """Return the message that says that the engine can serve."""
 

@@ -25,6 +25,8 @@ GRAPH_LAYER_BYTES = 176 * 2**10
 # counted (Qwen3-0.6B, H200, 2026-11-24).
 _GAPS = 0.1
 _LEAST_GAP_BYTES = 160 * 2**20
+# The gaps in an exact plan of a batch engine: a fraction of what lives for one step, and at least this much.
+BATCH_GAPS, LEAST_BATCH_GAP_BYTES = 0.1, 32 * 2**20
 
 
 def sleep_rounding_bytes(weight_bytes: int) -> int:
@@ -33,6 +35,11 @@ def sleep_rounding_bytes(weight_bytes: int) -> int:
     477 MiB of 16.04 GiB were lost (Gemma-3-27B in Q4_0, H200, 2026-11-24).
     """
     return weight_bytes // 25 + 2**26
+
+
+def graph_node_bytes(num_graphs: int, layers: int) -> int:
+    """Return what CUDA graphs of a model of `layers` take of the device outside of torch's allocator."""
+    return num_graphs * layers * GRAPH_LAYER_BYTES
 
 
 class Workspace(NamedTuple):

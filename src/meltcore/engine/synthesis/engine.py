@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.tasks import task_of_part
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
-from meltcore.engine.memory.memory_plans import (
+from meltcore.engine.memory.workspace import graph_node_bytes
+from meltcore.engine.synthesis.memory import (
     MAX_BATCH_FRAMES,
     MAX_SYNTHESIS_COST,
-    graph_node_bytes,
     max_speech_s,
     plan_synthesis,
     synthesis_shape,
@@ -37,11 +38,11 @@ from meltcore.engine.synthesis.synthesis import (
     load_synthesis_model,
 )
 from meltcore.engine.synthesis.voices import dummy_voice, read_voices
-from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
-from meltcore.models.checkpoints.checkpoint import SYNTHESIS_ARCHITECTURE, open_task_checkpoint
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
+from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
 from meltcore.models.configs.task_configs import BUDGET_SYNTHESIS_GRAPHS, SYNTHESIS_GRAPHS
 from meltcore.models.loader import task_dtype
-from meltcore.protocol.batch import BatchStats, TaskFinishReason
+from meltcore.protocol.batch import TaskFinishReason
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
 from meltcore.settings.config import EngineConfig
 from meltcore.text.synthesis.chunks import (
@@ -82,8 +83,10 @@ class _Speech:
     plays_until_s: float = 0.0  # if playback began with the first sound
 
 
-class SynthesisTask(SleepableTask):
+class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
     """Speaks texts with an IndicF5 on one device."""
+
+    result, message = Synthesized, SynthesisOutputs
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
@@ -93,9 +96,9 @@ class SynthesisTask(SleepableTask):
         Raises ConfigError when the checkpoint, a voice or a setting cannot work.
         """
         start_s = time.monotonic()
-        check_options(config, "speech synthesis")
-        is_dummy = config.load_format == "dummy"
-        checkpoint = open_task_checkpoint(config.model, "speech synthesis", SYNTHESIS_ARCHITECTURE, is_dummy=is_dummy)
+        task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
+        check_options(config, task)
+        checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
         self._device = choose_device(config.device)
         super().__init__(config, self._device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
@@ -193,11 +196,7 @@ class SynthesisTask(SleepableTask):
     def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Synthesized:
         """Return the result without samples that ends a request."""
         self._plans.pop(request_id, None)
-        return Synthesized(request_id=request_id, finish_reason=reason, error=error)
-
-    def outputs(self, results: list[Synthesized], stats: BatchStats, step_ended_s: float) -> SynthesisOutputs:
-        """Return the message with the speech of a step."""
-        return SynthesisOutputs(results, stats, step_ended_s)
+        return super().ended(request_id, reason, error)
 
     def ready(self) -> SynthesisReady:
         """Return the limits of requests."""
@@ -207,7 +206,6 @@ class SynthesisTask(SleepableTask):
             weights=self._weights,
             memory=self.memory,
             load_s=self._load_s,
-            task="synthesis",
             max_cost=self.max_cost,
             voices=list(self._voices),
             sample_rate=self._mel.sample_rate,
@@ -219,9 +217,6 @@ class SynthesisTask(SleepableTask):
             steps=list(STEPS),
             tokens="synthetic" if self._vocabulary.is_synthetic else "real",
         )
-
-    def close(self) -> None:
-        """Do nothing: the device is released with the process."""
 
     def _load_voices(self, config: EngineConfig, folder: Path | None) -> dict[str, _Speaker]:
         """Return the checkpoint's voices. folder: None for random weights, which have the published names."""

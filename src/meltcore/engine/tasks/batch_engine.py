@@ -1,6 +1,6 @@
 """BatchEngine: requests with a cost in, results out, batched continuously under a latency bound.
 
-A task computes; the engine decides what it computes next. To add a task, write a class with the methods of `BatchTask`
+A task computes; the engine decides what it computes next. To add a task, write a subclass of `BatchTask`
 and messages as in `protocol/batch.py`.
 
 - Cost: positions that a request takes while it runs, such as frames or tokens (all beams counted). A batch costs its
@@ -19,13 +19,15 @@ and messages as in `protocol/batch.py`.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.errors import ConfigError, RequestError, SleepError
+from meltcore.common.tasks import Task
 from meltcore.engine.core.waiting import Waiting, WaitingQueue, shape_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import Slept
@@ -35,52 +37,58 @@ from meltcore.settings.config import EngineConfig
 
 Request = TypeVar("Request", bound=TaskRequest)
 Result = TypeVar("Result", bound=TaskResult)
-_AcceptedRequest = TypeVar("_AcceptedRequest", bound=TaskRequest, contravariant=True)
 
 MAX_START_S = 0.25
 # Weight of the newest batch in the measured seconds per padded cost.
 _SPEED_WEIGHT = 0.3
 
 
-class BatchTask(Protocol[_AcceptedRequest, Result]):
-    """What a batch engine computes. Requests begin and are aborted between steps only."""
+class BatchTask(ABC, Generic[Request, Result]):
+    """What a batch engine computes. Requests begin and are aborted between steps only.
 
+    result, message: the types of a request's result and of the message with the results of a step.
+    """
+
+    result: type[Any]
+    message: type[Any]
     max_cost: int  # the padded cost of all requests that run together; fixed
+    outside_bytes = 0  # of a budget, that its CUDA graphs take outside of torch's allocator
 
-    def cost(self, request: _AcceptedRequest) -> int:
+    @abstractmethod
+    def cost(self, request: Request) -> int:
         """Return the positions of a request, at least 1. Raises RequestError for one that cannot be served."""
 
-    outside_bytes: int  # of a budget that its CUDA graphs take outside of torch's allocator; 0 without one
-
-    def start(self, requests: Sequence[_AcceptedRequest], shape: int) -> None:
+    @abstractmethod
+    def start(self, requests: Sequence[Request], shape: int) -> None:
         """Begin these requests, padded to `shape`, beside those that run. Their messages are not kept by the engine."""
 
+    @abstractmethod
     def step(self) -> list[Result]:
         """Compute until there is a result, or one position of every running request. Returns the new results.
 
         A request's last result has a finish_reason. Times are set by the engine.
         """
 
+    @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
         """End running requests without a result."""
 
-    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Result:
-        """Return the result that ends a request for a reason of the engine's."""
-
-    def outputs(self, results: list[Result], stats: BatchStats, step_ended_s: float) -> Outputs:
-        """Return the message with the results of a step."""
-
+    @abstractmethod
     def ready(self) -> BatchReady:
         """Return the message that says that the engine can serve."""
 
-    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Result:
+        """Return the result that ends a request for a reason of the engine's."""
+        result: Result = self.result(request_id=request_id, finish_reason=reason, error=error)
+        return result
+
+    def sleep(self, keep: Literal["host", "disk"]) -> Slept:  # noqa: ARG002 - of those that can
         """Give memory back while nothing runs. Raises SleepError and changes nothing if it cannot."""
+        raise SleepError("the engine has no sleep mode")
 
     def wake(self) -> int:
         """Take memory again. Returns the bytes of weights copied. Raises SleepError if it cannot."""
-
-    def close(self) -> None:
-        """Release the device."""
+        raise SleepError("the engine has no sleep mode")
 
 
 # Settings of the generation engine alone
@@ -91,17 +99,16 @@ _GENERATION_SETTINGS = (
 )
 
 
-def check_options(config: EngineConfig, task: str, supported: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default.
-
-    supported: settings that it has.
-    """
+def check_options(config: EngineConfig, task: Task) -> None:
+    """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default."""
     for setting in fields(config):
         value = getattr(config, setting.name)
         default = setting.default if setting.default_factory is MISSING else setting.default_factory()
-        if setting.name in _GENERATION_SETTINGS and setting.name not in supported and value != default:
+        if setting.name in _GENERATION_SETTINGS and setting.name not in task.settings and value != default:
             flag = "--" + setting.name.replace("_", "-")
-            raise ConfigError(f"{flag} {value}: {task} does not support it, and {config.model} is a model for {task}")
+            raise ConfigError(
+                f"{flag} {value}: {task.title} does not support it, and {config.model} is a model for {task.title}"
+            )
 
 
 class _Running(NamedTuple):
@@ -160,7 +167,7 @@ class BatchEngine(Generic[Request, Result]):
 
     def refuse(self, request_id: str, error: str) -> Outputs:
         """Return the outputs that end a request which `add` has refused."""
-        return self.task.outputs([self.task.ended(request_id, "error", error)], self.stats(), self._clock())
+        return self._outputs([self.task.ended(request_id, "error", error)], self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with reason "abort", reported by the next `step`. Ids of ended requests are ignored."""
@@ -194,7 +201,7 @@ class BatchEngine(Generic[Request, Result]):
         self._step_s += ended_s - began_s
         if started_cost:
             self._record_speed((ended_s - began_s) / started_cost)
-        return self.task.outputs(results, self.stats(), ended_s)
+        return self._outputs(results, ended_s)
 
     def check(self) -> None:
         """Do nothing: there are no ranks that could fail."""
@@ -208,8 +215,11 @@ class BatchEngine(Generic[Request, Result]):
         return self.task.wake()
 
     def close(self) -> None:
-        """Release the device."""
-        self.task.close()
+        """Do nothing: the device is released with the process."""
+
+    def _outputs(self, results: list[Result], step_ended_s: float) -> Outputs:
+        outputs: Outputs = self.task.message(results, self.stats(), step_ended_s)
+        return outputs
 
     def stats(self) -> BatchStats:
         """Return the current gauges and counters."""

@@ -11,19 +11,20 @@ import numpy as np
 import torch
 
 from meltcore.common.errors import RequestError
+from meltcore.common.tasks import task_of_part
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
-from meltcore.engine.memory.memory_plans import (
+from meltcore.engine.memory.workspace import graph_node_bytes
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
+from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
+from meltcore.engine.transcription.memory import (
     BUDGET_TRANSCRIPTION_GRAPHS,
     MAX_CLIP_S,
     MAX_TRANSCRIPTION_COST,
     TRANSCRIPTION_GRAPHS,
-    graph_node_bytes,
     plan_transcription,
     transcription_shape,
 )
-from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
-from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
 from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
 from meltcore.engine.transcription.transducer import TransducerGraphs, transducer_greedy
 from meltcore.models.checkpoints.checkpoint import Progress, find_transcriber, has_assets
@@ -32,7 +33,6 @@ from meltcore.models.configs.task_configs import IndicConformerConfig
 from meltcore.models.loader import allocate, check_memory, task_dtype
 from meltcore.models.tasks.indicconformer import IndicConformer, TranscriberFiles
 from meltcore.models.tasks.transcriber_assets import PublishedAssets
-from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
 from meltcore.settings.config import EngineConfig
 
@@ -49,8 +49,10 @@ class _Batch(NamedTuple):
     shape: int
 
 
-class TranscriptionTask(SleepableTask):
+class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
     """Transcribes clips with an IndicConformer on one device."""
+
+    result, message = Transcript, TranscriptionOutputs
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
@@ -60,7 +62,7 @@ class TranscriptionTask(SleepableTask):
         Raises ConfigError when the checkpoint or a setting cannot work.
         """
         start_s = time.monotonic()
-        check_options(config, "transcription")
+        check_options(config, task_of_part(__name__))
         path = find_transcriber(config.model, dummy=config.load_format == "dummy")
         assert path is not None, "the caller has found it"
         device = choose_device(config.device)
@@ -158,14 +160,6 @@ class TranscriptionTask(SleepableTask):
             for batch in self._batches
         ]
 
-    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Transcript:
-        """Return the transcript without text that ends a request."""
-        return Transcript(request_id=request_id, finish_reason=reason, error=error)
-
-    def outputs(self, results: list[Transcript], stats: BatchStats, step_ended_s: float) -> TranscriptionOutputs:
-        """Return the message with the transcripts of a step."""
-        return TranscriptionOutputs(results, stats, step_ended_s)
-
     def ready(self) -> TranscriptionReady:
         """Return the limits of requests."""
         features = self.model.config.features
@@ -175,7 +169,6 @@ class TranscriptionTask(SleepableTask):
             weights=self._weights,
             memory=self.memory,
             load_s=self._load_s,
-            task="transcription",
             max_cost=self.max_cost,
             languages=list(self._languages),
             sample_rate=features.sample_rate,
@@ -183,9 +176,6 @@ class TranscriptionTask(SleepableTask):
             max_samples=self.max_samples,
             tokens="real" if self._weights == "real" else "synthetic",
         )
-
-    def close(self) -> None:
-        """Do nothing: the device is released with the process."""
 
     def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the encoder's output of the clips and their frame counts. shape: frames that they are padded to."""

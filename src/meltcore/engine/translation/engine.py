@@ -14,31 +14,28 @@ from typing import Literal
 import torch
 
 from meltcore.common.errors import RequestError
+from meltcore.common.tasks import task_of_part
 from meltcore.engine.core.waiting import shape_buckets
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
-from meltcore.engine.memory.memory_plans import (
-    BUDGET_ENCODER_TOKENS,
-    MAX_SLOTS,
-    graph_node_bytes,
-    plan_slots,
-    translation_workspace,
-)
-from meltcore.engine.tasks.batch_engine import BatchEngine, check_options
+from meltcore.engine.memory.workspace import graph_node_bytes
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
+from meltcore.engine.translation.memory import BUDGET_ENCODER_TOKENS, MAX_SLOTS, plan_slots, translation_workspace
 from meltcore.engine.translation.translation import load_translation_model
-from meltcore.models.checkpoints.checkpoint import TRANSLATION_ARCHITECTURE, open_task_checkpoint
+from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
 from meltcore.models.configs.task_configs import graph_rows
 from meltcore.models.loader import task_dtype
-from meltcore.protocol.batch import BatchStats, TaskFinishReason
 from meltcore.protocol.shell import MemoryRow
 from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
 from meltcore.settings.config import EngineConfig
 
 
-class TranslationTask(SleepableTask):
+class TranslationTask(SleepableTask, BatchTask[Translate, Translated]):
     """Translates sentences with an IndicTrans2 checkpoint on one device."""
+
+    result, message = Translated, TranslationOutputs
 
     def __init__(
         self, config: EngineConfig, progress: Callable[[str, float], None] = lambda _stage, _part: None
@@ -48,9 +45,9 @@ class TranslationTask(SleepableTask):
         Raises ConfigError when the checkpoint or a setting cannot work, and when memory is not enough for one slot.
         """
         start_s = time.monotonic()
-        check_options(config, "translation", ("max_model_len",))
-        is_dummy = config.load_format == "dummy"
-        checkpoint = open_task_checkpoint(config.model, "translation", TRANSLATION_ARCHITECTURE, is_dummy=is_dummy)
+        task, is_dummy = task_of_part(__name__), config.load_format == "dummy"
+        check_options(config, task)
+        checkpoint = open_task_checkpoint(config.model, task, is_dummy=is_dummy)
         self._device = choose_device(config.device)
         super().__init__(config, self._device)
         self._weights: Literal["real", "dummy"] = "dummy" if is_dummy else "real"
@@ -128,14 +125,6 @@ class TranslationTask(SleepableTask):
         """Free the slots of sentences."""
         self._search.cancel(request_ids)
 
-    def ended(self, request_id: str, reason: TaskFinishReason, error: str | None) -> Translated:
-        """Return the result without a translation that ends a request."""
-        return Translated(request_id=request_id, finish_reason=reason, error=error)
-
-    def outputs(self, results: list[Translated], stats: BatchStats, step_ended_s: float) -> TranslationOutputs:
-        """Return the message with the translations of a step."""
-        return TranslationOutputs(results, stats, step_ended_s)
-
     def ready(self) -> TranslationReady:
         """Return the limits of requests."""
         return TranslationReady(
@@ -144,7 +133,6 @@ class TranslationTask(SleepableTask):
             weights=self._weights,
             memory=self.memory,
             load_s=self._load_s,
-            task="translation",
             max_cost=self.max_cost,
             slots=self.slots,
             max_source=self.max_source,
@@ -153,9 +141,6 @@ class TranslationTask(SleepableTask):
             max_new_tokens=self.options.max_new_tokens,
             tokens="real" if self._has_tokenizer else "synthetic",
         )
-
-    def close(self) -> None:
-        """Do nothing: the device is released with the process."""
 
 
 def translation_engine(

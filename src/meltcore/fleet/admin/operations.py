@@ -289,7 +289,7 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
     return EngineRow(
         model=model.name,
         replica=replica.index,
-        task=getattr(limits, "task", None) or model.task or "unknown",
+        task="unknown" if model.task is None else model.task.name,
         state="failed" if model.status == "failed" else state,
         status=model.status,
         reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,

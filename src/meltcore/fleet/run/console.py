@@ -14,11 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meltcore.common.sizes import size_text
-from meltcore.protocol.engines import ServedReady
-from meltcore.protocol.generation import GenerationReady
-from meltcore.protocol.synthesis import SynthesisReady
-from meltcore.protocol.transcription import TranscriptionReady
-from meltcore.protocol.translation import TranslationReady
+from meltcore.protocol.shell import EngineReady
 from meltcore.settings.config import ModelConfig, ServerConfig
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
@@ -72,7 +68,7 @@ class LoadingProgress:
 
 
 def print_ready(
-    config: ServerConfig, engines: Sequence[ServedReady], synthetic_tokenizers: Sequence[bool], api_servers: int
+    config: ServerConfig, engines: Sequence[EngineReady], synthetic_tokenizers: Sequence[bool], api_servers: int
 ) -> None:
     """Print the served models, their limits, and their memory tables."""
     # Rich would end the process when the reader of standard output is gone.
@@ -83,19 +79,18 @@ def print_ready(
     print_line(output.getvalue(), sys.stdout, end="")
 
 
-def _show_model(console: Console, model: ModelConfig, engine: ServedReady, synthetic: bool, api_servers: int) -> None:
+def _show_model(console: Console, model: ModelConfig, engine: EngineReady, synthetic: bool, api_servers: int) -> None:
     several = model.data_parallel_size > 1
     replicas = f"{model.data_parallel_size} replicas, each with " if several else ""
     notes = [f"{engine.weights} weights"] if engine.weights == "dummy" else []
     notes += ["synthetic tokenizer"] if synthetic else []
-    if isinstance(engine, TranslationReady | TranscriptionReady) and engine.output_lengths == "synthetic":
-        notes.append("synthetic output lengths")
+    notes += ["synthetic output lengths"] if engine.has_synthetic_lengths else []
     notes += [f"debug {option}" for option in model.engine.debug_options]
     notes += [f"overrides {json.dumps(model.engine.hf_overrides)}"] if model.engine.hf_overrides else []
     note = f" [{', '.join(notes)}]" if notes else ""
     console.print(f"meltcore: ready: {', '.join(model.names)} on {engine.device} in {engine.dtype}{note}", markup=False)
     console.print(
-        f"  {replicas}{_limits(engine)}, loaded in {engine.load_s:.1f} s, "
+        f"  {replicas}{engine.describe_limits()}, loaded in {engine.load_s:.1f} s, "
         f"{api_servers} API server process{'es' if api_servers > 1 else ''}",
         markup=False,
     )
@@ -108,23 +103,3 @@ def _show_model(console: Console, model: ModelConfig, engine: ServedReady, synth
     for row in engine.memory:
         table.add_row(row.name, size_text(row.size_bytes), row.note)
     console.print(table)
-
-
-def _limits(engine: ServedReady) -> str:
-    if isinstance(engine, GenerationReady):
-        return (
-            f"context {engine.max_model_len} tokens, {engine.max_num_seqs} sequences per step, "
-            f"{engine.pages_total} KV pages of {engine.page_size} tokens"
-        )
-    if isinstance(engine, TranslationReady):
-        return (
-            f"{engine.slots} sentences per step of up to {engine.max_source} tokens, {engine.num_beams} beams of "
-            f"{engine.max_new_tokens}"
-        )
-    if isinstance(engine, SynthesisReady):
-        return (
-            f"speech synthesis with {len(engine.voices)} voices, texts of up to {engine.max_text:,} characters, "
-            f"{engine.max_cost:,} frames of open requests"
-        )
-    clip_s = engine.max_samples / engine.sample_rate
-    return f"transcription in {len(engine.languages)} languages, clips of up to {clip_s:.0f} s"

@@ -26,7 +26,7 @@ from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
-from meltcore.serve.upstream.forward import FORWARDED_PATHS
+from meltcore.serve.upstream.forward import forwarded_paths
 from meltcore.serve.upstream.http_backend import task_of, upstream_api_key
 from meltcore.serve.upstream.http_replica import Replica as Upstream
 from meltcore.settings.config import EngineConfig, ForeignConfig
@@ -281,5 +281,5 @@ def check_foreign(config: ForeignConfig) -> None:
     if config.command is not None:
         foreign_command(config, 0, 1)
     for path in config.paths:
-        if path not in FORWARDED_PATHS:
-            raise ConfigError(f"{config.names[0]}: paths may be {', '.join(FORWARDED_PATHS)}; got {path!r}")
+        if path not in (known := forwarded_paths()):
+            raise ConfigError(f"{config.names[0]}: paths may be {', '.join(known)}; got {path!r}")

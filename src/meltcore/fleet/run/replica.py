@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from meltcore.common.errors import EnginePendingError, MeltcoreError
 from meltcore.fleet.plan.placement import Placement
-from meltcore.protocol.engines import ServedReady
-from meltcore.protocol.shell import Asleep, Awake
+from meltcore.protocol.shell import Asleep, Awake, EngineReady
 
 # "pending": nothing was started, as no node has room or the cluster cannot be changed; it is tried again.
 ReplicaState = Literal["waiting", "pending", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
@@ -68,7 +67,7 @@ class Replica(ReplicaLife):
     """One replica of a model of ours, with its engine."""
 
     placement: Placement
-    limits: ServedReady | None = None
+    limits: EngineReady | None = None
     probe: asyncio.Future[str] | None = None
     sockets: Path | None = None  # of its engine
     resident_bytes: int = 0  # that it holds while it sleeps

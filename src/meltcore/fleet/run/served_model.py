@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
+from meltcore.common.tasks import DEFAULT, Task
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.engines import new_engine
 from meltcore.fleet.run.logs import log_path
@@ -23,13 +24,10 @@ from meltcore.fleet.run.readiness import probe, probe_error
 from meltcore.fleet.run.replica import Death, Replica
 from meltcore.fleet.run.restart_policy import Outage
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
+from meltcore.protocol.batch import BatchReady
 from meltcore.protocol.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted
-from meltcore.protocol.engines import FromEngine, ServedReady, shared_stats
-from meltcore.protocol.generation import GenerationReady, StepOutputs
-from meltcore.protocol.shell import Asleep, Awake, Loading
-from meltcore.protocol.synthesis import SynthesisOutputs
-from meltcore.protocol.transcription import TranscriptionOutputs
-from meltcore.protocol.translation import TranslationOutputs
+from meltcore.protocol.engines import FromEngine, shared_stats
+from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, Loading
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
@@ -47,7 +45,7 @@ class ServedModel(SupervisedModel[Replica]):
         self,
         number: int,
         config: ModelConfig,
-        task: str | None,
+        task: Task | None,
         placements: Sequence[Placement],
         stats: ModelStats,
         parts: ServerParts,
@@ -60,11 +58,11 @@ class ServedModel(SupervisedModel[Replica]):
         ]
         super().__init__(number, config, replicas, stats, parts)
         self.config, self.task = config, task
-        stats.task = task or stats.task  # for the metrics of this process
-        self.limits: ServedReady | None = None  # of all replicas, once the model is open
+        stats.task = (task or DEFAULT).name  # for the metrics of this process
+        self.limits: EngineReady | None = None  # of all replicas, once the model is open
         self.synthetic_tokenizer = False
         self.engines = [self._new_engine(replica) for replica in self.replicas]
-        parts.pool.add_model(AddModel(number, config, task, [None] * len(placements)), stats)
+        parts.pool.add_model(AddModel(number, config, None if task is None else task.name, [None] * count), stats)
 
     # --- starting
 
@@ -87,9 +85,8 @@ class ServedModel(SupervisedModel[Replica]):
                 self.stats.mark_replica_ready(replica.index)
         self.update_status()
 
-    async def _open(self, limits: ServedReady) -> None:
-        message = OpenModel(self.number, limits, int(time.time()))
-        self.synthetic_tokenizer = await self._parts.pool.open_model(message)
+    async def _open(self, limits: EngineReady) -> None:
+        self.synthetic_tokenizer = await self._parts.pool.open_model(self._opened(limits))
         self.limits = limits
 
     async def _keep(self, replica: Replica) -> None:
@@ -118,7 +115,7 @@ class ServedModel(SupervisedModel[Replica]):
             await asyncio.gather(asyncio.sleep(pause_s), engine.wait_freed())  # not beside one that has the memory
             replica.restarts += 1
 
-    async def _start(self, replica: Replica) -> ServedReady:
+    async def _start(self, replica: Replica) -> EngineReady:
         """Start an engine for a replica and wait until it can serve. Raises MeltcoreError."""
         if replica.state != "pending":
             replica.state = "waiting"
@@ -159,7 +156,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.update_status()
         await asyncio.gather(asyncio.sleep(ROOM_POLL_S), self.engines[replica.index].wait_freed())
 
-    def _on_ready(self, replica: Replica, limits: ServedReady) -> None:
+    def _on_ready(self, replica: Replica, limits: EngineReady) -> None:
         replica.limits, replica.state, replica.reason = limits, "ready", ""
         self._note_started(replica, limits)
         if self.limits is not None:  # a restart, or one that came later than the others
@@ -168,15 +165,18 @@ class ServedModel(SupervisedModel[Replica]):
             self.update_status()
         self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
 
-    def _reopen(self, limits: ServedReady) -> None:
+    def _reopen(self, limits: EngineReady) -> None:
         """Tell API servers when a new engine can do less than those before: another process has taken memory."""
         assert self.limits is not None
         common = msgspec.structs.replace(
             common_limits([self.limits, limits]), load_s=self.limits.load_s, memory=self.limits.memory
         )
-        if common != self.limits and (isinstance(limits, GenerationReady) or not self.stats.live_replicas()):
+        if common != self.limits and not (isinstance(limits, BatchReady) and self.stats.live_replicas()):
             self.limits = common
-            self._parts.pool.broadcast(OpenModel(self.number, common, int(time.time())))
+            self._parts.pool.broadcast(self._opened(common))
+
+    def _opened(self, limits: EngineReady) -> OpenModel:
+        return OpenModel(self.number, msgspec.Raw(msgspec.msgpack.encode(limits)), int(time.time()))
 
     # --- ending
 
@@ -308,9 +308,7 @@ class ServedModel(SupervisedModel[Replica]):
         return new_engine(self._parts, replica, self.config.priority_class, on_message)
 
     def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
-        if isinstance(
-            message, StepOutputs | SynthesisOutputs | TranscriptionOutputs | TranslationOutputs
-        ):  # also without outputs: a sign of life
+        if isinstance(message, EngineOutputs):  # also without outputs: a sign of life
             self.stats.record_step(shared_stats(message.stats), message.step_ended_s, replica.index)
             if replica.probe is not None and not replica.probe.done():
                 error = probe_error(message)

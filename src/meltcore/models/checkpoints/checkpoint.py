@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.files import is_gguf
+from meltcore.common.tasks import DEFAULT, Task, recognized_task, task_of_architectures
 from meltcore.models.checkpoints.fairseq_config import TOKENIZER_FOLDER
 from meltcore.models.checkpoints.fairseq_config import find_checkpoint as find_fairseq
 from meltcore.models.checkpoints.fairseq_config import read_config as read_fairseq_config
@@ -103,7 +104,6 @@ PUBLISHED_TRANSLATION_FOLDERS = {
     )
 }
 
-SYNTHESIS_ARCHITECTURE = "INF5Model"
 PUBLISHED_SYNTHESIS_FOLDERS = {"ai4bharat/IndicF5": Path(__file__).parents[1] / "published" / "indicf5"}
 
 # Published transcription models, with a model_config.yaml for random weights of their shapes.
@@ -295,15 +295,16 @@ def _no_weights(checkpoint: Checkpoint) -> str | None:
     return None if checkpoint.weight_files else checkpoint.no_weights_reason
 
 
-def open_task_checkpoint(name: str, task: str, architecture: str, *, is_dummy: bool) -> Checkpoint:
-    """Find the checkpoint of a task with one architecture. is_dummy: for random weights, its configuration is enough.
+def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint:
+    """Find a checkpoint of a task's architectures. is_dummy: for random weights, its configuration is enough.
 
     Raises ConfigError as `open_checkpoint` does, and for another architecture.
     """
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     names = checkpoint.config.get("architectures") or []
-    if architecture not in names:
-        raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task} runs {architecture}")
+    if task.architectures.isdisjoint(names):
+        known = ", ".join(task.architectures)
+        raise ConfigError(f"{name}: config.json names {', '.join(names) or 'nothing'}; {task.title} runs {known}")
     return checkpoint
 
 
@@ -342,27 +343,19 @@ def has_assets(path: Path) -> bool:
     return (path / ASSETS_FOLDER / "encoder.onnx").exists() and not any(path.glob("*.nemo"))
 
 
-def is_translation_model(model: str, *, dummy: bool = False) -> bool:
-    """Return whether `model` names a translation checkpoint. dummy: a published configuration is enough.
+def find_task(model: str, *, dummy: bool = False) -> Task:
+    """Return the task of a model; the default one for what cannot be opened, which the engine of that task reports.
 
-    False for what cannot be opened, which the engine of text generation reports.
+    dummy: a published configuration is enough. Raises ConfigError as `recognized_task`.
     """
-    return TRANSLATION_ARCHITECTURE in _architectures(model, dummy)
-
-
-def is_synthesis_model(model: str, *, dummy: bool = False) -> bool:
-    """Return whether `model` names a checkpoint that synthesizes speech, as `is_translation_model` does."""
-    return SYNTHESIS_ARCHITECTURE in _architectures(model, dummy)
-
-
-def _architectures(model: str, dummy: bool) -> list[str]:
-    """Return the names in config.json; none for what cannot be opened, which the engine of text generation reports."""
-    if is_gguf(model):
-        return []
+    task = recognized_task(model, dummy=dummy)
+    if task is not None or is_gguf(model):
+        return task or DEFAULT
     try:
-        return open_checkpoint(model, files="config" if dummy else "text").config.get("architectures") or []
+        checkpoint = open_checkpoint(model, files="config" if dummy else "text")
     except ConfigError:
-        return []
+        return DEFAULT
+    return task_of_architectures(checkpoint.config.get("architectures") or [])
 
 
 def is_on_hub(model: str) -> bool:

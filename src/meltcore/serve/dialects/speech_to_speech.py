@@ -21,6 +21,14 @@ from meltcore.text.visible import is_visible
 _MAX_SESSION_BYTES = 128
 
 
+class _Answer(msgspec.Struct):
+    """An answer with format json."""
+
+    transcription: str
+    llm_response: str
+    audio_base64: str
+
+
 class SpeechToSpeechEndpoint(Endpoint):
     """Transcribes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
 
@@ -82,7 +90,7 @@ class SpeechToSpeechEndpoint(Endpoint):
 
         await synthesizer.synthesize(speech, on_part)
         audio = base64.b64encode(b"".join(parts)).decode()
-        whole = {"transcription": transcript.text, "llm_response": answer, "audio_base64": audio}
+        whole = _Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio)
         await exchange.answer(msgspec.json.encode(whole), b"application/json")
 
 

@@ -1,4 +1,4 @@
-"""What the backends of all local engines share: sockets, the death of replicas, profiles, readiness."""
+"""What the backends of all engines of ours share: a queue, sockets, the death of replicas, profiles, readiness."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from meltcore.common.errors import EngineDeadError, RequestError
-from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
-from meltcore.protocol.shell import Profile, ProfileDone
+from meltcore.common.tasks import tasks
+from meltcore.protocol.engines import FromEngine, ToEngine, shared_stats
+from meltcore.protocol.shell import EngineOutputs, EngineReady, Profile, ProfileDone
 from meltcore.serve.engines.engine_link import EngineLink
+from meltcore.serve.requests.admission import Admission, Unit
 from meltcore.serve.requests.backend import SERVING, Health
+from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import OpenTickets, Outcome
 from meltcore.settings.config import ModelConfig, Profiler
@@ -23,23 +26,76 @@ _Model = TypeVar("_Model")
 
 
 class EngineBackend(ABC):
-    """The engines of one model, one per replica, as one API server process sees them."""
+    """The engines of one model, one per replica, as one API server process sees them.
 
+    purpose: what the model does, and where, for errors. unit: of the second bound of its queue.
+    """
+
+    purpose: str
+    unit: Unit
     tickets: OpenTickets[Any] | None = None  # once there can be any
 
-    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        server: ServerStats,
+        stats: ModelStats,
+        *,
+        request_timeout_s: float,
+        class_shares: Sequence[int] = EQUAL_SHARES,
+    ) -> None:
+        """Create the backend of a model of the task that its statistics name."""
         self.config = config
         self.names = config.names
+        self.paths: Sequence[str] = tuple(tasks()[stats.task].paths)
         self.stats = stats
         self.health = Health(stats)
+        self._limit_s = request_timeout_s
+        self._class_shares = class_shares
         self._server_stats = server
+        self._ready: Any = None  # what the engines have said about the loaded model
         self._created = 0  # Unix seconds; once the model is open
         self._links: dict[int, EngineLink] = {}  # by replica
         self._profiles: list[tuple[int, asyncio.Future[ProfileDone]]] = []  # by the replica that was asked
 
-    @abstractmethod
+    @property
+    def chats(self) -> bool:
+        """Whether it takes chats."""
+        return False
+
+    def load(self) -> Any:  # noqa: B027 - not every model needs something
+        """Return what the model needs beside its engines, such as a tokenizer; in a thread. Raises ConfigError."""
+
+    def open(self, text: Any, engine: Any, created: int) -> None:  # noqa: ARG002 - of some tasks
+        """Register the loaded model, of which `load` has returned `text`, and when it was created.
+
+        Requests are accepted once the status is set to "ready".
+        """
+        self._ready, self._created = engine, created
+
+    def on_step(self, step: Any, replica: int) -> None:
+        """Give requests the outputs of a step of a replica's engine."""
+        self.stats.record_step(shared_stats(step.stats), step.step_ended_s, replica)
+        for output in step.outputs:
+            self.on_output(replica, output)
+
+    def on_output(self, replica: int, output: Any) -> None:  # noqa: B027 - a task may read steps as a whole
+        """Handle the output of a request; what a lost replica sends of one that another works on is to be dropped."""
+
     def on_message(self, replica: int, message: FromEngine) -> None:
         """Handle a message of a replica's engine to this process."""
+        if isinstance(message, EngineOutputs):
+            if self.tickets is not None:
+                self._server_stats.record_cpu_time()
+                self.on_step(message, replica)
+        elif isinstance(message, ProfileDone):
+            self._on_profile_done(replica, message)
+
+    def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
+        """Return the model's queue. slots: requests that a replica runs together."""
+        max_units = getattr(self.config, self.unit.setting)
+        admission = Admission(max_queue=self.config.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
+        return RequestQueue(self.stats, admission, slots=slots, shares=self._class_shares, waiting_units=waiting_units)
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:
         """End every open request, or every one of `replica`, with an error."""
@@ -51,9 +107,17 @@ class EngineBackend(ABC):
         if self.tickets is not None:
             self.tickets.retry(replica, others)
 
-    @abstractmethod
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
+        self._loaded()
+
+    def _loaded(self) -> Any:
+        """Return what `open` has registered. Raises RequestError (503) while it cannot serve."""
+        return self._when_ready(self._ready)
+
+    @abstractmethod
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return an entry of GET /v1/models."""
 
     def connect(
         self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
@@ -92,6 +156,9 @@ class EngineBackend(ABC):
         for link in self._links.values():
             link.close()
 
+    async def close_workers(self) -> None:  # noqa: B027 - most have none
+        """End the processes of this backend."""
+
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
         """Start or stop the profiler of the first replica alone: all do the same. Raises EngineDeadError."""
         self.check_ready()
@@ -126,11 +193,11 @@ class EngineBackend(ABC):
             raise self.health.not_ready(ENGINE_DEAD)
         return live
 
-    def _card(self, name: str, engine: ServedReady, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def _card(self, name: str, engine: EngineReady, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore", **facts}
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
-        return card | common | {"replicas": self.config.data_parallel_size}
+        return card | {"task": self.stats.task, **facts} | common | {"replicas": self.config.data_parallel_size}
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""

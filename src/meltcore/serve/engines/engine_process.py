@@ -17,12 +17,8 @@ import msgspec
 from meltcore.common.errors import ConfigError, EngineDeadError
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.common.process import STDERR, describe_exit, is_stopped, start_async
-from meltcore.protocol.engines import FromEngine, ServedReady, ToEngine
-from meltcore.protocol.generation import GenerationReady
+from meltcore.protocol.engines import FromEngine, ToEngine
 from meltcore.protocol.shell import EngineFailed, EngineReady, Shutdown
-from meltcore.protocol.synthesis import SynthesisReady
-from meltcore.protocol.transcription import TranscriptionReady
-from meltcore.protocol.translation import TranslationReady
 from meltcore.serve.engines.engine_link import EngineLink
 from meltcore.settings.config import EngineConfig
 
@@ -37,13 +33,13 @@ class EngineProcess(ABC):
     def __init__(self, on_message: Callable[[FromEngine], None]) -> None:
         self._on_message = on_message
         self._link: EngineLink | None = None
-        self._ready: asyncio.Future[ServedReady] | None = None
+        self._ready: asyncio.Future[EngineReady] | None = None
         self._failure_reason: str | None = None  # as the engine reported it
 
     async def prepare(self) -> None:  # noqa: B027 - an engine of this machine needs nothing
         """Do what must be done before API servers can connect. Raises EngineDeadError."""
 
-    async def start(self) -> ServedReady:
+    async def start(self) -> EngineReady:
         """Start the engine and wait until it can serve.
 
         Raises ConfigError with the reason that the engine reports, EngineDeadError when it dies without one.
@@ -135,7 +131,7 @@ class EngineProcess(ABC):
         self._receive(EngineFailed(reason))
 
     @property
-    def loaded(self) -> ServedReady | None:
+    def loaded(self) -> EngineReady | None:
         """The engine's limits once it can serve, else None."""
         ready = self._ready
         return ready.result() if ready is not None and ready.done() and ready.exception() is None else None
@@ -217,19 +213,7 @@ class LocalEngineProcess(EngineProcess):
         return self._process is not None and is_stopped(self._process.pid)
 
 
-def common_limits(engines: Sequence[ServedReady]) -> ServedReady:
+def common_limits(engines: Sequence[EngineReady]) -> EngineReady:
     """Return the smallest limits of all replicas, with the memory table of the first one."""
-    load_s = max(engine.load_s for engine in engines)
-    if isinstance(first := engines[0], TranscriptionReady | SynthesisReady):
-        return msgspec.structs.replace(first, load_s=load_s)
-    if isinstance(first, TranslationReady):
-        slots = min(engine.slots for engine in engines if isinstance(engine, TranslationReady))
-        return msgspec.structs.replace(first, slots=slots, load_s=load_s)
-    generation = [engine for engine in engines if isinstance(engine, GenerationReady)]
-    return msgspec.structs.replace(
-        first,
-        max_model_len=min(engine.max_model_len for engine in generation),
-        max_num_seqs=min(engine.max_num_seqs for engine in generation),
-        pages_total=min(engine.pages_total for engine in generation),
-        load_s=load_s,
-    )
+    lowest = {name: min(getattr(engine, name) for engine in engines) for name in engines[0].LOWEST}
+    return msgspec.structs.replace(engines[0], load_s=max(engine.load_s for engine in engines), **lowest)

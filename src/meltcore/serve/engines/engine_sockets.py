@@ -11,7 +11,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from meltcore.protocol.engines import FromEngine, ToEngine
+from meltcore.protocol.engines import FromEngine, ToEngine, from_engine
 from meltcore.protocol.sockets import socket_address
 from meltcore.protocol.tcp import (
     EngineAddress,
@@ -54,7 +54,7 @@ class LocalSockets:
 
     def __init__(self, directory: Path, client_index: int) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(from_engine())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._to_engine = self._context.socket(zmq.PUSH)
         self._from_engine = self._context.socket(zmq.PULL)
@@ -94,7 +94,7 @@ class RemoteSocket:
         self._address = address
         self._on_lost = on_lost
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(from_engine())
         self._socket = socket = self._shared_context().socket(zmq.DEALER)
         socket.set_hwm(0)  # as for LocalSockets
         socket.setsockopt(zmq.LINGER, 0)

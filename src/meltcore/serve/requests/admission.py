@@ -14,15 +14,16 @@ MAX_RETRY_S = 300.0
 
 
 class Unit(NamedTuple):
-    """What is counted of waiting requests beside their number."""
+    """What is counted of waiting requests beside their number, and the setting of a model that bounds it."""
 
     name: str
     flag: str
+    setting: str
 
 
-TOKENS = Unit("prompt tokens", "--max-queue-tokens")
-CHARS = Unit("characters", "--max-queue-chars")
-AUDIO_S = Unit("seconds of audio", "--max-queue-audio")
+TOKENS = Unit("prompt tokens", "--max-queue-tokens", "max_queue_tokens")
+CHARS = Unit("characters", "--max-queue-chars", "max_queue_chars")
+AUDIO_S = Unit("seconds of audio", "--max-queue-audio", "max_queue_audio_s")
 
 
 class Load(NamedTuple):

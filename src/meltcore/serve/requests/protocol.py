@@ -252,21 +252,14 @@ class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Request = TypeVar("Request", bound=msgspec.Struct)
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
-    struct: msgspec.json.Decoder(struct)
-    for struct in (
-        ChatRequest,
-        CompletionRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-        TranslateRequest,
-        IndicChatRequest,
-        DirectChatRequest,
-        TalkRequest,
-        SpeechBatchRequest,
-        SynthesisFields,
-    )
-}
+
+
+class _Decoders(dict[type, msgspec.json.Decoder[Any]]):
+    def __missing__(self, form: type) -> msgspec.json.Decoder[Any]:
+        return self.setdefault(form, msgspec.json.Decoder(form))
+
+
+_DECODERS = _Decoders()  # by the form of a request
 
 
 def decode_request(body: bytes, form: type[Request]) -> Request:

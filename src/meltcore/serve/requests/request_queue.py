@@ -41,7 +41,6 @@ class RequestQueue:
 
     def __init__(
         self,
-        task: str,
         stats: ModelStats,
         admission: Admission,
         *,
@@ -49,11 +48,10 @@ class RequestQueue:
         shares: Sequence[float],
         waiting_units: Callable[[], float] | None = None,
     ) -> None:
-        """Create an empty queue. task: of the model. slots: of one replica.
+        """Create an empty queue. slots: of one replica.
 
         waiting_units: what waits in all processes; None: that of the requests in their queues.
         """
-        self.task = task
         self._stats = stats
         self._admission = admission
         self._slots = slots
@@ -74,7 +72,8 @@ class RequestQueue:
 
         Raises RequestError (429; 503 for a model that sleeps), in which case neither is called.
         """
-        stats, waiting.task = self._stats, self.task
+        stats = self._stats
+        waiting.task = stats.task
         with stats.shared.locked():  # the limits are those of all API servers together
             in_flight, replicas = round(stats.total("in_flight")), len(stats.live_replicas())
             if not replicas and stats.is_asleep:

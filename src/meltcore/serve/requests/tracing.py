@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import is_number, shown_url
+from meltcore.common.tasks import tasks
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
 from meltcore.serve.requests.request_span import RequestSpan
@@ -33,14 +35,15 @@ TRACES_VARIABLE, BASE_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXP
 QUEUE_VARIABLE, DEFAULT_QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
 CLOSE_S = 2.0  # for the last spans when a server ends
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
-_OPERATIONS = (  # of a path, by its end
-    (("chat/completions", "chat", "_chat", "chat_direct"), "chat"),
-    (("completions",), "text_completion"),
+# Ends of paths beside those of tasks, and the task's path whose operation they are, or the name of their own.
+_ENDS = (
+    (("chat", "chat_direct"), "/v1/chat/completions"),
+    (("completions",), "/v1/completions"),
     (("embeddings",), "embeddings"),
-    (("audio/speech", "speech_batch"), "speech"),
+    (("audio/speech", "speech_batch"), "/v1/audio/speech"),
     (("speech_to_speech",), "speech_to_speech"),
-    (("transcriptions", "translations", "transcribe", "transcribe_batch"), "transcription"),
-    (("translate",), "translation"),
+    (("audio/translations", "transcribe", "transcribe_batch"), "/v1/audio/transcriptions"),
+    (("translate",), "/v1/translate"),
 )
 
 
@@ -127,8 +130,15 @@ class Tracing:
 
 
 def _operation(path: str) -> str | None:
-    path = path.rstrip("/")
-    return next((name for ends, name in _OPERATIONS if path.endswith(ends)), None)
+    path, operations = path.rstrip("/"), _operations()
+    if path in operations:
+        return operations[path]
+    return next((operations.get(name, name) for ends, name in _ENDS if path.endswith(ends)), None)
+
+
+@cache
+def _operations() -> dict[str, str]:
+    return {path: name for task in tasks().values() for path, name in task.paths.items()}
 
 
 class _CountingExporter:

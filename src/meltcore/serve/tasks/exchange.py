@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -21,6 +21,7 @@ from meltcore.serve.http.http import (
     send_bytes,
     send_error,
 )
+from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header
@@ -94,11 +95,13 @@ class Exchange:
 class Endpoint(ABC):
     """A route as a raw ASGI application: a client that disconnects ends its work.
 
-    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's.
+    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's. operations: of a
+    task's endpoint, for OpenAPI.
     """
 
     paths: Collection[str]
     dwani_paths: Collection[str]
+    operations: Sequence[Operation] = ()
 
     def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
         self._models = models

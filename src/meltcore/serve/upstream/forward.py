@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
+from meltcore.common.tasks import tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.http.http import discard_body
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
@@ -25,11 +26,11 @@ from meltcore.settings.config import ServerConfig
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
 FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
-FORWARDED_PATHS = (
-    *LANGUAGE_PATHS,
-    *("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/translate"),
-    *FOREIGN_PATHS,
-)
+
+
+def forwarded_paths() -> tuple[str, ...]:
+    """Return the paths whose requests are passed on to foreign servers."""
+    return (*(path for task in tasks().values() for path in task.paths), *FOREIGN_PATHS)
 
 
 class _Fields(msgspec.Struct):

@@ -118,7 +118,6 @@ class HttpBackend:
         slots = config.max_num_seqs or MAX_CONNECTIONS
         stats.task = task_of(config)
         queue = RequestQueue(
-            stats.task,
             stats,
             Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
             slots=slots,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from meltcore.common.errors import RequestError
-from meltcore.protocol.engines import FromEngine
 from meltcore.protocol.generation import GenerationReady, StepOutputs, pack_token_ids
-from meltcore.protocol.shell import ProfileDone
 from meltcore.serve.engines.engine_backend import EngineBackend
-from meltcore.serve.requests.admission import Admission
-from meltcore.serve.requests.backend import LANGUAGE_PATHS
+from meltcore.serve.requests.admission import TOKENS
 from meltcore.serve.requests.generation import Echo, Generation
 from meltcore.serve.requests.protocol import (
     ChatRequest,
@@ -19,16 +15,12 @@ from meltcore.serve.requests.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from meltcore.serve.requests.request_queue import (
-    EQUAL_SHARES,
-    RequestQueue,
-)
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import RequestTimeLimit
 from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_disconnected
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
-from meltcore.serve.tasks.generation.text_model import TextModel
+from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
 from meltcore.settings.config import ModelConfig
 
 
@@ -43,56 +35,33 @@ class LocalEngine(EngineBackend):
     """Tokenizes and admits requests, sends each to the replica with the least to do, and feeds their generations."""
 
     purpose = "generates text"
-    paths: Sequence[str] = LANGUAGE_PATHS
+    unit = TOKENS
+    tickets: OpenRequests | None = None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        server: ServerStats,
-        stats: ModelStats,
-        *,
-        request_timeout_s: float,
-        class_shares: tuple[int, ...] = EQUAL_SHARES,
-    ) -> None:
-        super().__init__(config, server, stats)
-        self._class_shares = class_shares
-        self._time_limit: RequestTimeLimit[Generation] = RequestTimeLimit(request_timeout_s, self._end_overdue)
+    def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
+        super().__init__(config, server, stats, **settings)
+        self._time_limit: RequestTimeLimit[Generation] = RequestTimeLimit(self._limit_s, self._end_overdue)
         self._model: ServedModel | None = None
-        self.tickets: OpenRequests | None = None
 
     # --- life cycle
+
+    def load(self) -> TextModel:
+        """Return the tokenizer and the chat template. Takes up to seconds. Raises ConfigError."""
+        return load_text_model(self.config)
 
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         self._created = created
         self._model = ServedModel(text, engine)
-        queue = RequestQueue(
-            "generation",
-            self.stats,
-            Admission(
-                max_queue=self.config.max_queue,
-                max_units=self.config.max_queue_tokens,
-                max_num_seqs=engine.max_num_seqs,
-            ),
-            slots=engine.max_num_seqs,
-            shares=self._class_shares,
-            waiting_units=lambda: self.stats.total("waiting_prompt_tokens"),
-        )
+        queue = self._new_queue(engine.max_num_seqs, lambda: self.stats.total("waiting_prompt_tokens"))
         self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
 
-    def on_message(self, replica: int, message: FromEngine) -> None:
-        """Handle a message of a replica's engine to this process."""
-        if isinstance(message, StepOutputs) and self.tickets is not None:
-            self._server_stats.record_cpu_time()
-            self.tickets.on_step(message, replica)
-        elif isinstance(message, ProfileDone):
-            self._on_profile_done(replica, message)
+    def on_step(self, step: StepOutputs, replica: int) -> None:
+        """Give each choice its new tokens."""
+        assert self.tickets is not None
+        self.tickets.on_step(step, replica)
 
     # --- requests
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-        self._loaded()
 
     @property
     def chats(self) -> bool:
@@ -160,7 +129,6 @@ class LocalEngine(EngineBackend):
         """Return OpenAI's model card with the facts that a measurement must record."""
         model = self._loaded()
         facts: dict[str, Any] = {
-            "task": "generation",
             "max_model_len": model.engine.max_model_len,
             "vocab_size": model.engine.vocab_size,
             "chat": model.text.template.is_usable,

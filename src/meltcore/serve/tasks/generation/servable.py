@@ -7,6 +7,7 @@ from pathlib import Path
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.host_memory import trim_memory
+from meltcore.common.tasks import DEFAULT
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
 from meltcore.serve.tasks.generation.text_model import find_checkpoint, find_task
 from meltcore.settings.config import EngineConfig, ModelConfig
@@ -36,7 +37,7 @@ def check_servable(config: ModelConfig) -> None:
 def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
     """Return a model's file or folder, and the reasons that it shows. None means that the reasons name it."""
     try:
-        if find_task(config) != "generation":
+        if find_task(config) is not DEFAULT:
             return None, []
         checkpoint = find_checkpoint(config)
     except UnservableModelError as error:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meltcore.common.errors import ConfigError, UnservableModelError
+from meltcore.common.tasks import DEFAULT, Task
 from meltcore.models.checkpoints import checkpoint as checkpoints
 from meltcore.models.checkpoints.checkpoint import (
-    TRANSLATION_ARCHITECTURE,
     Checkpoint,
     CheckpointFiles,
-    is_synthesis_model,
     open_checkpoint,
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
@@ -20,9 +19,6 @@ from meltcore.settings.config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from meltcore.serve.tasks.translation.translations import TranslationText
 
 
 @dataclass(frozen=True)
@@ -67,36 +63,14 @@ def _tokenizer_reasons(path: Path) -> list[str]:
     return tokenizer_reasons(path)
 
 
-def is_transcription_model(config: ModelConfig) -> bool:
-    """Return whether the model transcribes speech: it has no text model. Raises ConfigError."""
-    return checkpoints.is_transcription_model(config.engine.model, dummy=config.engine.load_format == "dummy")
-
-
-def find_task(config: ModelConfig) -> str:
-    """Return what kind of backend a model needs, once its configuration is on this machine. Raises ConfigError."""
-    if is_transcription_model(config):
-        task = "transcription"
-    elif is_synthesis_model(config.engine.model, dummy=config.engine.load_format == "dummy"):
-        task = "synthesis"
-    else:
-        task = "translation" if _is_translation(find_checkpoint(config)) else "generation"
-    if config.normalizer != "itt" and task != "translation":
+def find_task(config: ModelConfig) -> Task:
+    """Return the task of a model, once its configuration is on this machine. Raises ConfigError."""
+    task = checkpoints.find_task(config.engine.model, dummy=config.engine.load_format == "dummy")
+    if task is DEFAULT:
+        find_checkpoint(config)  # says what is wrong with one that cannot be opened
+    if config.normalizer != "itt" and "normalizer" not in task.settings:
         raise ConfigError(f"--normalizer {config.normalizer}: {config.engine.model} is not a translation checkpoint")
     return task
-
-
-def _is_translation(checkpoint: Checkpoint) -> bool:
-    return TRANSLATION_ARCHITECTURE in (checkpoint.config.get("architectures") or [])
-
-
-def load_text(config: ModelConfig) -> TextModel | TranslationText:
-    """Load what the text side of a model needs. Takes up to seconds. Raises ConfigError."""
-    checkpoint = find_checkpoint(config)
-    if _is_translation(checkpoint):
-        from meltcore.serve.tasks.translation.translations import load_translation_text  # needs meltcore[translate]
-
-        return load_translation_text(config, checkpoint)
-    return load_text_model(config)
 
 
 def load_text_model(config: ModelConfig) -> TextModel:

@@ -9,6 +9,7 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.http.http import while_connected
+from meltcore.serve.http.operation import AUDIO_TYPE, Operation
 from meltcore.serve.requests.protocol import SynthesisFields, convert_fields, decode_request
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
@@ -31,6 +32,7 @@ class SpeechEndpoint(Endpoint):
     """Reads a request, and sends the speech of its text part by part."""
 
     paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
+    operations = (Operation("post", PATHS[0], "Speak a text", SynthesisFields, AUDIO_TYPE, {"input": "go at seven"}),)
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""

@@ -70,11 +70,10 @@ class _Speech(Child):
         self.results.put_nowait(None)
 
 
-class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
+class SynthesisEngine(AudioBackend[_Speech]):
     """Sends texts to a replica, and encodes their chunks in worker processes as they are spoken."""
 
     purpose = "synthesizes speech: POST /v1/audio/speech"
-    task, paths = "synthesis", ("/v1/audio/speech",)
     unit = CHARS
     child_type = _Speech
 
@@ -83,9 +82,9 @@ class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
         self._encoders = AudioEncoders()
         self._warm_up: asyncio.Task[None] | None = None
 
-    def open(self, engine: SynthesisReady, created: int) -> None:
+    def open(self, text: None, engine: SynthesisReady, created: int) -> None:
         """Register the loaded model, and start what encodes its speech."""
-        super().open(engine, created)
+        super().open(text, engine, created)
         importlib.import_module("numpy")  # takes 0.1 s, which the first request should not wait for
         self._warm_up = asyncio.create_task(self._encoders.warm_up(engine.sample_rate))
 
@@ -124,7 +123,7 @@ class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
         Raises RequestError: 400 for what the model cannot speak, 429 when the queue is full, 500 when the engine fails,
         504 after the time limit. Cancelling it ends its work.
         """
-        ready = self._loaded()
+        ready: SynthesisReady = self._loaded()
         voice = _checked(request, ready)
         upload_bytes = len(request.reference or b"") + len(request.text.encode())
         async with self.admitted(upload_bytes, len(request.text)) as speech:
@@ -204,9 +203,8 @@ class SynthesisEngine(AudioBackend[SynthesisReady, _Speech]):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a client and a measurement need."""
-        ready = self._loaded()
+        ready: SynthesisReady = self._loaded()
         facts = {
-            "task": ready.task,
             "languages": self.languages,
             "voices": ready.voices,
             "sample_rate": ready.sample_rate,

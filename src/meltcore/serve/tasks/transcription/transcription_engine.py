@@ -53,11 +53,10 @@ class _Recording(Child):
         return list(self.clips)
 
 
-class TranscriptionEngine(AudioBackend[TranscriptionReady, _Recording]):
+class TranscriptionEngine(AudioBackend[_Recording]):
     """Decodes uploads in worker processes, sends their clips to a replica, and joins the transcripts."""
 
     purpose = "transcribes speech: POST /v1/audio/transcriptions"
-    task, paths = "transcription", ("/v1/audio/transcriptions",)
     unit = AUDIO_S
     child_type = _Recording
 
@@ -82,7 +81,7 @@ class TranscriptionEngine(AudioBackend[TranscriptionReady, _Recording]):
         Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
         engine fails, 504 after the time limit. Cancelling it ends its work.
         """
-        ready = self._loaded()
+        ready: TranscriptionReady = self._loaded()
         language = model_language(request.language, ready.languages)
         async with self.admitted(len(request.data), estimated_audio_s(request.data)) as recording:
             return await self._transcribe(request, language, ready, recording, on_words)
@@ -163,9 +162,8 @@ class TranscriptionEngine(AudioBackend[TranscriptionReady, _Recording]):
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
-        ready = self._loaded()
+        ready: TranscriptionReady = self._loaded()
         facts = {
-            "task": ready.task,
             "languages": ready.languages,
             "max_clip_s": ready.max_samples / ready.sample_rate,
             "tokenizer": ready.tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from meltcore.serve.http.http import while_connected
+from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.transcription.transcription_form import read_form, render
@@ -13,11 +14,17 @@ from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 # dwani.ai's clients write the path with a slash at its end, and its own servers one without /v1.
 DWANI_PATHS = ("/v1/transcribe", "/v1/transcribe/", "/transcribe", "/transcribe/")
 
+FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]", "decoder", "stream", "user")
+
 
 class TranscriptionsEndpoint(Endpoint):
     """Reads a form, transcribes its file, and answers in the format that it asks for."""
 
     paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
+    operations = (
+        Operation("post", paths[0], "Transcribe a recording", FIELDS),
+        Operation("post", DWANI_PATHS[0], "Transcribe a recording", ("file",), query=("language",), tag="dwani.ai"),
+    )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""

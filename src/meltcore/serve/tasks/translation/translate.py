@@ -8,6 +8,7 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import while_connected
+from meltcore.serve.http.operation import Operation
 from meltcore.serve.requests.protocol import MAX_SENTENCES, TranslateRequest, decode_request
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
@@ -19,6 +20,13 @@ class TranslateEndpoint(Endpoint):
     """Reads a request, and waits for its translations within the time limit."""
 
     paths = dwani_paths = PATHS
+    operations = (
+        Operation(
+            *("post", PATHS[0], "Translate sentences", TranslateRequest),
+            example={"sentences": ["the cat sees the dog"], "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
+            tag="dwani.ai",
+        ),
+    )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""

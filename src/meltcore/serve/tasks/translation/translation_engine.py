@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from meltcore.protocol.engines import FromEngine
-from meltcore.protocol.shell import ProfileDone
-from meltcore.protocol.translation import TranslationOutputs, TranslationReady
+from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
+from meltcore.serve.requests.admission import CHARS
 from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.request_queue import EQUAL_SHARES
-from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.task_backends import TranslatedTexts
-from meltcore.settings.config import ModelConfig
+from meltcore.serve.tasks.generation.text_model import find_checkpoint
 
 if TYPE_CHECKING:
     from meltcore.serve.tasks.translation.translations import Translations, TranslationText
@@ -23,22 +19,14 @@ class TranslationEngine(EngineBackend):
     """Holds the open translations of a model, once it is loaded."""
 
     purpose = "translates, with POST /v1/translate; it generates no text"
-    paths: Sequence[str] = ("/v1/translate",)
-    chats = False
+    unit = CHARS
     tickets: Translations | None = None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        server: ServerStats,
-        stats: ModelStats,
-        *,
-        request_timeout_s: float,
-        class_shares: Sequence[int] = EQUAL_SHARES,
-    ) -> None:
-        super().__init__(config, server, stats)
-        self._limit_s = request_timeout_s
-        self._class_shares = class_shares
+    def load(self) -> TranslationText:
+        """Return the tokenizer. Raises ConfigError."""
+        from meltcore.serve.tasks.translation.translations import load_translation_text  # needs meltcore[translate]
+
+        return load_translation_text(self.config, find_checkpoint(self.config))
 
     def open(self, text: TranslationText, engine: TranslationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
@@ -46,22 +34,18 @@ class TranslationEngine(EngineBackend):
 
         self._created = created
         self.tickets = Translations(
+            self._new_queue(engine.slots),
             *(self.config, text, engine, self.stats, self._send, self._live_replicas),
             request_timeout_s=self._limit_s,
-            class_shares=self._class_shares,
         )
 
-    def on_message(self, replica: int, message: FromEngine) -> None:
-        """Handle a message of a replica's engine to this process."""
-        if isinstance(message, TranslationOutputs) and self.tickets is not None:
-            self._server_stats.record_cpu_time()
-            self.tickets.on_step(message, replica)
-        elif isinstance(message, ProfileDone):
-            self._on_profile_done(replica, message)
+    def on_output(self, replica: int, output: Translated) -> None:
+        """Give a request its new translation."""
+        if self.tickets is not None:
+            self.tickets.on_output(replica, output)
 
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-        self._when_ready(self.tickets)
+    def _loaded(self) -> Translations:
+        return self._when_ready(self.tickets)
 
     @property
     def translates(self) -> bool:
@@ -77,14 +61,13 @@ class TranslationEngine(EngineBackend):
 
         Raises RequestError (400, 429, 500, 503, 504).
         """
-        return await self._when_ready(self.tickets).translate(request, request_id, arrived_s)
+        return await self._loaded().translate(request, request_id, arrived_s)
 
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card with the facts that a measurement must record."""
-        translations = self._when_ready(self.tickets)
+        translations = self._loaded()
         engine, (sources, targets) = translations.engine, translations.text.languages
         facts: dict[str, Any] = {
-            "task": engine.task,
             "direction": translations.text.direction,
             "source_languages": sources,
             "target_languages": targets,

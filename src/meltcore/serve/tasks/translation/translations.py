@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from meltcore.common.errors import RequestError
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.config_fields import Fields
-from meltcore.protocol.engines import ToEngine, shared_stats
-from meltcore.protocol.translation import Translate, Translated, TranslationOutputs, TranslationReady
-from meltcore.serve.requests.admission import CHARS, Admission
+from meltcore.protocol.engines import ToEngine
+from meltcore.protocol.translation import Translate, Translated, TranslationReady
 from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
+from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
@@ -105,6 +104,7 @@ class Translations(OpenTickets[_Sentence]):
 
     def __init__(
         self,
+        queue: RequestQueue,
         config: ModelConfig,
         text: TranslationText,
         engine: TranslationReady,
@@ -113,21 +113,11 @@ class Translations(OpenTickets[_Sentence]):
         live_replicas: Callable[[], list[int]],
         *,
         request_timeout_s: float,
-        class_shares: Sequence[int] = EQUAL_SHARES,
     ) -> None:
         """Serve a loaded model.
 
         send(message, replica): sends to one of its engines; live_replicas(): raises RequestError where there is none.
         """
-        queue = RequestQueue(
-            "translation",
-            stats,
-            Admission(
-                max_queue=config.max_queue, max_units=config.max_queue_chars, max_num_seqs=engine.slots, unit=CHARS
-            ),
-            slots=engine.slots,
-            shares=class_shares,
-        )
         super().__init__(stats, send, queue, request_timeout_s)
         self.text, self.engine = text, engine
         self._names = config.names
@@ -200,13 +190,11 @@ class Translations(OpenTickets[_Sentence]):
                         await asyncio.wait({work})
         return documents
 
-    def on_step(self, step: TranslationOutputs, replica: int) -> None:
-        """Give each request its new translations."""
-        self._stats.record_step(shared_stats(step.stats), step.step_ended_s, replica)
-        for output in step.outputs:
-            sentence = self.find(output.request_id, replica)
-            if sentence is not None and output.finish_reason is not None:
-                self._on_output(sentence, output)
+    def on_output(self, replica: int, output: Translated) -> None:
+        """Give a request its new translation."""
+        sentence = self.find(output.request_id, replica)
+        if sentence is not None and output.finish_reason is not None:
+            self._on_output(sentence, output)
 
     def _languages(self, request: TranslateRequest) -> tuple[Language, Language]:
         source, target = find_language(request.src_lang, "src_lang"), find_language(request.tgt_lang, "tgt_lang")

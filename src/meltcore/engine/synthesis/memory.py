@@ -1,0 +1,122 @@
+"""Computes the memory of a synthesis engine: of its weights, its batches and the requests that have begun.
+
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
+from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.configs.task_configs import BUDGET_SYNTHESIS_GRAPHS, SYNTHESIS_GRAPHS, IndicF5Config
+from meltcore.models.quantized.weight_sizes import synthesis_weight_bytes
+from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.text.synthesis.chunks import MAX_SPEECH_S
+from meltcore.text.synthesis.vocabulary import load_vocabulary
+
+# Frames of one batch: more do not make a GPU faster, and delay what is due next. Of all requests that have begun.
+MAX_BATCH_FRAMES = {"cuda": 8192, "cpu": 4096}
+MAX_SYNTHESIS_COST = {"cuda": 262_144, "cpu": 32_768}
+# Sizes of tensors that live together in a layer, in units of the hidden size, besides those of the feed-forward; and in
+# the vocoder, in units of its sizes and of the transform. Guidance computes every frame twice.
+_SPEECH_TENSORS, _VOCODER_TENSORS, _SPECTRUM_TENSORS = 12, 4, 8
+_GUIDED = 2
+# For workspaces of libraries and fragmentation. An engine with a budget in bytes on a GPU computes them instead.
+_RESERVE = 0.1
+
+
+def max_speech_s(config: IndicF5Config) -> float:
+    """Return the seconds of the longest chunk with its reference."""
+    return min(MAX_SPEECH_S, (config.max_frames - 2) * config.mel.hop / config.mel.sample_rate)
+
+
+def synthesis_shape(config: IndicF5Config) -> int:
+    """Return the frames that the longest chunk is padded to."""
+    longest = config.mel.frames(int(max_speech_s(config) * config.mel.sample_rate)) + 1
+    return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+
+
+def plan_synthesis(
+    config: IndicF5Config,
+    *,
+    weight_bytes: int,
+    element_size: int,
+    memory_bytes: int,
+    max_shape: int,
+    limits: tuple[int, int],
+    has_graphs: bool = False,
+    is_exact: bool = False,
+) -> tuple[int, int, list[MemoryRow]]:
+    """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
+
+    max_shape: frames that the longest chunk is padded to; limits: of the two; is_exact: of an engine with a budget on a
+    GPU, whose workspace is computed instead of a fraction. Raises ConfigError when memory_bytes do
+    not suffice for the longest chunk.
+    """
+    layer = _GUIDED * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
+    text = _GUIDED * (4 * config.text_size + 3 * config.text_feed_forward_size) * element_size
+    vocoder_sizes = config.vocoder.hidden_size + config.vocoder.intermediate_size
+    vocoder = (_VOCODER_TENSORS * vocoder_sizes + _SPECTRUM_TENSORS * config.mel.n_fft) * 4
+    # A mask of float values per pair of frames, which some attention kernels make.
+    frame_bytes = max(layer, text, vocoder) + _GUIDED * max_shape * 4
+    # Noise, reference and their padded copies in float32, and what the input layer adds in every step.
+    state_bytes = 4 * config.mel.num_mels * 4 + _GUIDED * config.hidden_size * element_size
+    # Graphs share the memory of their activations; each has inputs of its own.
+    graph_frames, num_graphs = BUDGET_SYNTHESIS_GRAPHS if is_exact else SYNTHESIS_GRAPHS
+    graph_bytes = graph_frames * (layer + num_graphs * state_bytes) if has_graphs else 0
+    workspace, factor = 0, 1 - _RESERVE
+    if is_exact:
+        workspace = LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES + graph_node_bytes(num_graphs, config.num_layers)
+        frame_bytes, factor = int(frame_bytes * (1 + BATCH_GAPS)), 1.0
+    available_bytes = int(memory_bytes * factor) - weight_bytes - graph_bytes - workspace
+    max_batch_frames = min(limits[0], available_bytes // (frame_bytes + state_bytes))
+    if max_batch_frames < max_shape:
+        least_bytes = weight_bytes + graph_bytes + workspace + max_shape * (frame_bytes + state_bytes)
+        needed_bytes = least_bytes / factor
+        raise ConfigError(
+            f"{size_text(memory_bytes)} must hold the weights and {MAX_SPEECH_S:g} s of speech, which take "
+            f"{size_text(needed_bytes)}. Raise --memory."
+        )
+    max_cost = min(limits[1], (available_bytes - max_batch_frames * frame_bytes) // state_bytes)
+    seconds = config.mel.hop / config.mel.sample_rate
+    return (
+        max_batch_frames,
+        max_cost,
+        [
+            MemoryRow("weights", weight_bytes),
+            MemoryRow(
+                "activations", max_batch_frames * frame_bytes, f"of {max_batch_frames * seconds:,.0f} s per batch"
+            ),
+            MemoryRow("requests", max_cost * state_bytes, f"of {max_cost * seconds:,.0f} s with their references"),
+            *([MemoryRow("CUDA graphs", graph_bytes, f"{graph_frames} frames per step")] if has_graphs else []),
+            *([MemoryRow("workspace", workspace, "of graphs and libraries")] if workspace else []),
+        ],
+    )
+
+
+def synthesis_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+    """Return the memory of an engine of a model. source: where its sizes come from."""
+    vocabulary = load_vocabulary(checkpoint, is_dummy=True)
+    config = IndicF5Config.read(checkpoint.config, vocabulary.size)
+    element_size, device = weight_element_size(model, on_cpu, "bfloat16"), "cpu" if on_cpu else "cuda"
+    weight_bytes, max_shape = synthesis_weight_bytes(config, element_size), synthesis_shape(config)
+    limits = MAX_BATCH_FRAMES[device], MAX_SYNTHESIS_COST[device]
+    texts = min(concurrency(model), math.ceil(limits[0] / max_shape))
+    frames = min(limits[0], texts * max_shape)
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
+        batch, cost, rows = plan_synthesis(
+            config, memory_bytes=memory_bytes, limits=limits, has_graphs=not on_cpu, is_exact=not on_cpu, **sizes
+        )
+        return batch >= frames and cost >= frames, [*rows, unused(memory_bytes, rows)]
+
+    budget, rows = budget_rows(model, divide)
+    return EngineNeeds(model.task, budget, rows, None, texts, source)

@@ -1,0 +1,185 @@
+"""Computes the memory of a transcription engine: of its weights, its batches and, with a budget on a GPU, its graphs.
+
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
+from meltcore.engine.core.waiting import shape_buckets
+from meltcore.engine.memory.memory_needs import (
+    EngineNeeds,
+    UnknownSizesError,
+    budget_rows,
+    concurrency,
+    unused,
+    weight_element_size,
+)
+from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
+from meltcore.models.checkpoints.checkpoint import find_transcriber
+from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
+from meltcore.models.configs.task_configs import MAX_SUBSAMPLING_ELEMENTS, IndicConformerConfig
+from meltcore.models.quantized.weight_sizes import transcription_weight_bytes
+from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.fleet_spec import ModelSection
+
+# Trained on 5 to 25 s. Up to 45 s its results are good; the published encoder cuts off at 240 s.
+MAX_CLIP_S = 45
+# Encoder frames of the batches that run together. More do not make a GPU faster, and delay what arrives meanwhile.
+MAX_TRANSCRIPTION_COST = {"cuda": 32_768, "cpu": 4096}
+_CLIP_S = 30  # of a clip to plan for
+# For workspaces of libraries and fragmentation. An engine with a budget in bytes on a GPU computes them instead.
+_RESERVE = 0.08
+# Tensors of one layer of the subsampling that live together: before and after the activation, and the next one's.
+_SUBSAMPLING_TENSORS = 2.25
+# Sizes that a layer's tensors have together, in units of the hidden and feed-forward sizes, and of attention scores.
+_HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
+
+
+class TranscriptionGraphs(NamedTuple):
+    """How many CUDA graphs of the encoder and of the RNN-T are kept, and the clips that an encoder graph has at most.
+
+    More clips keep a GPU busy for longer than their launches take. subsampling: elements of a layer of the convolutions
+    that are computed together.
+    """
+
+    encoder: int
+    transducer: int
+    clips: int
+    subsampling: int = MAX_SUBSAMPLING_ELEMENTS
+
+
+TRANSCRIPTION_GRAPHS = TranscriptionGraphs(32, 16, 4)
+# Clips of the longest kind in a loop of the RNN-T that a graph is planned for.
+MAX_LOOP_CLIPS = 16
+BUDGET_TRANSCRIPTION_GRAPHS = TranscriptionGraphs(4, 4, 2, 2**25)
+
+
+def transcription_shape(config: IndicConformerConfig) -> int:
+    """Return the encoder frames that the longest clip is padded to."""
+    samples = MAX_CLIP_S * config.features.sample_rate
+    longest = config.encoder.encoded_frames(config.features.frames(samples))
+    return next(shape for shape in shape_buckets(2 * longest) if shape >= longest)
+
+
+def plan_transcription(
+    config: IndicConformerConfig,
+    *,
+    weight_bytes: int,
+    element_size: int,
+    memory_bytes: int,
+    max_shape: int,
+    limit: int,
+    graphs: TranscriptionGraphs | None = None,
+) -> tuple[int, list[MemoryRow]]:
+    """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
+
+    max_shape: frames that the longest clip is padded to. graphs: the graphs of an engine with a budget on a GPU, whose
+    workspace is computed; without them it is a fraction. Raises ConfigError when memory_bytes do not suffice for the
+    longest clip.
+    """
+    encoder = config.encoder
+    position_bytes = encoder.num_layers * (2 * max_shape - 1) * encoder.hidden_size * element_size
+    frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
+    workspace, factor = 0, 1 - _RESERVE
+    if graphs is not None:
+        workspace, factor = _transcription_workspace(config, element_size, max_shape, graphs), 1.0
+        # What batches need is freed and allocated in other sizes.
+        frame_bytes = int(frame_bytes * (1 + BATCH_GAPS))
+    available_bytes = int(memory_bytes * factor) - weight_bytes - position_bytes - workspace
+    # All frames are subsampled together, or a part of them at a time.
+    max_cost = available_bytes // (frame_bytes + subsampled_bytes)
+    max_cost = min(limit, max(max_cost, (available_bytes - part_bytes) // frame_bytes))
+    convolutions = min(part_bytes, max_cost * subsampled_bytes)
+    if max_cost < max_shape:
+        convolutions = min(part_bytes, max_shape * subsampled_bytes)
+        needed_bytes = (weight_bytes + position_bytes + workspace + convolutions + max_shape * frame_bytes) / factor
+        raise ConfigError(
+            f"{size_text(memory_bytes)} must hold the weights and a clip of {MAX_CLIP_S} s, which take "
+            f"{size_text(needed_bytes)}. Raise --memory."
+        )
+    return max_cost, [
+        MemoryRow("weights", weight_bytes),
+        MemoryRow("relative positions", position_bytes, f"of clips of up to {MAX_CLIP_S} s"),
+        MemoryRow("activations", max_cost * frame_bytes, f"of {max_cost * config.frame_s:,.0f} s of audio per batch"),
+        MemoryRow("convolutions", convolutions, "that shorten the features"),
+        *([MemoryRow("workspace", workspace, "of graphs and libraries")] if workspace else []),
+    ]
+
+
+def _transcription_sizes(
+    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs | None
+) -> tuple[int, int, int]:
+    """Return the bytes of an encoder frame, what subsampling adds to it, and what it adds for a part of a batch."""
+    encoder, features = config.encoder, config.features
+    layer = (
+        _HIDDEN_TENSORS * encoder.hidden_size
+        + _FEED_FORWARD_TENSORS * encoder.feed_forward_size
+        + _SCORE_TENSORS * encoder.num_heads * max_shape
+    ) * element_size
+    # Before the layers, in float32: samples, their windows and the transform. Then the features alone.
+    transform = encoder.subsampling_factor * (features.hop * 3 + features.n_fft * 4) * 4
+    # Samples and encoded frames live beside, and the tables of the RNN-T.
+    beside = (
+        encoder.subsampling_factor * features.hop * 2 + 2 * (encoder.hidden_size + config.joint_size) * element_size
+    )
+    elements = encoder.subsampling_channels * encoder.subsampling_factor * encoder.num_mels // 4
+    part = max((graphs or TRANSCRIPTION_GRAPHS).subsampling, elements * max_shape)
+    frame_bytes = max(layer, transform) + beside + _loop_frame_bytes(config)
+    subsampled_bytes, part_bytes = (int(each * _SUBSAMPLING_TENSORS) * element_size for each in (elements, part))
+    return frame_bytes, subsampled_bytes, part_bytes
+
+
+def _loop_frame_bytes(config: IndicConformerConfig) -> int:
+    """Return the bytes of a frame in the tables of the RNN-T: a blank, and a token with its place and probability."""
+    return 4 + 12 * config.max_symbols
+
+
+def _transcription_workspace(
+    config: IndicConformerConfig, element_size: int, max_shape: int, graphs: TranscriptionGraphs
+) -> int:
+    """Return the bytes of graphs with their inputs, and of libraries."""
+    encoder = config.encoder
+    frame_bytes, subsampled_bytes, part_bytes = _transcription_sizes(config, element_size, max_shape, graphs)
+    frames = graphs.clips * max_shape
+    pool = frames * frame_bytes + min(part_bytes, frames * subsampled_bytes)
+    kept = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
+    kept += graph_node_bytes(1, encoder.num_layers)
+    # Tables of the RNN-T, and the kernels of its iterations: about those of as many layers as the encoder's.
+    loop = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
+    loop += graph_node_bytes(1, encoder.num_layers)
+    return pool + graphs.encoder * kept + graphs.transducer * loop + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
+
+
+def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str) -> EngineNeeds:
+    """Return the memory of an engine of a model. name: of its checkpoint or its shapes, which `source` says."""
+    try:
+        path = find_transcriber(name, dummy=model.load_format == "dummy" or model.shapes is not None)
+    except ConfigError as error:
+        raise UnknownSizesError(str(error)) from error
+    assert path is not None, "the caller has recognized it"
+    import yaml
+
+    if not (path / CONFIG_FILE).is_file():
+        raise UnknownSizesError(
+            f"{model.checkpoint}: its sizes are inside {path.name}; name `shapes` to plan without it"
+        )
+    config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    element_size = weight_element_size(model, on_cpu, "float16")
+    weight_bytes, max_shape = transcription_weight_bytes(config, element_size), transcription_shape(config)
+    limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)
+    clips = min(concurrency(model), math.ceil(limit / clip_frames))
+    frames = min(limit, clips * clip_frames)
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        sizes: dict[str, Any] = {"weight_bytes": weight_bytes, "element_size": element_size, "max_shape": max_shape}
+        graphs = None if on_cpu else BUDGET_TRANSCRIPTION_GRAPHS
+        cost, rows = plan_transcription(config, memory_bytes=memory_bytes, limit=limit, graphs=graphs, **sizes)
+        return cost >= frames, [*rows, unused(memory_bytes, rows)]
+
+    budget, rows = budget_rows(model, divide)
+    return EngineNeeds(model.task, budget, rows, None, clips, source)

@@ -1,0 +1,92 @@
+"""Computes the memory of a translation engine: of its weights, its slots and, with a budget on a GPU, its workspace.
+
+No torch: `meltcore plan` calls these functions without a GPU, and the engine calls the same ones at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.sizes import size_text
+from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
+from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config, graph_rows
+from meltcore.models.quantized.weight_sizes import translation_weight_bytes
+from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.fleet_spec import ModelSection
+
+# Sentences that are decoded together at most. More do not make a device faster, and delay what arrives meanwhile.
+MAX_SLOTS = {"cuda": 1024, "cpu": 32}
+# Source tokens that a translation engine with a budget encodes together.
+BUDGET_ENCODER_TOKENS = 1024
+# For workspaces of libraries, fragmentation and activations of the encoder. An engine with a budget in bytes on a GPU
+# computes them instead.
+_RESERVE = 0.15
+
+
+def translation_workspace(config: IndicTrans2Config, element_size: int, slots: int, *, num_beams: int) -> int:
+    """Return the bytes beside weights and slots of an engine with a budget on a GPU.
+
+    They are activations of the encoder, a step that runs before its graph is captured, graphs, and libraries.
+    """
+    hidden, ffn = config.hidden_size, max(config.encoder.ffn_size, config.decoder.ffn_size)
+    # Hidden states, norm, three projections, attended values and output; the feed-forward before and after activation;
+    # keys and values for one layer of the decoder, as projected and as copied.
+    encoder = BUDGET_ENCODER_TOKENS * (8 * hidden + 2 * ffn + 4 * hidden) * element_size
+    step = slots * num_beams * (config.decoder.vocab_size * (element_size + 4) + (12 * hidden + 2 * ffn) * element_size)
+    nodes = graph_node_bytes(len(graph_rows(slots)), config.decoder.num_layers)
+    gaps = max(LEAST_BATCH_GAP_BYTES, int((encoder + step) * BATCH_GAPS))
+    tables = (config.max_source_positions + config.max_target_positions + 2) * hidden * element_size
+    return encoder + step + nodes + gaps + tables + LIBRARY_BYTES
+
+
+def plan_slots(
+    weight_bytes: int,
+    slot_bytes: int,
+    memory_bytes: int,
+    limit: int,
+    workspace: Callable[[int], int] | None = None,
+) -> int:
+    """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
+
+    workspace: returns the bytes that a number of slots needs, for an engine with a budget on a GPU. Others reserve a
+    fraction. Raises ConfigError when there is not memory for one slot.
+    """
+    if workspace is None:
+        slots = min(limit, (int(memory_bytes * (1 - _RESERVE)) - weight_bytes) // slot_bytes - 1)
+        needed_bytes = (weight_bytes + 2 * slot_bytes) / (1 - _RESERVE)
+    else:
+        slots = min(limit, (memory_bytes - weight_bytes - workspace(1)) // slot_bytes - 1)
+        while slots > 1 and weight_bytes + (slots + 1) * slot_bytes + workspace(slots) > memory_bytes:
+            slots -= 1
+        needed_bytes = weight_bytes + 2 * slot_bytes + workspace(1)
+    if slots < 1:
+        raise ConfigError(
+            f"{size_text(memory_bytes)} must hold the weights, a slot for one sentence and a spare one: "
+            f"{size_text(needed_bytes)}. Raise --memory."
+        )
+    return slots
+
+
+def translation_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+    """Return the memory of an engine of a model. source: where its sizes come from."""
+    config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu, "float16")
+    weight_bytes = translation_weight_bytes(config, element_size)
+    source_tokens, tokens = config.sentence_limits(model.max_model_len)
+    slot = config.slot_bytes(element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=source_tokens)
+    limit = MAX_SLOTS["cpu" if on_cpu else "cuda"]
+    workspace = partial(translation_workspace, config, element_size, num_beams=NUM_BEAMS)
+    sentences = min(concurrency(model), limit)
+
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        slots = plan_slots(weight_bytes, slot, memory_bytes, limit, None if on_cpu else workspace)
+        rows = [MemoryRow("weights", weight_bytes), MemoryRow("slots", (slots + 1) * slot, f"of {slots} sentences")]
+        if not on_cpu:
+            rows.append(MemoryRow("workspace", workspace(slots), "of the encoder, graphs and libraries"))
+        return slots >= sentences, [*rows, unused(memory_bytes, rows)]
+
+    budget, rows = budget_rows(model, divide)
+    return EngineNeeds(model.task, budget, rows, model.max_model_len, sentences, source)

@@ -1,0 +1,25 @@
+"""One operation of the API, as OpenAPI describes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+JSON_TYPE, AUDIO_TYPE = "application/json", "audio/*"
+
+
+class Operation(NamedTuple):
+    """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501.
+
+    example: a body to try it with. query: fields of the URL. tag: whose API it is of.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[msgspec.Struct] | tuple[str, ...] | None = None
+    answer: str = JSON_TYPE
+    example: dict[str, Any] | None = None
+    query: tuple[str, ...] = ()
+    tag: str = "OpenAI"

@@ -1,0 +1,54 @@
+"""The engine, and the memory that it needs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import sleep
+
+from echo_task.messages import Echo, EchoOutputs, EchoReady, Shout
+from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.models.checkpoints.checkpoint import Checkpoint
+from meltcore.protocol.shell import MemoryRow
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
+
+
+class EchoTask(BatchTask[Shout, Echo]):
+    """Echoes texts. The text "wait for PATH" has its echo once there is such a file."""
+
+    result, message, max_cost = Echo, EchoOutputs, 1000
+
+    def __init__(self) -> None:
+        self._running: list[Shout] = []
+
+    def cost(self, request: Shout) -> int:
+        return len(request.text)
+
+    def start(self, requests: Sequence[Shout], shape: int) -> None:
+        self._running += requests
+
+    def step(self) -> list[Echo]:
+        sleep(0.002)
+        waited = {each: each.text.removeprefix("wait for ") for each in self._running}
+        done = [each for each, path in waited.items() if path == each.text or Path(path).exists()]
+        self._running = [each for each in self._running if each not in done]
+        return [Echo(request_id=each.request_id, finish_reason="stop", text=each.text) for each in done]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._running = [each for each in self._running if each.request_id not in request_ids]
+
+    def ready(self) -> EchoReady:
+        return EchoReady(device="CPU", dtype="float32", weights="real", memory=[], load_s=0.0, max_cost=self.max_cost)
+
+
+def echo_engine(_config: EngineConfig, progress: Callable[[str, float], None]) -> BatchEngine[Shout, Echo]:
+    progress("listening", 0.0)
+    return BatchEngine(EchoTask())
+
+
+def echo_needs(model: ModelSection, _checkpoint: Checkpoint, _on_cpu: bool, source: str) -> EngineNeeds:
+    def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
+        return memory_bytes >= concurrency(model) * 2**20, [MemoryRow("weights", 0)]
+
+    budget, rows = budget_rows(model, divide)
+    return EngineNeeds(model.task, budget, rows, None, concurrency(model), source)
