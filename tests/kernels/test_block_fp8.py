@@ -17,6 +17,7 @@ from meltcore.kernels.fp8.block_fp8 import (
     quantize_tokens,
 )
 from meltcore.kernels.fp8.block_fp8_experts import (
+    add_block_fp8_experts,
     block_fp8_expert_outputs,
     block_fp8_expert_outputs_reference,
     block_fp8_grouped_gemm,
@@ -202,3 +203,44 @@ def test_inputs_are_quantized_in_blocks_of_columns(device: torch.device) -> None
     first = hidden[:, :BLOCK].float() @ weight.dequantize()[:, :BLOCK].T
     assert (rest - first).abs().max() > 0.1  # what the coarse block loses
     torch.testing.assert_close(result.float(), (own + first).to(result.dtype).float(), rtol=0.02, atol=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("rows", "columns", "row_group"), [(256, 512, 128), (192, 2048, 64), (2048, 4096, 128)])
+def test_a_token_has_the_values_of_the_other_kernels(
+    rows: int, columns: int, row_group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token is quantized in the kernel, with and without a norm, to the values that many tokens are."""
+    device = torch.device("cuda")
+    weight = there(random_weight(rows, columns, row_group, num_blocks(columns)), device)
+    hidden, residual = torch.randn(1, columns, device=device).to(dtype), torch.randn(1, rows, device=device).to(dtype)
+    norm = Norm(torch.randn(columns, device=device).to(dtype), 1e-6)
+    monkeypatch.setattr("meltcore.kernels.fp8.block_fp8_linear.block_fp8_gemm", None)  # another kernel runs
+    for given in (None, norm):
+        total, gated = exact(hidden, weight, given), exact_gated(hidden, weight, given)
+        for result, expected in (
+            (block_fp8_linear(hidden, weight, given), total),
+            (block_fp8_linear(hidden, weight, given, gated=True), gated),
+            (block_fp8_linear(hidden, weight, given, residual=residual.clone()), total + residual.double()),
+        ):
+            torch.testing.assert_close(
+                result.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-4 * float(expected.abs().amax())
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [2, 8, 9])
+def test_a_token_gets_the_weighted_sum_of_its_experts(top_k: int) -> None:
+    device, experts, size, width = torch.device("cuda"), 12, 512, 384
+    gate_up = there(random_weight(2 * width, size, 128, size // BLOCK, experts), device)
+    down = there(random_weight(size, width, 128, width // BLOCK, experts), device)
+    hidden, residual = (torch.randn(1, size, device=device).to(BF16) for _ in range(2))
+    ids = torch.randperm(experts, device=device)[None, :top_k].int()
+    routing = Routing(ids, torch.rand(1, top_k, device=device))
+    outputs = block_fp8_expert_outputs_reference(hidden, routing, gate_up, down).double()
+    expected = residual.double() + (outputs * routing.topk_weights[0, :, None]).sum(0)
+    result = add_block_fp8_experts(residual.clone(), hidden, routing, gate_up, down)
+    assert (result.double() - expected).norm() <= 8e-3 * expected.norm()
+    alone = add_block_fp8_experts(None, hidden, routing, gate_up, down)
+    assert (alone.double() - (expected - residual.double())).norm() <= 8e-3 * expected.norm()

@@ -18,6 +18,7 @@ from meltcore.kernels.moe.align import max_tiles, moe_align_block_size, scan_siz
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant import ggml_expert_gemm as expert_gemm_file
+from meltcore.kernels.quant import ggml_expert_gemv as expert_gemv_file
 from meltcore.kernels.quant import ggml_experts
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty
 from meltcore.kernels.quant.ggml_expert_gemm import (
@@ -70,6 +71,7 @@ def test_body_follows_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> N
     """Of Qwen3-30B-A3B on an H200. Gate and up in tensors of their own are not dequantized."""
     monkeypatch.setattr(grouped_gemm_tma, "capability", lambda device: 90)
     monkeypatch.setattr(expert_gemm_file, "capability", lambda device: 90)
+    monkeypatch.setattr(expert_gemv_file, "capability", lambda device: 90)
     monkeypatch.setattr(expert_gemm_file, "shared_memory_bytes", lambda device: 227 * 1024)
     gate_up, down = (empty(GgmlType.Q8_0, (128, *shape), META) for shape in ((1536, 2048), (2048, 768)))
     apart = [empty(GgmlType.Q8_0, (128, 768, 2048), META)] * 2
@@ -79,9 +81,10 @@ def test_body_follows_the_pairs_per_expert(monkeypatch: pytest.MonkeyPatch) -> N
         hidden.element_size.return_value = dtype.itemsize
         return select_body(hidden, 8 * tokens, parts, down)
 
-    limits = (1, 256, 257, 4095, 4096, 8064)
-    assert [body(tokens, gate_up) for tokens in limits] == ["cuda"] * 2 + ["triton"] * 2 + ["dequantized"] * 2
-    assert [body(tokens, *apart) for tokens in limits] == ["cuda"] * 2 + ["triton"] * 4
+    limits = (1, 8, 9, 256, 257, 4095, 4096, 8064)
+    few = ["gemv"] * 2 + ["cuda"] * 2 + ["triton"] * 2
+    assert [body(tokens, gate_up) for tokens in limits] == [*few, *["dequantized"] * 2]
+    assert [body(tokens, *apart) for tokens in limits] == [*few, *["triton"] * 2]
     assert body(1, gate_up, is_cuda=False) == body(1, gate_up, dtype=torch.float32) == "triton"
     assert body(8064, gate_up, dtype=torch.float32) == "triton"
     monkeypatch.setattr(grouped_gemm_tma, "capability", lambda device: 80)
@@ -98,6 +101,8 @@ def test_warm_up_covers_every_launch(experts: int, top_k: int, monkeypatch: pyte
         pairs, per_expert = tokens * top_k, tokens * top_k / experts
         if per_expert >= MIN_DEQUANTIZED_PAIRS:
             return "dequantized"
+        if tokens <= 8:
+            return tokens <= 4, tokens == 1
         if per_expert <= MAX_PAIRS:
             return select_config(pairs, experts, [GgmlType.Q8_0], 227 * 1024)
         return ggml_experts.select_config(pairs, weight)
@@ -195,7 +200,7 @@ def test_multiplies_each_pair_as_in_float64(block_type: BlockType, dtype: torch.
 @pytest.mark.gpu
 @FORMATS
 def test_experts_match_the_reference(block_type: BlockType) -> None:
-    """By the three bodies, eager and as a CUDA graph that other tokens are replayed through."""
+    """By the four bodies, eager and as a CUDA graph that other tokens are replayed through."""
     device, experts, top_k = torch.device("cuda"), 16, 4
     gate_up = there(stacked(random_weight(1, experts * 512, 512, block_type), experts), device)
     down = there(stacked(random_weight(2, experts * 512, 256, block_type), experts), device)
@@ -218,7 +223,7 @@ def test_experts_match_the_reference(block_type: BlockType) -> None:
         graph.replay()
         assert torch.equal(captured, ggml_expert_outputs(hidden, routing, [gate_up], down))
     last = "dequantized" if torch.cuda.get_device_capability() == (9, 0) else "triton"
-    assert bodies == ["cuda"] * 4 + ["triton"] * 2 + [last]
+    assert bodies == ["gemv"] * 2 + ["cuda"] * 2 + ["triton"] * 2 + [last]
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 from test_ggml import INT4_TYPES, random_weight
 
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
+from meltcore.kernels.norm import Norm
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_skinny_gemm import (
@@ -17,6 +18,7 @@ from meltcore.kernels.quant.ggml_skinny_gemm import (
     SkinnyConfig,
     ggml_skinny_gemm,
     select_config,
+    stages,
     supports,
 )
 from meltcore.kernels.quant.ggml_types import GgmlType
@@ -105,3 +107,26 @@ def test_multiplies_as_in_float64(block_type: BlockType, dtype: torch.dtype, con
                         ggml_skinny_gemm(hidden, weight, gated=gated, out=sums, config=config)
                         torch.testing.assert_close(sums.double(), exact, rtol=0, atol=sum_error)
                         assert torch.equal(sums.to(dtype), out)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_normalizes_a_token(block_type: BlockType) -> None:
+    """The token is rounded once more than sums are: after it was multiplied by the norm's weight."""
+    device = torch.device("cuda")
+    for rows, k in GPU_SHAPES:
+        columns = k // block_type.block_size * block_type.block_size
+        weight = random_weight(rows, rows, columns, block_type)
+        weight = GgmlTensor(block_type, columns, *(array.cuda() for array in weight.arrays))
+        hidden, residual = (torch.randn(1, size, device=device).mul_(3).bfloat16() for size in (columns, rows))
+        norm = Norm((1 + 0.2 * torch.randn(columns, device=device)).bfloat16(), 1e-6)
+        assert stages(hidden, weight, norm)
+        assert not stages(hidden, weight, Norm(norm.weight.float(), 1e-6))
+        rounded, wide = (hidden.float() * norm.weight.float()).bfloat16().double(), hidden.double()
+        normalized = rounded * torch.rsqrt(wide.pow(2).mean() + norm.eps)
+        for gated, added in ((False, None), (True, None), (False, residual)):
+            exact = expected(normalized, weight, gated, added)
+            given = None if added is None else added.clone()
+            result = ggml_skinny_gemm(hidden, weight, norm, gated=gated, residual=given)
+            step = torch.finfo(torch.bfloat16).eps / 2
+            torch.testing.assert_close(result.double(), exact, rtol=1.01 * step, atol=2e-5 * float(exact.abs().amax()))

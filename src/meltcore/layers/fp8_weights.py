@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from meltcore.kernels.fp8.block_fp8 import BLOCK, BlockFp8Tensor, num_blocks
-from meltcore.kernels.fp8.block_fp8_experts import block_fp8_expert_outputs
+from meltcore.kernels.fp8.block_fp8_experts import add_block_fp8_experts, block_fp8_expert_outputs
 from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
 from meltcore.kernels.fp8.fp8 import FP8, Fp8Tensor, quantize
 from meltcore.kernels.fp8.fp8_linear import fp8_linear
-from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.layers.quantization import DenseWeight, QuantizationMethod
@@ -190,7 +189,9 @@ class Fp8Experts(nn.Module):
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
-        return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
+        gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
+        down = BlockFp8Tensor(self.down_values, self.down_scales)
+        return add_block_fp8_experts(residual, hidden, routing, gate_up, down)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loaders of one expert's gate_proj, [intermediate_size, hidden_size], and of its scales."""

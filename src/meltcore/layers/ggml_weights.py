@@ -13,12 +13,11 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.routing import Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
-from meltcore.kernels.quant.ggml_experts import experts_scratch_values, ggml_expert_outputs
+from meltcore.kernels.quant.ggml_experts import add_ggml_experts, experts_scratch_values, ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.merged_weight import MergedWeight
@@ -155,7 +154,8 @@ class GgmlExperts(nn.Module):
 
     def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
-        return combine(self.outputs(hidden, routing), routing.topk_weights, residual)
+        parts = [part.tensor for part in self._parts]
+        return add_ggml_experts(residual, hidden, routing, parts, self.down_proj.tensor)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
         """Return the loader of one expert's tensor gate_proj, [intermediate_size, bytes of a row]."""

@@ -15,6 +15,7 @@ from meltcore.kernels.fp8.fp8 import FP8, FP8_CAPABILITY, FP8_MAX, MIN_AMAX, qua
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.ggml import Fp8Type, GgmlTensor
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 BLOCK = 128
@@ -40,6 +41,14 @@ class BlockFp8Tensor(NamedTuple):
         """Number of columns that share a scale."""
         columns = self.values.shape[-1]
         return columns if self.scales.shape[-1] == 1 else BLOCK
+
+    def as_bytes(self) -> GgmlTensor | None:
+        """Return a weight with scales of whole blocks of columns for the kernels of block-quantized weights."""
+        columns = self.values.shape[-1]
+        if self.column_group != BLOCK or columns % BLOCK:
+            return None
+        values, scales = self.values.view(torch.uint8), self.scales.view(torch.uint8)
+        return GgmlTensor(Fp8Type(self.row_group), columns, values, scales, values.new_empty(0))
 
     def dequantize(self) -> torch.Tensor:
         """Return the values of the quantized tensor, [..., rows, columns] float32."""

@@ -13,6 +13,7 @@ from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor, quantize_tokens
 from meltcore.kernels.fp8.block_fp8_gemm import MAX_UNQUANTIZED_TOKENS, block_fp8_gemm
 from meltcore.kernels.launch import use_triton
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant import ggml_skinny_gemm
 
 
 def block_fp8_linear(
@@ -40,6 +41,10 @@ def block_fp8_linear(
         output = hidden.new_empty(tokens, len(weight.values) // (2 if gated else 1))
     if tokens == 0:
         return output
+    as_bytes = weight.as_bytes() if tokens == 1 else None
+    if as_bytes is not None and ggml_skinny_gemm.stages(hidden, as_bytes, norm):
+        out = output if residual is None else None
+        return ggml_skinny_gemm.ggml_skinny_gemm(hidden, as_bytes, norm, gated=gated, residual=residual, out=out)
     # A program cannot normalize tokens, of which it reads only a split of the columns.
     is_unquantized = norm is None and tokens <= MAX_UNQUANTIZED_TOKENS and weight.scales.shape[1] > 1
     inputs = hidden if is_unquantized else quantize_tokens(hidden, weight, norm)

@@ -10,6 +10,7 @@ takes as many bytes as the file, up to padding. Blocks of other formats become o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,38 @@ _CENTERS = {GgmlType.Q4_1: -7.5, GgmlType.Q5_1: -15.5, GgmlType.Q2_K: 1.5, GgmlT
 # The first byte of a block's scales, where it is not 0.
 _SCALES_OFFSET = {GgmlType.Q2_K: 80, GgmlType.Q6_K: 208}
 
-BlockType = GgmlType | Int4Type
+
+@dataclass(frozen=True)
+class Fp8Type:
+    """FP8 (e4m3) with a float32 scale per 128 columns of `row_group` rows, for the GEMMs of few tokens alone.
+
+    The arrays of a tensor are those of `BlockFp8Tensor`, seen as bytes: scales has a row per group of rows.
+    """
+
+    row_group: int
+
+    @property
+    def name(self) -> str:
+        """The name of the format."""
+        return f"FP8_R{self.row_group}"
+
+    @property
+    def block_size(self) -> int:
+        """Columns that share a scale."""
+        return 128
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row's values. Raises ValueError if they are no whole number of blocks."""
+        if columns % self.block_size:
+            raise ValueError(f"{columns} columns are no multiple of {self.block_size}")
+        return columns
+
+    def array_bytes(self, columns: int) -> tuple[int, int, int]:
+        """Return the bytes of a row's values and of a row group's scales. There are no sub-scales."""
+        return columns, columns // self.block_size * 4, 0
+
+
+BlockType = GgmlType | Int4Type | Fp8Type
 
 
 class GgmlTensor(NamedTuple):

@@ -1,13 +1,13 @@
 // What the kernels of block-quantized weights in CUDA C++ share, their first file but for instructions.cu and wgmma.cu.
 //
-// Macros: FORMAT (a constant below; INT4 with GROUP and BF16_SCALES), HALF (1: float16 tokens, 0: bfloat16).
+// Macros: FORMAT (a constant below; INT4 with GROUP and BF16_SCALES; FP8 with GROUP, the rows that share a scale), HALF (1: float16 tokens, 0: bfloat16).
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-constexpr int Q8_0 = 8, Q4_0 = 2, Q4_1 = 3, Q5_1 = 7, Q4_K = 12, Q5_K = 13, Q6_K = 14, INT4 = 4;
+constexpr int FP8 = 1, Q8_0 = 8, Q4_0 = 2, Q4_1 = 3, Q5_1 = 7, Q4_K = 12, Q5_K = 13, Q6_K = 14, INT4 = 4;
 constexpr bool HAS_FIFTH_BIT = FORMAT == Q5_1 || FORMAT == Q5_K;
 // Bytes of a row and a chunk with the bits above the lowest four of each value.
 constexpr int ROW_HIGH_BYTES = FORMAT == Q6_K ? 64 : HAS_FIFTH_BIT ? 32 : 0;

@@ -1,11 +1,12 @@
 """Routed experts with block-quantized weights: a grouped GEMM that decodes in registers, as in moe/grouped_gemm.py.
 
-The body of ggml_expert_gemm.py replaces it for few pairs per expert on CUDA. For many, experts are dequantized.
+On CUDA the bodies of ggml_expert_gemv.py and ggml_expert_gemm.py replace it for few tokens and for few pairs per
+expert. For many, experts are dequantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -18,10 +19,11 @@ from meltcore.kernels.gemm.split_k import GemmConfig, silu_and_mul
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.align import moe_align_block_size
+from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
 from meltcore.kernels.moe.grouped_gemm_tma import WeightSlice, expert_outputs_of_slices, supports_shape
 from meltcore.kernels.moe.routing import Routing, sort_by_expert
-from meltcore.kernels.quant import ggml_expert_gemm
+from meltcore.kernels.quant import ggml_expert_gemm, ggml_expert_gemv
 from meltcore.kernels.quant.ggml import GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_decode import block_k, dequantize
 from meltcore.kernels.quant.ggml_gemm import ggml_tile_matmul
@@ -33,7 +35,7 @@ MIN_DEQUANTIZED_PAIRS = 256
 # Of 16-bit tokens, up to which tiles of 32 pairs are faster than tiles of 64: 292 us against 332 at 28, 337 against 331
 # at 32, with Q8_0 on an H100.
 _MAX_PAIRS_IN_SMALL_TILES = 30
-_Body = Literal["dequantized", "cuda", "triton"]
+_Body = Literal["dequantized", "gemv", "cuda", "triton"]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -184,6 +186,25 @@ def _select_and_multiply(
     ggml_grouped_gemm(inputs, weight, output, dispatch, config, from_tokens=from_tokens, gated=gated)
 
 
+def add_ggml_experts(
+    residual: torch.Tensor | None,
+    hidden: torch.Tensor,
+    routing: Routing,
+    gate_up: Sequence[GgmlTensor],
+    down: GgmlTensor,
+) -> torch.Tensor:
+    """Add each token's weighted sum of `ggml_expert_outputs` to `residual` in place and return it.
+
+    Without a residual the sum alone is returned. For one token, the kernel of down computes the sum.
+    """
+    pairs = routing.topk_ids.numel()
+    is_single = len(hidden) == 1 and use_triton(hidden)
+    if is_single and ggml_expert_gemv.supports(hidden, pairs, (*gate_up, down)) and ggml_expert_gemv.can_sum(down):
+        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, topk_ids=routing.topk_ids)
+        return ggml_expert_gemv.ggml_expert_sum(residual, _activate(hidden, pairs, gate_up, multiply), down, routing)
+    return combine(ggml_expert_outputs(hidden, routing, gate_up, down), routing.topk_weights, residual)
+
+
 def ggml_expert_outputs(
     hidden: torch.Tensor, routing: Routing, gate_up: Sequence[GgmlTensor], down: GgmlTensor
 ) -> torch.Tensor:
@@ -195,14 +216,17 @@ def ggml_expert_outputs(
     if not use_triton(hidden):
         return ggml_expert_outputs_reference(hidden, routing, gate_up, down)
     topk_ids = routing.topk_ids
-    pairs, fused = topk_ids.numel(), len(gate_up) == 1
+    pairs = topk_ids.numel()
     outputs = hidden.new_empty(pairs, hidden.shape[1])
     if pairs == 0:
         return outputs
     experts, body = len(down.values), select_body(hidden, pairs, gate_up, down)
     if body == "dequantized":
         return dequantized_expert_outputs(hidden, topk_ids, gate_up[0], down)
-    if body == "cuda":
+    multiply: Callable[..., None]
+    if body == "gemv":
+        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, topk_ids=topk_ids)
+    elif body == "cuda":
         config = ggml_expert_gemm.config_of(pairs, (*gate_up, down))
         alignment = moe_align_block_size(topk_ids, config.block_m, experts)
         multiply = partial(
@@ -211,13 +235,23 @@ def ggml_expert_outputs(
     else:
         dispatch = Dispatch.of(topk_ids, down.values, select_config(pairs, down).block_m)
         multiply = partial(_select_and_multiply, dispatch=dispatch)
-    activated = hidden.new_empty(pairs, down.columns if fused else 2 * down.columns)
-    for index, weight in enumerate(gate_up):
-        columns = activated if fused else activated.chunk(2, 1)[index]
-        multiply(hidden, weight, columns, from_tokens=True, gated=fused)
-    activated = activated if fused else swiglu(activated)
-    multiply(activated, down, outputs, from_tokens=False)
+    multiply(_activate(hidden, pairs, gate_up, multiply), down, outputs, from_tokens=False)
     return outputs
+
+
+def _activate(
+    hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], multiply: Callable[..., None]
+) -> torch.Tensor:
+    """Return silu(gate x) * up x of each pair, [pairs, width]. multiply: a body with its arguments of all launches."""
+    if len(gate_up) == 1:
+        rows = gate_up[0].values.shape[1]
+        activated = hidden.new_empty(pairs, rows // 2)
+        multiply(hidden, gate_up[0], activated, from_tokens=True, gated=True)
+        return activated
+    both = hidden.new_empty(pairs, sum(weight.values.shape[1] for weight in gate_up))
+    for weight, columns in zip(gate_up, both.chunk(2, 1), strict=True):
+        multiply(hidden, weight, columns, from_tokens=True)
+    return swiglu(both)
 
 
 def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> _Body:
@@ -228,6 +262,8 @@ def select_body(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor],
         and supports_shape(hidden, hidden.shape[1], down.columns)
     ):
         return "dequantized"
+    if ggml_expert_gemv.supports(hidden, pairs, (*gate_up, down)):
+        return "gemv"
     return "cuda" if ggml_expert_gemm.supports(hidden, pairs, (*gate_up, down)) else "triton"
 
 

@@ -34,6 +34,8 @@ def ggml_linear(
     GEMM multiplies sums of quantized values by scales in float32; the others round the same dequantized values to the
     type of `hidden`.
     """
+    if norm and use_triton(hidden) and ggml_skinny_gemm.stages(hidden, weight, norm):
+        return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, norm, gated=gated, residual=residual, out=out)
     hidden = rms_norm(hidden, *norm) if norm else hidden
     if use_triton(hidden) and ggml_wgmma_gemm.is_faster(hidden, weight):
         return ggml_wgmma_gemm.ggml_wgmma_gemm(hidden, weight, gated=gated, residual=residual, out=out)

@@ -5,19 +5,21 @@ constexpr int WARP_SUMS = TOKEN_TILES * 32;  // of 4 numbers
 
 // hidden: [tokens, k]; output: [tokens, ...] with `output_stride`, float32 with FLOAT_OUTPUT, else of the type of
 // `hidden`; outputs: columns of it that are written. A gated
-// weight has `outputs` gate rows and as many up rows below. An item of work is ROW_WARPS x 16 rows of the weight and one
+// weight has `outputs` gate rows and as many up rows below. norm, eps: with NORMALIZED, of the RMS norm of a single
+// staged token, whose factor multiplies the sums. An item of work is ROW_WARPS x 16 rows of the weight and one
 // of `splits` of the columns; a block takes every gridDim.x-th. partial: float32 for every item; counters: zeros before
 // and after, one per ROW_WARPS x 16 rows. Sums have a fixed order: of chunks, of warps that share rows, of splits.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     ggml_skinny_gemm(const u16* hidden, const u8* values, const u8* scales, const u8* subscales, void* output,
-                    float* partial, int* counters, int token_count, int outputs, int k, int output_stride, int splits,
-                    int flags) {
+                    float* partial, int* counters, const u16* norm, float eps, int token_count, int outputs, int k,
+                    int output_stride, int splits, int flags) {
   extern __shared__ uint4 shared[];
   __shared__ float4 warp_sums[2][COLUMN_WARPS > 1 ? WARPS * WARP_SUMS : 1];
+  __shared__ float warp_squares[WARPS];
   __shared__ bool last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
-  const bool gated = flags & GATED;
+  const bool gated = flags & GATED, normalized = STAGED && flags & NORMALIZED;
   const int tile_outputs = gated ? 8 : 16, items = (outputs + tile_outputs * ROW_WARPS - 1) / (tile_outputs * ROW_WARPS) * splits;
 #if PDL
   asm volatile("griddepcontrol.launch_dependents;");
@@ -78,6 +80,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       commit();
     }
   }
+  u16* const staged = (u16*)(ring + DEPTH * STAGE_BYTES);
+  if (STAGED) {
+    float squares = stage_tokens(staged, hidden, normalized ? norm : nullptr, token_count, column_warp, COLUMN_WARPS, k, lane);
+    if (normalized) {
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) squares += __shfl_xor_sync(~0u, squares, distance);
+      if (lane == 0) warp_squares[warp] = squares;  // is read behind the barrier of the first item
+    }
+  }
   Tokens tokens;
   int stage = 0, buffer = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -102,7 +113,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int token = min(8 * tile + g, token_count - 1);
         tokens.row[tile] =
             SHARED_TOKENS ? (const u16*)(base + WARPS * WARP_BYTES) + token * TOKEN_STRIDE + column_warp * CHUNK
+            : STAGED      ? staged + token * staged_stride(k) + chunk * CHUNK
                           : hidden + (i64)token * k + chunk * CHUNK;
+        if (FORMAT == FP8)
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            tokens.scale[tile][j] = staged_scale(staged, min(8 * tile + 2 * t + j, token_count - 1), chunk, k);
       }
       Raw<FORMAT> raw[2];
 #pragma unroll
@@ -156,6 +172,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
     }
     if (!stores) continue;
+    float factor = 1.0f;  // of the norm of a single token
+    if (COLUMN_WARPS > 1 && normalized) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int other = 0; other < COLUMN_WARPS; other++) squares += warp_squares[row_warp + other * ROW_WARPS];
+      factor = rsqrtf(squares / k + eps);
+    }
     const int row_tile = group * ROW_WARPS + row_warp;
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; tile++)
@@ -168,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         for (int which = 0; which < 2; which++) {
           const int column = gated ? row_tile * 8 + g : row_tile * 16 + which * 8 + g;
           if (column >= outputs || (gated && which)) continue;
-          float value = acc[tile][2 * which + j];
-          if (gated) value = value / (1.0f + __expf(-value)) * acc[tile][2 + j];
+          float value = acc[tile][2 * which + j] * factor;
+          if (gated) value = value / (1.0f + __expf(-value)) * (acc[tile][2 + j] * factor);
           if (flags & FLOAT_OUTPUT) {
             ((float*)output)[start + column] = value;
             continue;

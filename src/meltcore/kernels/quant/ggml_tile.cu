@@ -14,21 +14,24 @@
 // Tokens: up to 8 are read through the L1 cache (SHARED_TOKENS 0), and the warps of a block share rows. More are copied
 // to shared memory by the whole block, whose warps have rows of their own, so that the L2 cache is asked once per block.
 //
-// Compiled with the macros of ggml_bits.cu and these: TOKEN_TILES (of 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, TAIL (1: the columns
+// Compiled with the macros of ggml_bits.cu and these: TOKEN_TILES (of 8 tokens), WARPS, COLUMN_WARPS (warps that share rows), DEPTH (stages of copies), SHARED_TOKENS, STAGED, TAIL (1: the columns
 // are no multiple of a chunk), BLOCKS_PER_SM, PDL.
 
-constexpr int CHUNK = FORMAT == Q8_0 ? 128 : 256;
+constexpr bool IN_BYTES = FORMAT == Q8_0 || FORMAT == FP8;  // a value per byte
+constexpr int CHUNK = IN_BYTES ? 128 : 256;
+// Values of FP8 are exact in float16, as tokens that are quantized to FP8 are.
+#define HALF_MMA (HALF || FORMAT == 1)
 constexpr int ROW_WARPS = WARPS / COLUMN_WARPS;
 constexpr int THREADS = 32 * WARPS;
 
 // Flags of a launch.
-constexpr int GATED = 1, RESIDUAL = 2, FLOAT_OUTPUT = 4;
+constexpr int GATED = 1, RESIDUAL = 2, FLOAT_OUTPUT = 4, NORMALIZED = 8;
 
 // --- 16-bit arithmetic on pairs; integers up to 256 are exact in both types ---
 
 __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
   u32 out;
-#if HALF
+#if HALF_MMA
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
 #else
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
@@ -37,7 +40,7 @@ __device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
 }
 
 // The bits of a pair of numbers BASE + i for small integers i in the lowest bits; of 1 and of -1; and of -BASE - x.
-#if HALF
+#if HALF_MMA
 constexpr u32 BASE_PAIR = 0x64006400, ONES = 0x3C003C00, MINUS_ONES = 0xBC00BC00;  // 1024 + i
 constexpr __device__ u32 minus_base(u32 x) { return 0xE400E400 + x * 0x00010001; }
 #else
@@ -46,7 +49,7 @@ constexpr __device__ u32 minus_base(u32 x) { return 0xC300C300 + x * 0x00010001;
 #endif
 
 __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if HALF
+#if HALF_MMA
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -57,7 +60,7 @@ __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], const u3
 
 // A first product, which needs no sums of zeros.
 __device__ __forceinline__ void mma_first(float (&sum)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if HALF
+#if HALF_MMA
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
 #else
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -83,6 +86,7 @@ constexpr int GROUPS = 256 / GROUP, ZERO_BYTES = GROUPS < 4 ? 4 : GROUPS;  // of
 constexpr bool HAS_PAIRS = FORMAT == Q4_1 || FORMAT == Q5_1;  // of a scale and a minimum for 32 columns
 constexpr bool HAS_SUBSCALES = FORMAT == Q4_K || FORMAT == Q5_K;
 constexpr int SCALE_BYTES = FORMAT == Q8_0   ? 8
+                            : FORMAT == FP8  ? 4
                             : FORMAT == Q6_K ? 20
                             : FORMAT == INT4 ? 2 * GROUPS + ZERO_BYTES
                             : HAS_PAIRS      ? 32
@@ -91,7 +95,7 @@ constexpr int WARP_BYTES = SCALES_PLACE + 16 * SCALE_BYTES;
 
 // Where row `row` has its piece of 16 bytes, and of its high bits.
 __device__ __forceinline__ int value_place(int row, int piece) {
-  return row * 128 + (piece ^ (FORMAT == Q8_0 ? row % 4 * 2 : row % 2 * 4)) * 16;
+  return row * 128 + (piece ^ (IN_BYTES ? row % 4 * 2 : row % 2 * 4)) * 16;
 }
 __device__ __forceinline__ int high_place(int row, int piece) {
   if (HAS_FIFTH_BIT) return HIGH_PLACE + row * 32 + piece * 16;
@@ -105,11 +109,12 @@ struct Source {
   template <typename RowOf>
   __device__ __forceinline__ void select(const RowOf& row_of, int lane, int k) {
     const u32 chunks = (k + CHUNK - 1) / CHUNK;
-    const u32 stride = FORMAT == Q8_0 ? k : (128 + ROW_HIGH_BYTES) * chunks;
+    const u32 stride = IN_BYTES ? k : (128 + ROW_HIGH_BYTES) * chunks;
 #pragma unroll
     for (int i = 0; i < 4; i++) values[i] = row_of(4 * i + lane / 8) * stride + lane % 8 * 16;
     const u32 row = row_of(lane % 16);
     if (FORMAT == Q8_0) scales = row_of(lane / 2) * ((k / 32 + 1) / 2 * 4) + lane % 2 * 4;
+    if (FORMAT == FP8) scales = row / GROUP * chunks * 4;
     if (FORMAT == Q4_0) scales = row * chunks * 16;
     if (FORMAT == INT4) scales = row * chunks * (lane < 16 ? 2 * GROUPS : ZERO_BYTES);
     if (HAS_FIFTH_BIT) high[0] = row_of(lane / 2) * stride + 128 * chunks + lane % 2 * 16;
@@ -129,11 +134,12 @@ struct Source {
                                        const u8* subscales_ptr, u32 chunk, int k) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (FORMAT != Q8_0 || !TAIL || chunk * CHUNK + lane % 8 * 16 < k)
+      if (!IN_BYTES || !TAIL || chunk * CHUNK + lane % 8 * 16 < k)
         copy_async<16>(to + value_place(4 * i + lane / 8, lane % 8), values_ptr + (values[i] + chunk * 128));
     u8* const scale_to = to + SCALES_PLACE;
     if (FORMAT == Q8_0 && (!TAIL || chunk * CHUNK + lane % 2 * 64 < k))
       copy_async<4>(scale_to + lane * 4, scales_ptr + (scales + chunk * 8));
+    if (FORMAT == FP8 && lane < 16) copy_async<4>(scale_to + lane * 4, scales_ptr + (scales + chunk * 4));
     if (FORMAT == Q4_0 && lane < 16) copy_async<16>(scale_to + lane * 16, scales_ptr + (scales + chunk * 16));
     if (FORMAT == INT4) {
       if (lane < 16)
@@ -175,6 +181,18 @@ struct Raw<Q8_0> {
       values[block] = *(const uint2*)(from + value_place(row, 2 * block + t / 2) + t % 2 * 8);
     const uint2 both = *(const uint2*)(from + SCALES_PLACE + row * 8);
     scales[0] = both.x, scales[1] = both.y;
+  }
+};
+
+template <>
+struct Raw<FP8> {
+  uint2 values[4];  // as of Q8_0
+  float scale;
+  __device__ __forceinline__ void read(const u8* from, int row, int t, int) {
+#pragma unroll
+    for (int block = 0; block < 4; block++)
+      values[block] = *(const uint2*)(from + value_place(row, 2 * block + t / 2) + t % 2 * 8);
+    scale = *(const float*)(from + SCALES_PLACE + row * 4);
   }
 };
 
@@ -310,13 +328,22 @@ __device__ __forceinline__ u32 byte_pair(u32 first, u32 second, int index) {
 // Four signed bytes as two pairs.
 __device__ __forceinline__ void decode_bytes(u32 word, u32& first, u32& second) {
   const u32 low = __byte_perm(word, 0, 0x1100), high = __byte_perm(word, 0, 0x3322);
-#if HALF
+#if HALF_MMA
   first = fma_pair(and_xor(low, 0x00FF00FF, BASE_PAIR | 0x00800080), ONES, minus_base(128));
   second = fma_pair(and_xor(high, 0x00FF00FF, BASE_PAIR | 0x00800080), ONES, minus_base(128));
 #else
   // The lowest 7 bits and the sign's -128, of which each fits the 7 bits after 128's leading one.
   first = fma_pair(and_or(low, 0x00800080, BASE_PAIR), MINUS_ONES, and_or(low, 0x007F007F, BASE_PAIR));
   second = fma_pair(and_or(high, 0x00800080, BASE_PAIR), MINUS_ONES, and_or(high, 0x007F007F, BASE_PAIR));
+#endif
+}
+
+// Four values of FP8 (e4m3) as two pairs.
+__device__ __forceinline__ void decode_fp8(u32 word, u32& first, u32& second) {
+#if FORMAT == 1
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }"
+      : "=r"(first), "=r"(second)
+      : "r"(word));
 #endif
 }
 
@@ -339,12 +366,76 @@ __device__ __forceinline__ u32 decode_nibbles(u32 bytes, u32 top, u32 minus_zero
 
 struct Tokens {
   const u16* row[TOKEN_TILES];  // of the tokens whose columns this thread loads, at column 0 of the chunk
+  float scale[TOKEN_TILES][2];  // with FP8: of the chunk, of the tokens whose sums this thread has
 
   template <typename V>
   __device__ __forceinline__ V load(int tile, int column) const {
     return *(const V*)(row[tile] + column);
   }
 };
+
+// Copies a warp's columns of some tokens [.., k] to shared memory: those of every `stride`-th chunk from `first` on. All
+// loads are on their way at once, while each step would wait for its own. With FP8 a chunk of a token is quantized, and
+// its scale follows the values. norm: columns are multiplied by these weights before; or null. Returns the sum of the
+// squares of what a thread has copied.
+__device__ __forceinline__ int staged_stride(int k) {
+  return k + 32 + (FORMAT == FP8 ? (k / CHUNK + 3) / 4 * 8 : 0);
+}
+__device__ __forceinline__ float stage_tokens(u16* to, const u16* from, const u16* norm, int tokens, int first, int stride,
+                                              int k, int lane) {
+  constexpr int PIECES = CHUNK / 8;  // of 16 bytes
+  const int chunks = (k + CHUNK - 1) / CHUNK, count = first < chunks ? ((chunks - 1 - first) / stride + 1) * PIECES : 0;
+  float squares = 0.0f;
+  for (int token = 0; token < tokens; token++) {
+    u16* const token_to = to + token * staged_stride(k);
+#pragma unroll 4
+    for (int piece = lane; piece < count; piece += 32) {
+      const int chunk = first + piece / PIECES * stride, column = chunk * CHUNK + piece % PIECES * 8;
+      if (TAIL && column >= k) continue;
+      const uint4 loaded = *(const uint4*)(from + (i64)token * k + column);
+      if (FORMAT != FP8 && norm == nullptr) {
+        *(uint4*)(token_to + column) = loaded;
+        continue;
+      }
+      const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      uint4 factors = {};
+      if (norm != nullptr) factors = *(const uint4*)(norm + column);
+      const u32 factor_words[4] = {factors.x, factors.y, factors.z, factors.w};
+      float x[8], amax = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        x[i] = to_float(words[i / 2] >> i % 2 * 16);
+        squares += x[i] * x[i];
+        if (norm != nullptr) x[i] *= to_float(factor_words[i / 2] >> i % 2 * 16);
+        amax = fmaxf(amax, fabsf(x[i]));
+      }
+      u32 pairs[4];
+#if FORMAT == 1
+      const u32 group = lane < 16 ? 0x0000FFFF : 0xFFFF0000;  // of the lanes that have this chunk
+#pragma unroll
+      for (int distance = 1; distance < 16; distance *= 2) amax = fmaxf(amax, __shfl_xor_sync(group, amax, distance));
+      amax = fmaxf(amax, 1e-20f);
+      const float inverse = __fdiv_rn(448.0f, amax);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        asm("{ .reg .b16 both; cvt.rn.satfinite.e4m3x2.f32 both, %1, %2; cvt.rn.f16x2.e4m3x2 %0, both; }"
+            : "=r"(pairs[i])
+            : "f"(x[2 * i + 1] * inverse), "f"(x[2 * i] * inverse));
+      if (lane % 16 == 0) ((float*)(token_to + k + 32))[chunk] = __fdiv_rn(amax, 448.0f);
+#else
+#pragma unroll
+      for (int i = 0; i < 4; i++) pairs[i] = to_pair(x[2 * i], x[2 * i + 1]);
+#endif
+      *(uint4*)(token_to + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+  __syncwarp();
+  return squares;
+}
+// The scale of a staged token's chunk.
+__device__ __forceinline__ float staged_scale(const u16* staged, int token, int chunk, int k) {
+  return ((const float*)(staged + token * staged_stride(k) + k + 32))[chunk];
+}
 
 using Sums = float[TOKEN_TILES][4];
 
@@ -364,7 +455,35 @@ template <int KIND, int TILES = TOKEN_TILES>  // FORMAT: a template discards the
 __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
                                          const Tokens& tokens, int columns, int t) {
   constexpr bool HAS_MINIMA = KIND == Q4_1 || KIND == Q5_1 || KIND == Q4_K || KIND == Q5_K;
-  if constexpr (KIND == Q8_0) {
+  if constexpr (KIND == FP8) {
+    float sums[TILES][4];
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      u32 b[TILES][2][2];
+#pragma unroll
+      for (int tile = 0; tile < TILES; tile++) {
+        const uint4 loaded = tokens.load<uint4>(tile, 32 * block + 8 * t);
+        b[tile][0][0] = loaded.x, b[tile][0][1] = loaded.y, b[tile][1][0] = loaded.z, b[tile][1][1] = loaded.w;
+      }
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        u32 a[4];
+        const uint2 first = raw[0].values[block], second = raw[1].values[block];
+        decode_fp8(part ? first.y : first.x, a[0], a[2]);
+        decode_fp8(part ? second.y : second.x, a[1], a[3]);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+          if (block == 0 && part == 0)
+            mma_first(sums[tile], a, b[tile][part]);
+          else
+            mma(sums[tile], a, b[tile][part]);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[tile][j] += sums[tile][j] * (raw[j / 2].scale * tokens.scale[tile][j % 2]);
+  } else if constexpr (KIND == Q8_0) {
 #pragma unroll
     for (int block = 0; block < 4; block++) {
       const int column = 32 * block;

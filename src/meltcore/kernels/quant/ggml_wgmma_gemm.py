@@ -17,7 +17,7 @@ import torch
 from meltcore.kernels.capability import capability, sm_count
 from meltcore.kernels.gemm.split_k import split_counters
 from meltcore.kernels.nvrtc import INSTRUCTIONS, WGMMA, CudaKernel
-from meltcore.kernels.quant.ggml import BlockType, GgmlTensor
+from meltcore.kernels.quant.ggml import BlockType, Fp8Type, GgmlTensor
 from meltcore.kernels.quant.ggml_skinny_gemm import WITH_MINIMA, chunk_columns, format_macros, is_decoded, launch_flags
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.kernels.quant.int4 import Int4Type
@@ -89,6 +89,7 @@ def _row_bytes(block_type: BlockType) -> int:
     """Return the bytes of shared memory of a row and a chunk of columns."""
     if isinstance(block_type, Int4Type):
         return _COPY_BYTES + {128: 8, 64: 16, 32: 32}[block_type.group_size]
+    assert not isinstance(block_type, Fp8Type)
     return _COPY_BYTES + _HIGH_BYTES.get(block_type, 0) + _RECORD_BYTES.get(block_type, 16)
 
 
@@ -169,7 +170,7 @@ def ggml_wgmma_gemm(
     grid = grid_size(tiles, chunks, config.tokens, sm_count(device))
     parts = 0 if grid == tiles else 2 * grid if grid % tiles else grid
     partial = torch.empty(parts * config.rows * config.tokens, dtype=torch.float32, device=device)
-    high_bytes = 0 if isinstance(weight.type, Int4Type) else _HIGH_BYTES.get(weight.type, 0)
+    high_bytes = 0 if isinstance(weight.type, Int4Type | Fp8Type) else _HIGH_BYTES.get(weight.type, 0)
     low_bytes = weight.values.shape[1] - high_bytes * chunks
     low, high = weight.values[:, :low_bytes], weight.values[:, low_bytes if high_bytes else 0 :]
     KERNEL.launch(

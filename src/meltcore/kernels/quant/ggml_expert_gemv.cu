@@ -1,0 +1,276 @@
+// Few tokens by the block-quantized weights of their experts. Follows ggml_tile.cu in one source.
+//
+// The experts of few tokens are a few megabytes, so the time goes to waiting for the first bytes and for the launches
+// around them. The warps of a block divide the columns of its rows, so that all bytes of a row are on their way at once.
+// A block finds the pairs of each expert itself, which saves the launch of an alignment. Tokens are read through the L1
+// cache: an expert has one or two of them.
+//
+// Compiled with the macros of ggml_tile.cu, SHARED_TOKENS 0, and these: SUM (1: a token's weighted sum over its experts,
+// in a kernel of its own), EARLY (1: weights are read before the kernel that computes the inputs has ended; that kernel
+// must let this one start only after the experts were selected). With PDL and EARLY 0, the next kernel starts only then.
+
+constexpr int STAGE_BYTES = WARPS * WARP_BYTES;
+
+__device__ __forceinline__ void launch_dependents() {
+#if PDL
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_inputs() {
+#if PDL
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if !SUM
+
+constexpr int MAX_PAIRS = THREADS, CAPACITY = TOKEN_TILES * 8;  // pairs of a launch and of a tile
+constexpr int WARP_SUMS = TOKEN_TILES * 32;                     // of 4 numbers
+
+// inputs: row pair / divisor has k columns. output: row `pair`, with `output_stride`; outputs: columns of it that are
+// written. An expert has `outputs` rows, or as many gate rows above up rows. An item of work is a tile of an expert's
+// pairs and ROW_WARPS x 16 of its rows; a block takes every gridDim.x-th. Sums have a fixed order: of chunks, of warps.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    ggml_expert_gemv(const u16* inputs, const u8* values, const u8* scales, const u8* subscales, u16* output,
+                    const int* topk_ids, int pairs, int outputs, int k, int output_stride, int divisor, int flags) {
+  extern __shared__ uint4 shared[];
+  __shared__ int ids[MAX_PAIRS], warp_tiles[WARPS];
+  __shared__ u16 tile_of[MAX_PAIRS], tile_expert[MAX_PAIRS];
+  __shared__ u8 tile_valid[MAX_PAIRS], tile_pairs[MAX_PAIRS * CAPACITY];
+  __shared__ float4 warp_sums[2][COLUMN_WARPS > 1 ? WARPS * WARP_SUMS : 1];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int row_warp = warp % ROW_WARPS, column_warp = warp / ROW_WARPS;
+  const bool gated = flags & GATED;
+  if (!EARLY) wait_for_inputs();
+  launch_dependents();
+
+  // Tiles of the pairs that have one expert, in the order of their first pairs. A thread has a pair.
+  const int own = threadIdx.x, expert = own < pairs ? __ldcg(topk_ids + own) : -1;
+  ids[own] = expert;
+  __syncthreads();
+  int rank = 0, total = 0, first = own;  // among the expert's pairs; the first pair of its tile
+  if (own < pairs)
+    for (int other = 0; other < pairs; other++)
+      if (ids[other] == expert) {
+        if (other < own) {
+          if (rank % CAPACITY == 0) first = other;
+          rank++;
+        }
+        total++;
+      }
+  const bool leads = own < pairs && rank % CAPACITY == 0;
+  const u32 ballot = __ballot_sync(~0u, leads);
+  if (lane == 0) warp_tiles[warp] = __popc(ballot);
+  __syncthreads();
+  int place = __popc(ballot & ((1u << lane) - 1)), tiles = 0;
+#pragma unroll
+  for (int other = 0; other < WARPS; other++) {
+    if (other < warp) place += warp_tiles[other];
+    tiles += warp_tiles[other];
+  }
+  if (leads) tile_of[own] = place, tile_expert[place] = expert, tile_valid[place] = min(total - rank, CAPACITY);
+  __syncthreads();
+  if (own < pairs) tile_pairs[tile_of[leads ? own : first] * CAPACITY + rank % CAPACITY] = own;
+  __syncthreads();
+
+  const int tile_outputs = gated ? 8 : 16, groups = (outputs + tile_outputs * ROW_WARPS - 1) / (tile_outputs * ROW_WARPS);
+  const int items = tiles * groups, chunks = (k + CHUNK - 1) / CHUNK, steps = (chunks + COLUMN_WARPS - 1) / COLUMN_WARPS;
+  const u32 expert_rows = gated ? 2 * outputs : outputs;
+  u8* const ring = (u8*)shared;
+
+  // The next step to copy, and its stage.
+  int copy_item = blockIdx.x, copy_step = 0, copy_stage = 0;
+  Source source;
+  auto select_item = [&] {
+    if (copy_item >= items) return;
+    const u32 first_row = tile_expert[copy_item / groups] * expert_rows;
+    const int row_tile = copy_item % groups * ROW_WARPS + row_warp;
+    source.select(
+        [&](int i) -> u32 {
+          return first_row + (gated ? i / 8 * outputs + min(row_tile * 8 + i % 8, outputs - 1)
+                                    : min(row_tile * 16 + i, outputs - 1));
+        },
+        lane, k);
+  };
+  auto copy = [&] {
+    const int chunk = copy_step * COLUMN_WARPS + column_warp;
+    if (copy_item < items && chunk < chunks)
+      source.copy(ring + copy_stage * STAGE_BYTES + warp * WARP_BYTES, lane, values, scales, subscales, chunk, k);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_stage = copy_stage + 1 == DEPTH ? 0 : copy_stage + 1;
+    if (++copy_step == steps) copy_step = 0, copy_item += gridDim.x, select_item();
+  };
+
+  select_item();
+#pragma unroll
+  for (int ahead = 0; ahead < DEPTH - 1; ahead++) copy();
+  if (EARLY) wait_for_inputs();
+  u16* const staged = (u16*)(ring + DEPTH * STAGE_BYTES);
+  if (STAGED) stage_tokens(staged, inputs, nullptr, pairs / divisor, column_warp, COLUMN_WARPS, k, lane);
+  Tokens tokens;
+  int stage = 0, buffer = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int tile = item / groups, valid = tile_valid[tile];
+    const u8* const tile_rows = tile_pairs + tile * CAPACITY;
+    const u16* rows[TOKEN_TILES];
+#pragma unroll
+    for (int each = 0; each < TOKEN_TILES; each++) {
+      // Past the last pair the columns of another one are multiplied: no output depends on them.
+      const int row = tile_rows[min(8 * each + g, valid - 1)] / divisor;
+      rows[each] = STAGED ? staged + row * staged_stride(k) : inputs + (i64)row * k;
+    }
+    Sums acc = {};
+    for (int step = 0; step < steps; step++) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 2) : "memory");
+      __syncwarp();
+      copy();
+      const int chunk = step * COLUMN_WARPS + column_warp;
+      const u8* base = ring + stage * STAGE_BYTES + warp * WARP_BYTES;
+      stage = stage + 1 == DEPTH ? 0 : stage + 1;
+      if (chunk >= chunks) continue;
+#pragma unroll
+      for (int each = 0; each < TOKEN_TILES; each++) {
+        tokens.row[each] = rows[each] + chunk * CHUNK;
+        if (FORMAT == FP8)
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            tokens.scale[each][j] =
+                staged_scale(staged, tile_rows[min(8 * each + 2 * t + j, valid - 1)] / divisor, chunk, k);
+      }
+      Raw<FORMAT> raw[2];
+#pragma unroll
+      for (int which = 0; which < 2; which++) raw[which].read(base, 8 * which + g, t, chunk);
+      if (valid <= 8)
+        multiply<FORMAT, 1>(acc, raw, tokens, k - chunk * CHUNK, t);
+      else
+        multiply<FORMAT, TOKEN_TILES>(acc, raw, tokens, k - chunk * CHUNK, t);
+    }
+    // Sums of the warps that share rows, in their order. Buffers alternate, so one barrier per item is enough.
+    if (COLUMN_WARPS > 1) {
+      float4* sums = warp_sums[buffer] + lane;
+#pragma unroll
+      for (int each = 0; each < TOKEN_TILES; each++)
+        if (8 * each < valid)
+          sums[warp * WARP_SUMS + each * 32] = make_float4(acc[each][0], acc[each][1], acc[each][2], acc[each][3]);
+      __syncthreads();
+      if (column_warp == 0)
+        for (int other = row_warp + ROW_WARPS; other < WARPS; other += ROW_WARPS)
+#pragma unroll
+          for (int each = 0; each < TOKEN_TILES; each++)
+            if (8 * each < valid) {
+              const float4 sum = sums[other * WARP_SUMS + each * 32];
+              acc[each][0] += sum.x, acc[each][1] += sum.y, acc[each][2] += sum.z, acc[each][3] += sum.w;
+            }
+      buffer ^= 1;
+      if (column_warp > 0) continue;
+    }
+    const int row_tile = item % groups * ROW_WARPS + row_warp;
+#pragma unroll
+    for (int each = 0; each < TOKEN_TILES; each++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int slot = 8 * each + 2 * t + j;
+        if (slot >= valid) continue;
+        u16* out = output + (i64)tile_rows[slot] * output_stride;
+#pragma unroll
+        for (int which = 0; which < 2; which++) {
+          const int column = gated ? row_tile * 8 + g : row_tile * 16 + which * 8 + g;
+          if (column >= outputs || (gated && which)) continue;
+          float value = acc[each][2 * which + j];
+          if (gated) value = value / (1.0f + __expf(-value)) * acc[each][2 + j];
+          out[column] = from_float(value);
+        }
+      }
+  }
+}
+
+#else
+
+// activated: [top_k, k], of one token. output: `outputs` columns; with RESIDUAL it holds the residual, to which the sum
+// is added. An item of work is 16 rows of all the token's experts. A warp takes every COLUMN_WARPS-th chunk, of which there
+// are at least as many, of one expert after the other. Sums have a fixed order: of chunks, of a warp's experts, of warps.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    ggml_expert_sum(const u16* activated, const u8* values, const u8* scales, const u8* subscales, u16* output,
+                    const int* topk_ids, const float* topk_weights, int top_k, int outputs, int k, int flags) {
+  extern __shared__ uint4 shared[];
+  __shared__ float warp_sums[2][WARPS][16];
+  constexpr int SLOTS = WARPS / COLUMN_WARPS;  // experts at a time
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int expert_warp = warp % SLOTS, column_warp = warp / SLOTS;
+  const int groups = (outputs + 15) / 16, chunks = (k + CHUNK - 1) / CHUNK, rounds = (top_k + SLOTS - 1) / SLOTS;
+  launch_dependents();
+  u8* const ring = (u8*)shared;
+
+  // The next step to copy, and its stage.
+  int copy_group = blockIdx.x, copy_round = 0, copy_chunk = column_warp, copy_stage = 0;
+  bool copies = false;
+  Source source;
+  auto select_rows = [&] {
+    const int slot = copy_round * SLOTS + expert_warp;
+    copies = copy_group < groups && slot < top_k;
+    if (!copies) return;
+    const u32 first_row = (u32)__ldcg(topk_ids + slot) * outputs;  // the L1 cache may hold those of an earlier layer
+    source.select([&](int i) -> u32 { return first_row + min(copy_group * 16 + i, outputs - 1); }, lane, k);
+  };
+  auto copy = [&] {
+    if (copies)
+      source.copy(ring + copy_stage * STAGE_BYTES + warp * WARP_BYTES, lane, values, scales, subscales, copy_chunk, k);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_stage = copy_stage + 1 == DEPTH ? 0 : copy_stage + 1;
+    copy_chunk += COLUMN_WARPS;
+    if (copy_chunk < chunks) return;
+    copy_chunk = column_warp;
+    if (++copy_round == rounds) copy_round = 0, copy_group += gridDim.x;
+    select_rows();
+  };
+
+  if (!EARLY) wait_for_inputs();
+  select_rows();
+#pragma unroll
+  for (int ahead = 0; ahead < DEPTH - 1; ahead++) copy();
+  if (EARLY) wait_for_inputs();
+  Tokens tokens;
+  int stage = 0, buffer = 0;
+  u16* const staged = (u16*)(ring + DEPTH * STAGE_BYTES) + expert_warp * staged_stride(k);
+  for (int group = blockIdx.x; group < groups; group += gridDim.x) {
+    float first = 0.0f, second = 0.0f;  // of rows g and g + 8
+    for (int round = 0; round < rounds; round++) {
+      const int slot = round * SLOTS + expert_warp;
+      if (slot < top_k && (rounds > 1 || group == blockIdx.x)) {
+        __syncwarp();  // the warp has read the columns of another expert
+        stage_tokens(staged, activated + slot * k, nullptr, 1, column_warp, COLUMN_WARPS, k, lane);
+      }
+      Sums acc = {};
+      for (int chunk = column_warp; chunk < chunks; chunk += COLUMN_WARPS) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 2) : "memory");
+        __syncwarp();
+        copy();
+        const u8* base = ring + stage * STAGE_BYTES + warp * WARP_BYTES;
+        stage = stage + 1 == DEPTH ? 0 : stage + 1;
+        if (slot >= top_k) continue;
+        tokens.row[0] = staged + chunk * CHUNK;
+        if (FORMAT == FP8) tokens.scale[0][0] = tokens.scale[0][1] = staged_scale(staged, 0, chunk, k);
+        Raw<FORMAT> raw[2];
+#pragma unroll
+        for (int which = 0; which < 2; which++) raw[which].read(base, 8 * which + g, t, chunk);
+        multiply<FORMAT>(acc, raw, tokens, k - chunk * CHUNK, t);
+      }
+      if (slot < top_k) {
+        const float weight = topk_weights[slot];
+        first += weight * acc[0][0], second += weight * acc[0][2];
+      }
+    }
+    if (t == 0) warp_sums[buffer][warp][g] = first, warp_sums[buffer][warp][8 + g] = second;
+    __syncthreads();
+    const int column = group * 16 + threadIdx.x;
+    if (threadIdx.x < 16 && column < outputs) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int other = 0; other < WARPS; other++) sum += warp_sums[buffer][other][threadIdx.x];
+      output[column] = from_float(flags & RESIDUAL ? sum + to_float(output[column]) : sum);
+    }
+    buffer ^= 1;  // one barrier per item is enough
+  }
+}
+
+#endif

@@ -1,0 +1,192 @@
+"""Few tokens by their block-quantized experts in CUDA C++: compiled for each architecture; on a GPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_ggml import random_weight, stacked, there
+from test_ggml_skinny_gemm import FORMATS, TYPES, expected
+
+from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
+from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.nvrtc import compile_source
+from meltcore.kernels.quant.ggml import BlockType, Fp8Type
+from meltcore.kernels.quant.ggml_expert_gemv import (
+    KERNEL,
+    MAX_TOKENS,
+    SUM_KERNEL,
+    ggml_expert_gemv,
+    ggml_expert_sum,
+    select_config,
+    static_bytes,
+    sum_config,
+    supports,
+)
+from meltcore.kernels.quant.ggml_experts import add_ggml_experts, ggml_expert_outputs_reference
+from meltcore.kernels.quant.ggml_skinny_gemm import MIN_CAPABILITY, SkinnyConfig
+from meltcore.kernels.quant.ggml_types import GgmlType
+from meltcore.kernels.quant.int4 import Int4Type
+
+CONFIGS = [None, *(SkinnyConfig(2, warps, depth, 1, shared_tokens=False) for warps, depth in ((1, 2), (4, 3), (8, 4)))]
+
+
+@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each >= MIN_CAPABILITY])
+def test_configurations_fit_into_shared_memory(architecture: int) -> None:
+    limit = 1024 * shared_kib(architecture)
+    for block_type in [*TYPES, Fp8Type(128)]:
+        for columns in (640, 768, 1024):
+            configs = [
+                select_config(tokens, columns, block_type, limit, from_tokens=from_tokens)
+                for tokens in (1, 4, 8)
+                for from_tokens in (True, False)
+            ]
+            whole = sum_config(columns, block_type, limit)
+            assert whole is not None
+            for config in (*configs, whole):
+                assert config.blocks_per_sm >= 1
+                assert (config.shared_bytes(block_type) + static_bytes(config)) * config.blocks_per_sm <= limit
+
+
+def test_wide_experts_have_no_sum() -> None:
+    """Of Mixtral: eight rows of 14,336 columns do not fit beside the weights."""
+    assert sum_config(14336, GgmlType.Q8_0, 227 * 1024) is None
+    assert select_config(4, 16384, GgmlType.Q8_0, 99 * 1024, from_tokens=True).staged_values == 0
+    assert sum_config(768, GgmlType.Q8_0, 227 * 1024) == SkinnyConfig(
+        1, 3, 2, 1, shared_tokens=False, staged_values=8 * (768 + 32), warps=24
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "block_type"),
+    [*((90, each) for each in (*TYPES, Fp8Type(128))), (80, GgmlType.Q6_K), (120, Int4Type(64)), (89, Fp8Type(64))],
+)
+def test_compiles(block_type: BlockType, architecture: int) -> None:
+    """Every format, by NVRTC, which needs no GPU."""
+    limit = 1024 * shared_kib(architecture)
+    gemv = [select_config(tokens, 2048, block_type, limit, from_tokens=True) for tokens in (1, 8)]
+    whole = sum_config(1024, block_type, limit)
+    assert whole is not None
+    for config, is_sum in ((gemv[0], 0), (gemv[1], 0), (whole, 1)):
+        macros = dict(config.macros(block_type, 2048, torch.bfloat16, architecture >= 90)) | {"SUM": is_sum, "EARLY": 1}
+        kernel = SUM_KERNEL if is_sum else KERNEL
+        assert compile_source(kernel.source(), kernel.name, macros, architecture)
+
+
+def test_supports_no_tensors_of_a_cpu() -> None:
+    weight = stacked(random_weight(1, 32, 512, GgmlType.Q8_0), 2)
+    assert not supports(torch.zeros(1, 512, dtype=torch.bfloat16), 2, [weight])
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_multiplies_each_pair_as_in_float64(
+    block_type: BlockType, dtype: torch.dtype, config: SkinnyConfig | None
+) -> None:
+    """Rows and columns that are no multiple of a tile or a chunk; experts with no pair, one, and several tiles."""
+    experts, top_k, device = 5, 3, torch.device("cuda")
+    step = torch.finfo(dtype).eps / 2
+    for rows, k in ((96, 512), (200, 1280), (48, 768)):
+        columns = k // block_type.block_size * block_type.block_size
+        weight = there(stacked(random_weight(rows, experts * rows, columns, block_type), experts), device)
+        for tokens in (1, 7, 2 * MAX_TOKENS):
+            ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().to(device)
+            ids[ids == 2] = 3  # no pair of expert 2; a token may have one expert twice
+            for from_tokens, gated in ((True, True), (True, False), (False, False)):
+                hidden = torch.randn(tokens if from_tokens else tokens * top_k, columns, device=device).to(dtype)
+                outputs = rows // 2 if gated else rows
+                kept = torch.full((tokens * top_k, outputs + 3), float("nan"), dtype=dtype, device=device)
+                ggml_expert_gemv(
+                    hidden,
+                    weight,
+                    kept[:, :outputs],
+                    topk_ids=ids,
+                    from_tokens=from_tokens,
+                    gated=gated,
+                    config=config,
+                )
+                assert kept[:, outputs:].isnan().all()
+                for expert in range(experts):
+                    own = (ids.flatten() == expert).nonzero().flatten()
+                    if len(own) == 0:
+                        continue
+                    exact = expected(hidden[own // top_k if from_tokens else own], weight.rows(expert), gated, None)
+                    torch.testing.assert_close(
+                        kept[own, :outputs].double(), exact, rtol=1.01 * step, atol=2e-5 * float(exact.abs().amax())
+                    )
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("top_k", [3, 8, 9])
+def test_sums_over_the_experts_of_a_token_as_in_float64(block_type: BlockType, top_k: int) -> None:
+    experts, device = 12, torch.device("cuda")
+    for rows, k in ((96, 512), (200, 1280), (2500, 768)):
+        columns = k // block_type.block_size * block_type.block_size
+        weight = there(stacked(random_weight(rows, experts * rows, columns, block_type), experts), device)
+        ids = torch.randperm(experts, device=device)[:top_k].int()[None]
+        routing = Routing(ids, torch.rand(1, top_k, device=device))
+        activated = torch.randn(top_k, columns, device=device).bfloat16()
+        parts = [expected(activated[[k]], weight.rows(int(ids[0, k])), False, None) for k in range(top_k)]
+        exact = (torch.cat(parts) * routing.topk_weights[0, :, None].double()).sum(0, keepdim=True)
+        residual = torch.randn(1, rows, device=device).bfloat16()
+        for given, total in ((None, exact), (residual.clone(), exact + residual.double())):
+            result = ggml_expert_sum(given, activated, weight, routing)
+            assert given is None or result is given
+            torch.testing.assert_close(
+                result.double(),
+                total,
+                rtol=1.01 * torch.finfo(torch.bfloat16).eps / 2,
+                atol=2e-5 * float(total.abs().amax()),
+            )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+def test_a_token_is_replayed_with_other_experts(fused: bool) -> None:
+    """As a CUDA graph of several layers, in which each kernel may begin before the one before it has ended."""
+    device, experts, top_k, layers = torch.device("cuda"), 64, 8, 4
+    sizes = [512] if fused else [256, 256]
+    gate_up = [
+        [
+            there(stacked(random_weight(7 * i + j, experts * rows, 512, GgmlType.Q8_0), experts), device)
+            for j, rows in enumerate(sizes)
+        ]
+        for i in range(layers)
+    ]
+    down = [
+        there(stacked(random_weight(90 + i, experts * 512, 256, GgmlType.Q8_0), experts), device) for i in range(layers)
+    ]
+    residual, first = (torch.randn(1, 512, device=device).bfloat16() for _ in range(2))
+    ids = torch.zeros(layers, 1, top_k, dtype=torch.int32, device=device)
+    weights = torch.rand(layers, 1, top_k, device=device)
+
+    def run() -> torch.Tensor:
+        total = first.clone()
+        for layer in range(layers):
+            routing = Routing(ids[layer].clone(), weights[layer].clone())  # which the kernel before writes
+            total = add_ggml_experts(total, residual, routing, gate_up[layer], down[layer])
+        return total
+
+    def draw() -> None:
+        residual.normal_()
+        ids.copy_(torch.rand(layers, 1, experts, device=device).topk(top_k).indices)
+
+    draw()
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        draw()
+        graph.replay()
+        exact = first.double()
+        for layer in range(layers):
+            outputs = ggml_expert_outputs_reference(
+                residual.double(), Routing(ids[layer], weights[layer]), gate_up[layer], down[layer]
+            )
+            exact = exact + (outputs * weights[layer, 0, :, None]).sum(0)
+        assert (captured.double() - exact).norm() <= (4e-3 if fused else 6e-3) * exact.norm()
+        assert torch.equal(captured, run())
