@@ -18,7 +18,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
 from meltcore.kernels.quant.ggml_skinny_gemm import is_decoded
 from meltcore.kernels.quant.ggml_types import GgmlType
-from meltcore.measure.documents.values.definitions import DEFINITIONS, TASK_DEFINITIONS
+from meltcore.measure.documents.values.definitions import DEFINITIONS
+from meltcore.measure.load.tasks.task import tasks
 from meltcore.models.checkpoints.checkpoint import PUBLISHED_CONFIG_FOLDERS, Checkpoint, open_checkpoint
 from meltcore.models.checkpoints.gguf.gguf_config import FAMILIES
 from meltcore.models.checkpoints.gguf.gguf_formats import QUANTIZED_TYPES
@@ -60,7 +61,8 @@ def load_metrics() -> list[str]:
 
 def task_metrics() -> list[str]:
     """Lines of a list: the definitions of the metrics of translation, transcription and synthesis."""
-    return [f"- **{each.name}** ({each.unit}): {each.text}" for each in TASK_DEFINITIONS]
+    definitions = [each for task in tasks().values() for each in task.definitions]
+    return [f"- **{each.name}** ({each.unit}): {each.text}" for each in definitions]
 
 
 def published_shapes() -> list[str]:

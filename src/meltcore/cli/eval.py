@@ -195,7 +195,7 @@ def _print_result(console: "Console", result: "RunResult") -> None:
         weighted_throughput_line,
     )
     from meltcore.measure.documents.values.progress import print_check
-    from meltcore.measure.report.load.run import throughput_table
+    from meltcore.measure.report.load.levels import throughput_table
     from meltcore.measure.report.page.console import print_table
 
     if result.levels:

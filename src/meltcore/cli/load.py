@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.common.errors import ConfigError
     from meltcore.measure.documents.runfolder import RunFolder
     from meltcore.measure.documents.values.formatting import result_warnings
-    from meltcore.measure.report.load.run import levels_tables
+    from meltcore.measure.report.load.levels import levels_tables
     from meltcore.measure.report.page.console import print_table
     from meltcore.measure.report.render import save_run
 
@@ -141,7 +141,7 @@ def _load_config(args: argparse.Namespace) -> "LoadConfig":
     from meltcore.common.options import check_unused, from_options
     from meltcore.measure.load.config import LoadConfig, Timeouts
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
-    from meltcore.measure.load.workloads.workloads import check_workload
+    from meltcore.measure.load.tasks.task import check_workload
 
     check_unused(args, FleetLoadConfig, "is for --fleet")
     if args.concurrency is None:

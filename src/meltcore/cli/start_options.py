@@ -79,7 +79,7 @@ def start_options(args: argparse.Namespace, arguments: tuple[str, ...]) -> "Star
     from meltcore.common.options import from_options
     from meltcore.measure.experiments.compare.starts import StartOptions
     from meltcore.measure.load.config import LoadConfig
-    from meltcore.measure.load.workloads.workloads import check_workload
+    from meltcore.measure.load.tasks.task import check_workload
 
     load = from_options(LoadConfig, args, url="", workload=args.workload or LoadConfig.workload)
     check_workload(load)
@@ -93,7 +93,7 @@ def start_printers(console: "Console", totals: Mapping[str, int]) -> "tuple[Call
     """
     from rich.markup import escape
 
-    from meltcore.measure.documents.values.throughput import throughput_text
+    from meltcore.measure.load.tasks.task import throughput_text
 
     def report(text: str) -> None:
         console.print(escape(text), style="yellow", highlight=False)

@@ -40,6 +40,7 @@ class Task:
         has_context: its engines are told a context length and a concurrency, which a plan may lower. The memory of
             other engines decides how many requests run together.
         is_upload: requests are files, which have no tokens that a queue could count.
+        workload: import path of its MeasuredTask, by which `meltcore load` and reports know it; empty for none.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Task:
     settings: tuple[str, ...] = ()
     has_context: bool = False
     is_upload: bool = False
+    workload: str = ""
 
 
 # The first is the task of a model that names none.
@@ -76,6 +78,7 @@ _BUILT_IN = (
             *("generation_config", "max_queue_tokens", "max_model_len"),
         ),
         has_context=True,
+        workload="meltcore.measure.load.tasks.generation:TASK",
     ),
     Task(
         name="translation",
@@ -89,6 +92,7 @@ _BUILT_IN = (
         architectures=frozenset(("IndicTransForConditionalGeneration",)),
         paths={"/v1/translate": "translation"},
         settings=("max_model_len", "max_queue_chars", "normalizer"),
+        workload="meltcore.measure.load.tasks.translation:TASK",
     ),
     Task(
         name="transcription",
@@ -103,6 +107,7 @@ _BUILT_IN = (
         paths={"/v1/audio/transcriptions": "transcription"},
         settings=("max_queue_audio_s",),
         is_upload=True,
+        workload="meltcore.measure.load.tasks.transcription:TASK",
     ),
     Task(
         name="synthesis",
@@ -116,6 +121,7 @@ _BUILT_IN = (
         architectures=frozenset(("INF5Model",)),
         paths={"/v1/audio/speech": "speech"},
         settings=("max_queue_chars",),
+        workload="meltcore.measure.load.tasks.synthesis:TASK",
     ),
 )
 DEFAULT = _BUILT_IN[0]

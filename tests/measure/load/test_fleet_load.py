@@ -32,10 +32,10 @@ from meltcore.measure.load.fleet.fleet_experiment import (
     load_experiment,
 )
 from meltcore.measure.load.fleet.fleet_health import fleet_health
-from meltcore.measure.load.fleet.fleet_models import ServedModel, Sizes, default_workload
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, Stream, StreamRunner
 from meltcore.measure.load.record import RecordFile
+from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
 from meltcore.measure.load.wire.connection import resolve_target
 from meltcore.measure.report.load.fleet_load import fleet_load_page
 from meltcore.measure.report.page.html import render_html
@@ -49,6 +49,10 @@ CARDS = [
     {"id": "ears", "task": "transcription", "languages": ["en"], "device": "CPU"},
     {"id": "voice", "task": "synthesis", "languages": ["kn"], "device": "CPU"},
 ]  # fmt: skip
+
+
+def default_workload(model: ServedModel, sizes: Sizes) -> str:
+    return tasks()[model.task].default_workload(model, sizes)
 
 
 def model(name: str, task: Any = "generation", **card: Any) -> ServedModel:

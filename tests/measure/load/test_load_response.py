@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from meltcore.measure.load.record import RequestRecord, TaskWork
+from meltcore.measure.load.tasks.transcription import TranscriptionResponse
+from meltcore.measure.load.tasks.translation import TranslationResponse
 from meltcore.measure.load.wire.response import BaseResponse, error_message, whole_text
 from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse
-from meltcore.measure.load.workloads.task_response import TranscriptionResponse, TranslationResponse
 
 STREAM, JSON = "text/event-stream", "application/json"
 END = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'

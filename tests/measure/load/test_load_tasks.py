@@ -6,20 +6,26 @@ import io
 import json
 import time
 import wave
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from sample_results import sample_run
 from task_server import SPEECH, SPEECH_S, serve_tasks
 
+from meltcore.common import tasks as declared
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult, TaskLoad
 from meltcore.measure.load.config import LoadConfig
+from meltcore.measure.load.fleet.fleet_config import parse_mix
 from meltcore.measure.load.run.loops import ClosedLoop
 from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.tasks.task import check_workload, open_workload, tasks
 from meltcore.measure.load.workloads.clips import encode_wav
-from meltcore.measure.load.workloads.workloads import check_workload, open_workload
+from meltcore.measure.report.comparisons.compare_runs import metrics_of
+from meltcore.measure.report.render import render
 
 FINE = ("OK", "CLIENT_BOUND")  # a busy machine may slow the client
 TRANSLATE = "translate:src=eng_Latn,tgt=kan_Knda,words=3-5,sentences=1-3"
@@ -32,6 +38,56 @@ def load(url: str, workload: str, **fields: Any) -> tuple[LevelResult, TaskLoad]
     [level] = run_levels(LoadConfig(url=url, workload=workload, **settings))
     assert level.task is not None
     return level, level.task
+
+
+ECHO = """
+from meltcore.common.tasks import Task
+from meltcore.measure.load.record import TaskWork
+from meltcore.measure.load.tasks.task import MeasuredTask, ThroughputUnit
+from meltcore.measure.load.tasks.translation import TranslationResponse
+from meltcore.measure.load.workloads.workload import Prompt, Workload
+
+def open_workload(config, num_requests, clips):
+    work = TaskWork(sentences=1)
+    prompt = lambda index: Prompt("/v1/translate", {"sentences": [str(index)]}, work=work)
+    return Workload(config.workload, prompt, False, TranslationResponse)
+
+load = MeasuredTask(
+    word="echo", path="/v1/translate", open=open_workload, default_workload=lambda model, sizes: "echo:",
+    work_of=lambda record: 2.0, unit=ThroughputUnit("echoes_per_s", "Echoes per second", "echoes/s", "echo/s"),
+)
+task = Task(
+    name="echo", title="echo", paths={"/v1/echo": "echo"}, backend="", engine="", messages="", needs="", concurrency=1,
+    workload="echo_task:load",
+)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A task of another package, found by its entry point."""
+    (tmp_path / "echo_task.py").write_text(ECHO)
+    metadata = tmp_path / "echo_task-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-task\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[meltcore.tasks]\necho = echo_task:task\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for each in (declared.tasks, tasks):
+        each.cache_clear()
+    yield
+    for each in (declared.tasks, tasks):
+        each.cache_clear()
+
+
+@pytest.mark.usefixtures("echo")
+def test_task_of_another_package_is_loaded_and_reported() -> None:
+    with serve_tasks() as server:
+        level, task = load(server.url, "echo:")
+    assert (level.failed, level.verdict in FINE, task.task, task.work) == (0, True, "echo", 48.0)
+    html = render(sample_run([level]))
+    assert "echoes/s" in html
+    assert parse_mix("generation=1,echo=2") == {"generation": 1.0, "echo": 2.0}
+    assert [metric.name for metric in metrics_of(level)] == ["echoes/s", "E2E p50 ms", "E2E p99 ms", "accuracy"]
 
 
 @pytest.mark.parametrize("tokens", [None, 7])
@@ -168,7 +224,11 @@ def test_files_of_texts_and_clips_are_graded(tmp_path: Path) -> None:
         ("speak:voice=a,format=mp3", {}, "format mp3 is not one of wav, pcm"),
         (TRANSLATE, {"slo_ms": {"first_audio": 1.0}}, "first_audio is not measured of translation; e2e is"),
         (SPEAK, {"slo_ms": {"ttft": 1.0}}, "ttft is not measured of synthesis; e2e, first_audio is"),
-        ("problems:short", {"slo_ms": {"first_audio": 1.0}}, "first_audio is of synthesis"),
+        (
+            "problems:short",
+            {"slo_ms": {"first_audio": 1.0}},
+            "first_audio is not measured of generation; ttft, tpot, itl, e2e is",
+        ),
         (SPEAK, {"max_tokens": 5}, "--max-tokens is for generation"),
         (TRANSLATE, {"tokenizer": "."}, "--tokenizer is for generation"),
     ],

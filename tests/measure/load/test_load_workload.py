@@ -10,7 +10,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.load.config import LoadConfig, Timeouts, parse_slo
 from meltcore.measure.load.run.loops import arrival_offsets
 from meltcore.measure.load.run.runner import check_limits
-from meltcore.measure.load.workloads.workload import CHAT_PATH, COMPLETIONS_PATH, Workload, load_workload
+from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH, load_workload
+from meltcore.measure.load.workloads.workload import Workload
 from meltcore.measure.problems import generate
 
 

@@ -3,7 +3,7 @@ import io
 from rich.console import Console
 
 from meltcore.measure.documents.schema import ClientLoad, Distribution, LevelResult
-from meltcore.measure.report.load.run import levels_table
+from meltcore.measure.report.load.levels import levels_tables
 from meltcore.measure.report.page.console import print_table
 
 
@@ -30,7 +30,8 @@ def wide_level(**changes: object) -> LevelResult:
 
 def printed(levels: list[LevelResult], width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_table(levels_table(levels), console)
+    [table] = levels_tables(levels)
+    print_table(table, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 

@@ -8,19 +8,20 @@ import pytest
 from rich.console import Console
 from sample_results import sample_level, sample_run
 
-from meltcore.measure.documents.schema import Distribution, LevelResult, Task, TaskLoad
+from meltcore.measure.documents.schema import Distribution, LevelResult, TaskLoad
 from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.report.comparisons.compare_runs import compare_runs
 from meltcore.measure.report.comparisons.compare_starts import compare_starts
-from meltcore.measure.report.load.run import levels_tables, run_tiles
+from meltcore.measure.report.load.levels import levels_tables
+from meltcore.measure.report.load.run import run_tiles
 from meltcore.measure.report.page.console import print_table
 from meltcore.measure.report.render import render
 
 WIDE = Distribution(n=10_000, p50=12_345.0, p99=58_123.0)
-UNITS: dict[Task, str] = {"translation": "sentences/s", "transcription": "RTFx", "synthesis": "audio s/s"}
+UNITS: dict[str, str] = {"translation": "sentences/s", "transcription": "RTFx", "synthesis": "audio s/s"}
 
 
-def task_level(task: Task, rate: float, concurrency: int = 10, **changes: object) -> LevelResult:
+def task_level(task: str, rate: float, concurrency: int = 10, **changes: object) -> LevelResult:
     load = TaskLoad(task=task, work=rate * 60, work_per_s=rate)
     if task == "translation":
         load.source, load.source_per_s, load.source_unit = 50_000, 5123.0, "character"
@@ -41,7 +42,7 @@ def printed(levels: list[LevelResult]) -> str:
 
 
 @pytest.mark.parametrize("task", list(UNITS))
-def test_table_of_a_task_has_its_metrics_and_fits_80_columns(task: Task) -> None:
+def test_table_of_a_task_has_its_metrics_and_fits_80_columns(task: str) -> None:
     text = printed([task_level(task, 4321.0, 10_000, requests=10_000, succeeded=10_000)])
     assert "…" not in text
     assert "tok/s" not in text
@@ -59,7 +60,7 @@ def test_tasks_have_tables_and_tiles_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("task", "unit"), UNITS.items())
-def test_page_of_a_task_uses_its_words(task: Task, unit: str) -> None:
+def test_page_of_a_task_uses_its_words(task: str, unit: str) -> None:
     html = render(sample_run([task_level(task, 4321.0), task_level(task, 5432.0, 20)]))
     assert unit in html
     assert "5,432" in html
@@ -70,7 +71,7 @@ def test_page_of_a_task_uses_its_words(task: Task, unit: str) -> None:
 
 
 @pytest.mark.parametrize(("task", "unit"), UNITS.items())
-def test_throughput_of_a_task_gives_the_verdict(task: Task, unit: str) -> None:
+def test_throughput_of_a_task_gives_the_verdict(task: str, unit: str) -> None:
     def a_set(rate: float) -> StartSet:
         spread = (0.0, 0.004, -0.004, 0.002, -0.002, 0.006)
         starts = [sample_run([task_level(task, rate * (1 + each))]) for each in spread]
@@ -90,3 +91,10 @@ def test_ratios_of_tasks_have_no_rows_of_other_tasks() -> None:
     assert rows["source char/s"].ratio == 1.0
     assert rows["source tok/s"].ratio is None
     assert not {"RTFx", "output tok/s", "ITL p50 ms"} & set(rows)
+
+
+def test_levels_of_one_load_compare_within_their_task() -> None:
+    run = sample_run([sample_level(10), task_level("translation", 100.0), task_level("transcription", 50.0)])
+    rows = compare_runs(run, run)
+    assert {"output tok/s", "sentences/s", "RTFx"} <= {row.metric for row in rows}
+    assert {row.ratio for row in rows if row.first} == {1.0}

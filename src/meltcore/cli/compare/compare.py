@@ -169,7 +169,7 @@ def _run_against_stored(args: argparse.Namespace) -> int:
     from meltcore.measure.experiments.compare.run import save_comparison
     from meltcore.measure.experiments.compare.starts import interleave, run_starts
     from meltcore.measure.experiments.servers.command import read_command
-    from meltcore.measure.load.workloads.workloads import check_workload
+    from meltcore.measure.load.tasks.task import check_workload
     from meltcore.measure.report.comparisons.compare_starts import compare_starts
 
     old = _read_side(args.stored[0], args.baselines)

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_line(made: "BackendRun") -> str:
-    from meltcore.measure.documents.values.throughput import throughput_text
+    from meltcore.measure.load.tasks.task import throughput_text
 
     rates = "; ".join(
         f"{level.concurrency} concurrent {failure}"
@@ -246,7 +246,7 @@ def _load(args: argparse.Namespace) -> "BackendsLoad":
     from meltcore.common.options import from_options
     from meltcore.measure.experiments.compare.backend_runs import BackendsLoad
     from meltcore.measure.load.config import LoadConfig
-    from meltcore.measure.load.workloads.workloads import check_workload
+    from meltcore.measure.load.tasks.task import check_workload
 
     if len(set(args.concurrency)) != len(args.concurrency):
         raise ConfigError(f"--concurrency: each level once; got {','.join(map(str, args.concurrency))}")

@@ -89,10 +89,10 @@ def _load(args: argparse.Namespace) -> "LoadConfig":
     from meltcore.cli.start_options import start_options
     from meltcore.common.errors import ConfigError
     from meltcore.measure.load.config import parse_slo
-    from meltcore.measure.load.workloads.task_workload import is_task
+    from meltcore.measure.load.tasks.task import default_task, workload_task
 
     load = start_options(args, ()).load
-    if is_task(load.workload):
+    if workload_task(load.workload) is not default_task():
         raise ConfigError(f"tune tunes the engine of generation; the workload {load.workload} is of another task")
     if len(load.levels) != 1:
         raise ConfigError("tune loads every setting with the same concurrency: give one value as --concurrency")

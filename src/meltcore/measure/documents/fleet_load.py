@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from meltcore.measure.documents.schema import FleetLevel, Gate, LevelResult, RunEnvelope, StreamLoad
-
-FleetTask = Literal["generation", "translation", "transcription", "synthesis"]
+from meltcore.measure.documents.schema import FleetLevel, Gate, RunEnvelope, StreamLoad
 
 
 class LoadedModel(msgspec.Struct, kw_only=True):
     """One model of the fleet: its name, its task, what is sent to it, and facts of /v1/models such as `weights`."""
 
     name: str
-    task: FleetTask
+    task: str
     workload: str
     share: float  # of the connections of a mixed level, 0 to 1
     facts: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -53,10 +51,3 @@ class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load
     experiment: FleetExperiment | None = None
     health: list[Gate] = msgspec.field(default_factory=list)
     gpu_note: str = ""
-
-
-def first_latency(level: LevelResult) -> Any:
-    """Return the distribution of the time to the first token or first audio; None for tasks that do not stream."""
-    if level.task is None:
-        return level.ttft_ms
-    return level.task.first_audio_ms if level.task.task == "synthesis" else None

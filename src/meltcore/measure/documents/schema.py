@@ -15,8 +15,6 @@ Status = Literal["complete", "partial"]
 LoadKind = Literal["closed", "open"]
 # Of a load on a fleet.
 Part = Literal["per-model", "mixed", "interference"]
-# Of a load other than on generation.
-Task = Literal["translation", "transcription", "synthesis"]
 # confirmed: the server's counts, with which the tokenizer agrees. tokenizer, events: the server sent no usage with some
 # answers, whose tokens were counted with the tokenizer, or as events that carried text.
 TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"]
@@ -49,7 +47,7 @@ class Steady(msgspec.Struct, kw_only=True):
 
 
 class TaskLoad(msgspec.Struct, kw_only=True):
-    """The metrics of a level of translation, transcription or synthesis. Such a level counts no output tokens.
+    """The metrics of a level of a task other than generation. Such a level counts no output tokens.
 
     `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of transcription,
     `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
@@ -57,7 +55,7 @@ class TaskLoad(msgspec.Struct, kw_only=True):
     have are None, or have no samples.
     """
 
-    task: Task
+    task: str
     work: float
     work_per_s: float
     source: int | None = None
@@ -314,7 +312,7 @@ class Sample(msgspec.Struct, kw_only=True):
     A `task` of None is a message of a chat, whose answer has no expected text.
     """
 
-    task: Task | None = None
+    task: str | None = None
     given: str
     answer: str
     expected: str | None = None

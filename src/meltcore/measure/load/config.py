@@ -254,6 +254,11 @@ class IntRange(NamedTuple):
     low: int
     high: int
 
+    @property
+    def text(self) -> str:
+        """The bounds as options take them: `128-1024`, or `128` where they are equal."""
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
 
 def parse_range(text: str, name: str) -> IntRange:
     """Parse a number such as `128` or a range such as `128-1024`. Raises ConfigError."""
@@ -279,6 +284,11 @@ def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[s
             raise ConfigError(f"{name}: {match[1]} is given twice")
         fields[match[1]] = match[2]
     return fields
+
+
+def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return the options behind the colon of a workload. Raises ConfigError for an unknown or repeated one."""
+    return parse_fields(spec.partition(":")[2], f"workload {spec}", names)
 
 
 def parse_numbers(text: str, name: str, number_type: type[_Number]) -> tuple[_Number, ...]:

@@ -6,12 +6,14 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-import numpy as np
 
 from meltcore.common.errors import ConfigError
+
+if TYPE_CHECKING:  # functions import it: `meltcore load --help` reads this file
+    import numpy as np
 
 RESERVE_BYTES = 8 * 2**20  # result.json with GPU timelines and the report take 0.1 to 5 MB
 
@@ -66,11 +68,15 @@ class RequestRecord(msgspec.Struct, array_like=True):
     @property
     def times_s(self) -> np.ndarray:
         """Return the arrival times of the events: [events] float64."""
+        import numpy as np
+
         return np.frombuffer(self.event_times, dtype=np.float64)
 
     @property
     def cumulative_tokens(self) -> np.ndarray | None:
         """Return the output tokens up to each event, [events] uint32; None where the server did not report them."""
+        import numpy as np
+
         return np.frombuffer(self.event_tokens, dtype=np.uint32) if self.event_tokens else None
 
 
@@ -177,6 +183,8 @@ class RecordFile:
         if record.work is not None:
             line |= msgspec.structs.asdict(record.work)
         if self._with_event_times:
+            import numpy as np
+
             line["event_us"] = np.diff(record.times_s * 1e6).astype(int).tolist()
         return line
 

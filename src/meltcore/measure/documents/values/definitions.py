@@ -113,49 +113,6 @@ DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-# Metrics of the load on translation, transcription and synthesis. Work counts at the end of its request.
-TASK_DEFINITIONS: tuple[Definition, ...] = (
-    Definition(
-        "sentences_per_s",
-        "Sentences/s",
-        "sentences/s",
-        "Translated sentences of succeeded requests, divided by the whole level from release to last answer. A "
-        "sentence is one text of a request, which the server may split further.",
-    ),
-    Definition(
-        "source_per_s",
-        "Source tokens/s",
-        "tokens/s",
-        "Tokens of the translated texts over the same time, as the server counts them: `usage.prompt_tokens` of each "
-        "answer. Where one answer lacks that count, characters are counted, by the client, and the unit says so.",
-    ),
-    Definition(
-        "rtfx",
-        "RTFx",
-        "s/s",
-        "Seconds of audio transcribed, divided by the seconds of the whole level: the inverse real-time factor, with "
-        "the upload of every clip included. Latency per clip is end to end.",
-    ),
-    Definition(
-        "audio_s_per_s",
-        "Audio s/s",
-        "s/s",
-        "Seconds of audio synthesized by succeeded requests, divided by the seconds of the whole level.",
-    ),
-    Definition(
-        "first_audio_ms",
-        "First audio",
-        "ms",
-        "From the intended start of a request to its first sample: the first byte behind the headers of HTTP and WAV.",
-    ),
-    Definition(
-        "real_time_factor",
-        "Real-time factor",
-        "ratio",
-        "End to end of one request, divided by the seconds of its audio. Below 1, speech comes faster than it plays.",
-    ),
-)
-
 # Metrics of the GPU score, which is measured on an engine, not a server, and counts token ids.
 SCORE_DEFINITIONS: tuple[Definition, ...] = (
     Definition(
@@ -211,7 +168,7 @@ SCORE_DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *TASK_DEFINITIONS, *SCORE_DEFINITIONS)}
+_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DEFINITIONS)}
 
 
 def define(key: str) -> Definition:

@@ -6,12 +6,16 @@ estimate is at most 1 %, assuming that the true fraction below it is only p. Tha
 for p90, 130 for p95, 662 for p99 and 6,636 for p99.9. With fewer, reports show "n too small".
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from meltcore.measure.documents.schema import Distribution
+
+if TYPE_CHECKING:  # `distribution` imports it: the help of commands reads this file
+    import numpy as np
+    import numpy.typing as npt
 
 SAMPLES_NEEDED: dict[str, int] = {"p50": 11, "p90": 64, "p95": 130, "p99": 662, "p999": 6_636}
 QUANTILES: dict[str, float] = {"p50": 0.50, "p90": 0.90, "p95": 0.95, "p99": 0.99, "p999": 0.999}
@@ -20,6 +24,8 @@ TOO_SMALL = "n too small"
 
 def distribution(samples: Sequence[float] | npt.NDArray[np.float64]) -> Distribution:
     """Summarize `samples` [n]; a percentile is None where n is too small. Raises ValueError for NaN or infinity."""
+    import numpy as np
+
     sample_values = np.asarray(samples, dtype=np.float64)
     if sample_values.size == 0:
         return Distribution()

@@ -19,12 +19,15 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
-from meltcore.measure.experiments.demo.config import GENERATION
-from meltcore.measure.experiments.demo.tasks import TRANSCRIBED_LANGUAGE, Problem, clips, phrases
+from meltcore.measure.load.tasks.task import Problem, default_task, tasks
+from meltcore.measure.load.tasks.transcription import DEMO_LANGUAGE, clips
+from meltcore.measure.load.tasks.translation import phrases
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE
 
 PACKAGES = ("openai", "dwani")
 LIMIT_S = 120.0  # of one request
+_CHAT, _TRANSLATE = "/v1/chat/completions", "/v1/translate"
+_SPEECH, _TRANSCRIPTIONS = "/v1/audio/speech", "/v1/audio/transcriptions"
 _QUESTION, _ANSWER = "What is 7 * 8?", "56"
 _TEXT = "go at seven"
 _NUM_STEPS = 8  # of synthesis: a quarter of the usual number
@@ -38,7 +41,7 @@ class _WrongError(MeltcoreError):
 
 @dataclass(frozen=True)
 class _Fleet:
-    """The server under test, and what is sent to it. models: by task."""
+    """The server under test, and what is sent to it. models: by the path that the requests of their task take."""
 
     url: str
     models: Mapping[str, str]
@@ -66,22 +69,26 @@ _Run = Callable[[_Fleet], str]
 
 @dataclass(frozen=True)
 class _Check:
-    """A route and how it is opened. tasks: those that the fleet must have; run returns what was observed, or raises."""
+    """A route and how it is opened. needs: the paths of tasks that it asks. run returns what it observed, or raises."""
 
     name: str
     paths: tuple[str, ...]
-    tasks: tuple[str, ...]
+    needs: tuple[str, ...]
     run: _Run
 
 
 _CHECKS: list[_Check] = []
 
 
-def _opens(name: str, *paths: str, tasks: Collection[str] = (GENERATION,)) -> Callable[[_Run], _Run]:
-    """Return a decorator that registers a function as the check called `name`."""
+def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Run], _Run]:
+    """Return a decorator that registers a function as the check called `name`.
+
+    needs: the paths of the tasks that it asks; by default those of `paths`, else that of chats.
+    """
 
     def register(function: _Run) -> _Run:
-        _CHECKS.append(_Check(name, paths, tuple(tasks), function))
+        asked = needs or {task.path for task in tasks().values()}.intersection(paths) or (default_task().path,)
+        _CHECKS.append(_Check(name, paths, tuple(asked), function))
         return function
 
     return register
@@ -117,16 +124,17 @@ def open_routes(
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=LIMIT_S, max_retries=0) as client,
         requests.Session() as session,
     ):
-        fleet = _Fleet(url, models, client, dwani.DwaniClient("none", url), session, clip, clip_path, phrase)
+        by_path = {tasks()[task].path: model for task, model in models.items()}
+        fleet = _Fleet(url, by_path, client, dwani.DwaniClient("none", url), session, clip, clip_path, phrase)
         checks, opened = [], set[str]()
         for check in _CHECKS:
-            if not set(check.tasks) <= models.keys():
+            if not set(check.needs) <= by_path.keys():
                 continue
             result = _result(check.name, lambda run=check.run: run(fleet))  # type: ignore[misc]
             checks.append(result)
             opened |= set(check.paths)
             on_check(result)
-        last = _result("every route of /openapi.json was opened", lambda: _all_opened(fleet, opened, models))
+        last = _result("every route of /openapi.json was opened", lambda: _all_opened(fleet, opened))
         on_check(last)
         return [*checks, last]
 
@@ -142,9 +150,9 @@ def _result(name: str, run: Callable[[], str]) -> CheckResult:
     )
 
 
-def _all_opened(fleet: _Fleet, opened: Collection[str], models: Mapping[str, str]) -> str:
+def _all_opened(fleet: _Fleet, opened: Collection[str]) -> str:
     """Compare what was opened with the server's own list, but for routes of tasks that the fleet lacks."""
-    skipped = {path for check in _CHECKS if not set(check.tasks) <= models.keys() for path in check.paths}
+    skipped = {path for check in _CHECKS if not set(check.needs) <= fleet.models.keys() for path in check.paths}
     listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
     left = sorted(listed - set(opened) - skipped)
     _expect(not left, f"not opened: {', '.join(left)}")
@@ -167,23 +175,23 @@ def _question() -> list[dict[str, str]]:
 def _models(fleet: _Fleet) -> str:
     names = [model.id for model in fleet.openai.models.list()]
     _expect(set(fleet.models.values()) <= set(names), f"listed are {names}")
-    model = fleet.openai.models.retrieve(fleet.models[GENERATION])
+    model = fleet.openai.models.retrieve(fleet.models[_CHAT])
     _expect(model.owned_by == "meltcore", repr(model))
     return ", ".join(names)
 
 
-@_opens("openai: chat.completions.create", "/v1/chat/completions")
+@_opens("openai: chat.completions.create", _CHAT)
 def _chat(fleet: _Fleet) -> str:
-    answer = fleet.openai.chat.completions.create(model=fleet.models[GENERATION], messages=_question(), temperature=0)
+    answer = fleet.openai.chat.completions.create(model=fleet.models[_CHAT], messages=_question(), temperature=0)
     text = answer.choices[0].message.content
     _expect(_ANSWER in text and answer.usage.completion_tokens > 0, repr(text))
     return repr(text)
 
 
-@_opens("openai: chat.completions.create, streamed", "/v1/chat/completions")
+@_opens("openai: chat.completions.create, streamed", _CHAT)
 def _chat_stream(fleet: _Fleet) -> str:
     stream = fleet.openai.chat.completions.create(
-        model=fleet.models[GENERATION],
+        model=fleet.models[_CHAT],
         messages=_question(),
         temperature=0,
         stream=True,
@@ -197,42 +205,41 @@ def _chat_stream(fleet: _Fleet) -> str:
 
 @_opens("openai: completions.create, whole and streamed", "/v1/completions")
 def _completions(fleet: _Fleet) -> str:
-    fields = {"model": fleet.models[GENERATION], "prompt": "7 * 8 =", "max_tokens": 8, "temperature": 0}
+    fields = {"model": fleet.models[_CHAT], "prompt": "7 * 8 =", "max_tokens": 8, "temperature": 0}
     whole = fleet.openai.completions.create(**fields).choices[0].text
     parts = [chunk.choices[0].text for chunk in fleet.openai.completions.create(**fields, stream=True)]
     _expect(whole and whole == "".join(parts), f"{whole!r} and {parts}")
     return repr(whole)
 
 
-@_opens("openai: audio.speech.create, read back by audio.transcriptions.create", "/v1/audio/speech",
-        "/v1/audio/transcriptions", tasks=("synthesis", "transcription"))  # fmt: skip
+@_opens("openai: audio.speech.create, read back by audio.transcriptions.create", _SPEECH, _TRANSCRIPTIONS)
 def _speech(fleet: _Fleet) -> str:
-    model = fleet.models["synthesis"]
+    model = fleet.models[_SPEECH]
     audio = fleet.openai.audio.speech.create(model=model, voice="seven", input=_TEXT, response_format="wav").content
     _expect(audio[:4] == b"RIFF", f"it begins with {audio[:4]!r}")
     heard = fleet.openai.audio.transcriptions.create(
-        model=fleet.models["transcription"], file=("speech.wav", audio), language=TRANSCRIBED_LANGUAGE
+        model=fleet.models[_TRANSCRIPTIONS], file=("speech.wav", audio), language=DEMO_LANGUAGE
     ).text
     _expect(heard, "nothing was heard in it")
     return f"{len(audio):,} bytes, heard as {heard!r}"
 
 
-@_opens("openai: audio.speech.with_streaming_response.create", "/v1/audio/speech", tasks=("synthesis",))
+@_opens("openai: audio.speech.with_streaming_response.create", _SPEECH)
 def _speech_stream(fleet: _Fleet) -> str:
     with fleet.openai.audio.speech.with_streaming_response.create(
-        model=fleet.models["synthesis"], voice="seven", input=_TEXT, extra_body={"num_steps": _NUM_STEPS}
+        model=fleet.models[_SPEECH], voice="seven", input=_TEXT, extra_body={"num_steps": _NUM_STEPS}
     ) as response:
         parts = list(response.iter_bytes())
     _expect(b"".join(parts).startswith(_SPEECH_STARTS), f"it begins with {parts[0][:4]!r}")
     return f"{sum(map(len, parts)):,} bytes of MP3"
 
 
-@_opens("openai: audio.transcriptions.create, with word times", "/v1/audio/transcriptions", tasks=("transcription",))
+@_opens("openai: audio.transcriptions.create, with word times", _TRANSCRIPTIONS)
 def _transcription(fleet: _Fleet) -> str:
     found = fleet.openai.audio.transcriptions.create(
-        model=fleet.models["transcription"],
+        model=fleet.models[_TRANSCRIPTIONS],
         file=("clip.wav", fleet.clip.audio_wav),
-        language=TRANSCRIBED_LANGUAGE,
+        language=DEMO_LANGUAGE,
         response_format="verbose_json",
         timestamp_granularities=["word"],
     )
@@ -241,24 +248,24 @@ def _transcription(fleet: _Fleet) -> str:
     return repr(found.text)
 
 
-@_opens("openai: an unknown model is a 404 that lists the models", "/v1/chat/completions")
+@_opens("openai: an unknown model is a 404 that lists the models", _CHAT)
 def _unknown_model(fleet: _Fleet) -> str:
     import openai
 
     try:
         fleet.openai.chat.completions.create(model="no-such-model", messages=_question())
     except openai.NotFoundError as error:
-        _expect(fleet.models[GENERATION] in str(error), str(error))
+        _expect(fleet.models[_CHAT] in str(error), str(error))
         return str(error)
     raise _WrongError("it was answered")
 
 
-@_opens("openai: a model of another task is a 400", "/v1/chat/completions", tasks=("synthesis",))
+@_opens("openai: a model of another task is a 400", _CHAT, needs=(_CHAT, _SPEECH))
 def _wrong_task(fleet: _Fleet) -> str:
     import openai
 
     try:
-        fleet.openai.chat.completions.create(model=fleet.models["synthesis"], messages=_question())
+        fleet.openai.chat.completions.create(model=fleet.models[_SPEECH], messages=_question())
     except openai.BadRequestError as error:
         return str(error)
     raise _WrongError("it was answered")
@@ -281,14 +288,14 @@ def _chat_direct(fleet: _Fleet) -> str:
     return repr(answer)
 
 
-@_opens("dwani: translate.run_translate", "/v1/translate", tasks=("translation",))
+@_opens("dwani: translate.run_translate", _TRANSLATE)
 def _translate(fleet: _Fleet) -> str:
     found = fleet.dwani.translate([fleet.phrase.given], "english", "kannada")["translations"]
     _expect(found == [fleet.phrase.answer], f"{found}, not {fleet.phrase.answer!r}")
     return found[0]  # type: ignore[no-any-return]
 
 
-@_opens("dwani: asr.transcribe", "/v1/transcribe", tasks=("transcription",))
+@_opens("dwani: asr.transcribe", "/v1/transcribe", needs=(_TRANSCRIPTIONS,))
 def _transcribe(fleet: _Fleet) -> str:
     found = fleet.dwani.transcribe(str(fleet.clip_path), "english")["text"]
     _expect(found == fleet.clip.answer, f"{found!r}, not {fleet.clip.answer!r}")
@@ -297,7 +304,7 @@ def _transcribe(fleet: _Fleet) -> str:
     return f"{found!r}, as kannada {kannada!r}"
 
 
-@_opens("dwani: audio.speech", "/v1/audio/speech", tasks=("synthesis",))
+@_opens("dwani: audio.speech", _SPEECH)
 def _dwani_speech(fleet: _Fleet) -> str:
     audio = fleet.dwani.speech(_TEXT, "mp3", "kannada")
     _expect(audio.startswith(_SPEECH_STARTS), f"it begins with {audio[:4]!r}")
@@ -332,7 +339,7 @@ def _talk(fleet: _Fleet) -> str:
 
 
 @_opens("HTTP: /v1/speech_to_speech, streamed as events", "/v1/speech_to_speech",
-        tasks=(GENERATION, "synthesis", "transcription"))  # fmt: skip
+        needs=(_CHAT, _SPEECH, _TRANSCRIPTIONS))  # fmt: skip
 def _speech_to_speech(fleet: _Fleet) -> str:
     form = {"language": "english", "stream_format": "sse", "num_steps": str(_NUM_STEPS)}
     response = fleet.send("/v1/speech_to_speech", data=form, files=fleet.upload, stream=True)
@@ -347,7 +354,7 @@ def _speech_to_speech(fleet: _Fleet) -> str:
 
 
 @_opens("HTTP: the forms of workers: transcribe_batch, translate, audio/speech, audio/speech_batch",
-        "/transcribe_batch", "/v1/audio/speech_batch", tasks=("translation", "synthesis", "transcription"))  # fmt: skip
+        "/transcribe_batch", "/v1/audio/speech_batch", needs=(_TRANSLATE, _SPEECH, _TRANSCRIPTIONS))  # fmt: skip
 def _workers(fleet: _Fleet) -> str:
     files = [("files", ("clip.wav", fleet.clip.audio_wav))] * 2
     found = fleet.send("/transcribe_batch/?language=english", files=files).json()["transcriptions"]
@@ -379,7 +386,7 @@ def _documents(fleet: _Fleet) -> str:
 
 @_opens("HTTP: /tokenize and /detokenize", "/tokenize", "/detokenize")
 def _tokenize(fleet: _Fleet) -> str:
-    model = fleet.models[GENERATION]
+    model = fleet.models[_CHAT]
     tokens = fleet.send("/tokenize", json={"model": model, "prompt": _QUESTION}).json()["tokens"]
     text = fleet.send("/detokenize", json={"model": model, "tokens": tokens}).json()["prompt"]
     _expect(_QUESTION in text, repr(text))

@@ -7,21 +7,21 @@ from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import option
+from meltcore.measure.load.tasks.task import default_task, tasks
 
 DEFAULT_LEVELS = (10, 100, 400, 1_000, 10_000)
-GENERATION = "generation"
-# Of the connections of a level. On a CPU, speech costs about 400 times as much as a short answer.
-MIX = {GENERATION: 80.0, "translation": 12.0, "transcription": 7.7, "synthesis": 0.3}
-TASKS = (GENERATION, "translation", "synthesis", "transcription")
+CHAT = default_task().name
+MIX = {name: task.demo_share for name, task in tasks().items() if task.demo_share}
+TASKS = tuple(MIX)
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
     """Parse names of tasks with commas between. Raises ConfigError for an unknown one."""
-    tasks = tuple(dict.fromkeys(filter(None, text.split(","))))
-    unknown = [task for task in tasks if task not in TASKS]
+    names = tuple(dict.fromkeys(filter(None, text.split(","))))
+    unknown = [name for name in names if name not in TASKS]
     if unknown:
         raise ConfigError(f"--tasks: {unknown[0]!r} is not one of {', '.join(TASKS)}")
-    return tasks
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class DemoConfig:
     levels: tuple[int, ...] = option(DEFAULT_LEVELS, "Connections of each level.")
     tasks: tuple[str, ...] = option(
         TASKS,
-        f"Tasks whose bundled models are served, with {GENERATION} (default: all: {', '.join(TASKS)}).",
+        f"Tasks whose bundled models are served, with {CHAT} (default: all: {', '.join(TASKS)}).",
         type=parse_tasks,
         action="store",
         metavar="TASK,...",
@@ -59,5 +59,5 @@ class DemoConfig:
             raise ConfigError(f"levels contains a number twice: {list(self.levels)}")
         if self.chat_model is not None and not Path(self.chat_model).exists():
             raise ConfigError(f"--chat-model: {self.chat_model} does not exist")
-        if GENERATION not in self.tasks:
-            raise ConfigError(f"tasks must hold {GENERATION}; got {', '.join(self.tasks)}")
+        if CHAT not in self.tasks:
+            raise ConfigError(f"tasks must hold {CHAT}; got {', '.join(self.tasks)}")

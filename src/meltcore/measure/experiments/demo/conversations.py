@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult, Sample
 from meltcore.measure.experiments.servers.api import Api
-from meltcore.measure.load.workloads.workload import CHAT_PATH
+from meltcore.measure.load.tasks.generation import CHAT_PATH
 
 MAX_TOKENS = 80
 REPETITION_PENALTY = 1.1  # greedy answers of a model of 135M parameters repeat a sentence without it

@@ -11,7 +11,7 @@ import yaml
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import ProcessError, run
-from meltcore.measure.experiments.demo.config import GENERATION
+from meltcore.measure.experiments.demo.config import CHAT, TASKS
 from meltcore.measure.experiments.servers.api import Api, ApiError
 from meltcore.measure.experiments.servers.process import COMMAND, MeltcoreServer
 
@@ -19,7 +19,6 @@ FILE_NAME, LOG_NAME = "fleet.yaml", "server.log"
 INIT_LIMIT_S = 60.0
 # A context of 2,048 tokens holds the longest of the demo's conversations.
 _CHAT_MODEL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 2048, "memory": "2GiB", "device": "cpu"}
-_BY_LANGUAGE: dict[str, Any] = {"translation": [], "transcription": {}, "synthesis": {}}
 
 
 def chat_model_name(chat_model: str) -> str:
@@ -38,10 +37,11 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
     fleet = yaml.safe_load(path.read_text(encoding="utf-8"))
     fleet["server"]["port"] = 0
     models = fleet["models"]
-    fleet["models"] = {name: each for name, each in models.items() if each.get("task", GENERATION) in tasks}
+    fleet["models"] = {name: each for name, each in models.items() if each.get("task", CHAT) in tasks}
     if chat_model is not None:
         fleet["models"][chat_model_name(chat_model)] = _CHAT_MODEL | {"checkpoint": str(Path(chat_model).resolve())}
-    fleet["languages"] |= {task: none for task, none in _BY_LANGUAGE.items() if task not in tasks}
+    languages = fleet["languages"]  # some by task, for models that may be left out
+    fleet["languages"] = {name: languages[name] for name in languages if name in tasks or name not in TASKS}
     path.write_text(yaml.safe_dump(fleet, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -54,7 +54,7 @@ def models_by_task(api: Api) -> dict[str, str]:
     """Return the name of the first model of each task. Raises ApiError."""
     found: dict[str, str] = {}
     for card in api.get("/v1/models").json()["data"]:
-        found.setdefault(card.get("task") or GENERATION, card["id"])
+        found.setdefault(card.get("task") or CHAT, card["id"])
     return found
 
 

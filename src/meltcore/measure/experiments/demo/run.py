@@ -32,7 +32,7 @@ from meltcore.measure.documents.values.formatting import evaluation_line, format
 from meltcore.measure.documents.values.progress import answer_progress, print_check, progress_bar
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.demo.clients import check_installed, open_routes
-from meltcore.measure.experiments.demo.config import GENERATION, MIX, DemoConfig
+from meltcore.measure.experiments.demo.config import CHAT, MIX, DemoConfig
 from meltcore.measure.experiments.demo.conversations import converse
 from meltcore.measure.experiments.demo.fleet import (
     FILE_NAME,
@@ -42,7 +42,7 @@ from meltcore.measure.experiments.demo.fleet import (
     models_by_task,
     write_fleet,
 )
-from meltcore.measure.experiments.demo.tasks import Problem, TaskStep, run_step, speak, spoken_texts, task_steps
+from meltcore.measure.experiments.demo.tasks import run_step, speak
 from meltcore.measure.experiments.demo.verdict import judge, passed
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.evals.run import evaluate
@@ -52,8 +52,10 @@ from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
 from meltcore.measure.load.run.runner import Progress
+from meltcore.measure.load.tasks.task import MeasuredTask, Problem, tasks
 from meltcore.measure.report.load.fleet_levels import mixed_tables
-from meltcore.measure.report.load.run import all_levels, levels_tables
+from meltcore.measure.report.load.levels import levels_tables
+from meltcore.measure.report.load.run import all_levels
 from meltcore.measure.report.page.console import print_table
 from meltcore.measure.report.render import save_run
 
@@ -145,7 +147,7 @@ def _measure(
 
     Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
     """
-    model = measurements.models[GENERATION]
+    model = measurements.models[CHAT]
     measurements.facts = model_facts(api.get("/v1/models").json(), model)
     _check(config, console, api, measurements)
     if config.chat_model is not None:
@@ -153,14 +155,15 @@ def _measure(
     with answer_progress(console) as on_answer:
         measurements.evaluation = evaluate(api, model, on_progress=on_answer)
     console.print(evaluation_line(measurements.evaluation), highlight=False)
-    for step in task_steps(config):
-        _measure_step(config, console, folder, measurements, step, server, api.address)
+    for task in tasks().values():
+        if task.name in config.tasks:
+            _measure_step(config, console, folder, measurements, task, server, api.address)
     _run_ladder(config, console, folder, measurements, server, api.address)
 
 
 def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measurements) -> None:
     """Check the API with requests of our own, then open every route with the clients that users have."""
-    checks = measurements.checks = run_checks(api, measurements.models[GENERATION])
+    checks = measurements.checks = run_checks(api, measurements.models[CHAT])
     with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
         if config.clients:
             checks += open_routes(
@@ -194,22 +197,24 @@ def _measure_step(
     console: Console,
     folder: RunFolder,
     measurements: _Measurements,
-    step: TaskStep,
+    task: MeasuredTask,
     server: MeltcoreServer,
     address: str,
 ) -> None:
-    """Run a step after chat. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
-    _load_step(step, step.make_problems(config.seed), console, folder, measurements, server, address)
-    synthesizer = measurements.models.get("synthesis")
-    if step.task == "transcription" and synthesizer is not None:
+    """Run a task's step. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
+    if task.step is not None:
+        _load_step(task, task.step.make_problems(config.seed), console, folder, measurements, server, address)
+    readers = [each for each in tasks().values() if task.read_back is not None and each.path == task.read_back.reader]
+    if task.read_back is not None and readers and readers[0].name in config.tasks:
         with console.status("speaking texts, which the transcriber reads back"):
-            spoken = speak(address, synthesizer, spoken_texts(config.seed))
-        _load_step(step, spoken, console, folder, measurements, server, address)
+            texts = task.read_back.make_problems(config.seed)
+            spoken = speak(address, measurements.models[task.name], task, texts)
+        _load_step(readers[0], spoken, console, folder, measurements, server, address)
         measurements.read_back = measurements.levels[-1]
 
 
 def _load_step(
-    step: TaskStep,
+    task: MeasuredTask,
     problems: Sequence[Problem],
     console: Console,
     folder: RunFolder,
@@ -217,20 +222,20 @@ def _load_step(
     server: MeltcoreServer,
     address: str,
 ) -> None:
-    model = measurements.models[step.task]
+    model = measurements.models[task.name]
     with TemporaryDirectory(prefix="meltcore-demo-") as inputs, progress_bar(console) as bars:
-        task = bars.add_task(step.task, total=len(problems), note="")
+        bar = bars.add_task(task.name, total=len(problems), note="")
 
         def on_progress(progress: Progress) -> None:
-            _show(bars, task, progress)
+            _show(bars, bar, progress)
 
-        level, samples = run_step(step, problems, address, model, Path(inputs), folder.requests_path, on_progress)
+        level, samples = run_step(task, problems, address, model, Path(inputs), folder.requests_path, on_progress)
     measurements.levels.append(level)
     measurements.samples += samples
     if level.verdict == "PARTIAL":
         raise KeyboardInterrupt
     if level.failed and server.ended_within(_EXIT_WAIT_S):
-        raise MeltcoreError(f"the server ended at {step.task}; its last lines:\n{server.log_tail()}")
+        raise MeltcoreError(f"the server ended at {task.name}; its last lines:\n{server.log_tail()}")
 
 
 def _run_ladder(

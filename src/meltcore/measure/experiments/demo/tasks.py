@@ -1,70 +1,26 @@
-"""The demo's steps after chat: translation, synthesis and transcription of problems whose right answers are known.
+"""The demo's steps after chat: each task's problems whose right answers are known.
 
 Speech has no right answer of its own. The transcriber must read back what the synthesizer has said.
 """
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.measure.documents.schema import LevelResult, Sample, Task
-from meltcore.measure.experiments.demo.config import DemoConfig
+from meltcore.measure.documents.schema import LevelResult, Sample
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.runner import OnProgress, run_levels
-from meltcore.measure.load.workloads.clips import SAMPLE_RATE, encode_wav
-from meltcore.measure.load.workloads.task_workload import SPEECH_PATH
-from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
-from meltcore.measure.problems.tones import in_alphabet, random_word, render, tone_clip
+from meltcore.measure.load.tasks.task import MeasuredTask, Problem
 
-TRANSCRIBED_LANGUAGE = "en"
-CLIP_S = (3.0, 8.0)
 NUM_SAMPLES = 3  # of each step, in the report
-NUM_TEXTS = 8  # to speak: the slowest work of all on a CPU
-SPEECH_RATE = 24_000
-
-
-class Problem(NamedTuple):
-    """What a request sends, its right answer, and the audio where it sends some."""
-
-    given: str
-    answer: str
-    audio_wav: bytes | None = None
-
-
-@dataclass(frozen=True)
-class TaskStep:
-    """A task, and the problems that it gets `concurrency` at a time, where there are as many.
-
-    `write(folder, problems)` writes the problems and returns the workload of the load generator.
-    """
-
-    task: Task
-    concurrency: int
-    make_problems: Callable[[int], list[Problem]]
-    write: Callable[[Path, Sequence[Problem]], str]
-
-
-def task_steps(config: DemoConfig) -> list[TaskStep]:
-    """Return the steps of the tasks of `config`. Synthesis has none: what it speaks is read back by transcription."""
-    steps = [
-        TaskStep("translation", 32, phrases, _write_texts),
-        TaskStep("transcription", 16, clips, _write_clips),
-    ]
-    return [step for step in steps if step.task in config.tasks]
 
 
 def run_step(
-    step: TaskStep,
+    task: MeasuredTask,
     problems: Sequence[Problem],
     address: str,
     model: str,
@@ -74,14 +30,15 @@ def run_step(
 ) -> tuple[LevelResult, list[Sample]]:
     """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too."""
     samples: list[Sample] = []
-    concurrency = min(step.concurrency, len(problems))
+    assert task.step is not None
+    concurrency = min(task.step.concurrency, len(problems))
     config = LoadConfig(
         url=address,
         model=model,
         concurrency=(concurrency,),
         num_prompts=(len(problems),),
         num_warmups=concurrency,
-        workload=step.write(folder, problems),
+        workload=task.step.write(folder, problems),
         keep_text=True,
         records_path=records_path,
     )
@@ -93,7 +50,7 @@ def run_step(
             problem = problems[(concurrency + record.index) % len(problems)]  # warm-ups have sent the first
             samples.append(
                 Sample(
-                    task=step.task,
+                    task=task.name,
                     given=problem.given,
                     answer=record.text or "",
                     expected=problem.answer,
@@ -105,55 +62,13 @@ def run_step(
     return level, samples
 
 
-def speak(address: str, model: str, problems: Sequence[Problem]) -> list[Problem]:
-    """Return the speech of the texts, to be read back by a transcriber. Raises MeltcoreError without speech."""
+def speak(address: str, model: str, task: MeasuredTask, problems: Sequence[Problem]) -> list[Problem]:
+    """Return what is sent to the task that reads the answers of `task` back. Raises MeltcoreError without an answer."""
+    assert task.read_back is not None
     api, spoken = Api(address), []
     for problem in problems:
-        response = api.post(SPEECH_PATH, {"model": model, "input": problem.given, "response_format": "pcm"})
+        response = api.post(task.path, {"model": model, **task.read_back.fields(problem.given)})
         if response.status != 200:
             raise MeltcoreError(f"no speech of {problem.given!r}: status {response.status}, {response.body[:200]!r}")
-        samples = np.frombuffer(response.body, dtype="<i2")
-        expected = in_alphabet(problem.answer, TRANSCRIBED_LANGUAGE)
-        spoken.append(Problem(f"spoken: {problem.given}", expected, encode_wav(samples, SPEECH_RATE)))
+        spoken.append(task.read_back.heard(problem, response.body))
     return spoken
-
-
-def spoken_texts(seed: int) -> list[Problem]:
-    """Return texts of held-out words to speak."""
-    rng = random.Random(f"demo/texts/{seed}")  # noqa: S311 - must repeat for a seed
-    texts = (" ".join(random_word(rng, "heldout") for _ in range(rng.randint(2, 3))) for _ in range(NUM_TEXTS))
-    return [Problem(text, text) for text in texts]
-
-
-def phrases(seed: int, num_phrases: int = 200) -> list[Problem]:
-    """Return held-out sentences with their translations."""
-    found = generate_phrases("heldout", num_phrases=num_phrases, seed=seed)
-    return [Problem(each.source, each.target) for each in found]
-
-
-def clips(seed: int, num_clips: int = 48) -> list[Problem]:
-    """Return held-out clips with their transcripts."""
-    rng = random.Random(f"demo/{seed}")  # noqa: S311 - must repeat for a seed
-    problems = []
-    for index in range(num_clips):
-        clip = tone_clip(rng, "heldout", rng.uniform(*CLIP_S))
-        samples = np.asarray(render(clip, SAMPLE_RATE, seed=index) * 32767, dtype=np.int16)
-        text = clip.text(TRANSCRIBED_LANGUAGE)
-        problems.append(Problem(f"clip {index}, {clip.duration_s:.1f} s", text, encode_wav(samples)))
-    return problems
-
-
-def _write_texts(folder: Path, problems: Sequence[Problem]) -> str:
-    path = folder / "sentences.tsv"
-    path.write_text("".join(f"{problem.given}\t{problem.answer}\n" for problem in problems), encoding="utf-8")
-    return f"translate:src={SOURCE_LANGUAGE},tgt={TARGET_LANGUAGE},file={path}"
-
-
-def _write_clips(folder: Path, problems: Sequence[Problem]) -> str:
-    lines = []
-    for index, problem in enumerate(problems):
-        (folder / f"clip-{index}.wav").write_bytes(problem.audio_wav or b"")
-        lines.append(json.dumps({"audio_filepath": f"clip-{index}.wav", "text": problem.answer}) + "\n")
-    path = folder / "clips.jsonl"
-    path.write_text("".join(lines), encoding="utf-8")
-    return f"transcribe:language={TRANSCRIBED_LANGUAGE},manifest={path}"

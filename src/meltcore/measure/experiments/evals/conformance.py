@@ -16,7 +16,7 @@ from typing import Any
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import CheckResult
 from meltcore.measure.experiments.servers.api import Api, ApiResponse, ApiTimeoutError
-from meltcore.measure.load.workloads.workload import CHAT_PATH, COMPLETIONS_PATH
+from meltcore.measure.load.tasks.generation import CHAT_PATH, COMPLETIONS_PATH
 
 _QUESTION = "What is 12 + 7?"
 _LONG_QUESTION = "Count from 1 to 20."  # where the answer must be long enough to be cut: a number may be one token

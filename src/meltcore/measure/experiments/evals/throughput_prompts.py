@@ -13,8 +13,8 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.measure.experiments.evals.config import NUM_SPOT_CHECKS, ThroughputConfig
 from meltcore.measure.load.config import RANDOM_HIGH_ID, RANDOM_LOW_ID
+from meltcore.measure.load.tasks.generation import IGNORE_EOS_FIELDS
 from meltcore.measure.load.token_counter import TokenCounter
-from meltcore.measure.load.workloads.workload import IGNORE_EOS_FIELDS
 
 NUM_WARMUPS = 2
 NUM_REUSED_PROMPTS = 128

@@ -17,10 +17,10 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.schema import Evaluation
+from meltcore.measure.load.tasks.generation import CHAT_PATH
 from meltcore.measure.load.wire.connection import HttpRequestError, Response, parse_target, request, run_coroutine
 from meltcore.measure.load.wire.probe import served_model
 from meltcore.measure.load.wire.response import whole_text
-from meltcore.measure.load.workloads.workload import CHAT_PATH
 
 REQUEST_TIMEOUT_S = 120.0  # from connecting to the last byte of the response
 MODELS_TIMEOUT_S = 20.0  # for what a server knows without its model: one that does not respond is found out soon

@@ -8,12 +8,11 @@ from typing import Any, cast, get_args
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import option, read_number
-from meltcore.measure.documents.fleet_load import FleetTask
 from meltcore.measure.documents.schema import Part
 from meltcore.measure.load.config import IntRange, Timeouts, parse_range, parse_slo
-from meltcore.measure.load.fleet.fleet_models import ServedModel, Sizes
+from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
 
-DEFAULT_MIX = {"generation": 70.0, "translation": 15.0, "transcription": 12.0, "synthesis": 3.0}
+DEFAULT_MIX = {name: task.share for name, task in tasks().items()}
 PAIRS = "pairs"
 LIMITED_METRICS = ("ttft", "first_audio", "e2e")
 _GROUP = "Fleet"
@@ -24,8 +23,8 @@ def parse_mix(text: str) -> dict[str, float]:
     shares: dict[str, float] = {}
     for part in text.split(","):
         task, _, value = part.partition("=")
-        if task not in get_args(FleetTask) or task in shares:
-            known = ", ".join(get_args(FleetTask))
+        if task not in tasks() or task in shares:
+            known = ", ".join(tasks())
             raise ConfigError(f"--mix: {part!r} is not one of {known} with its share, each once, as generation=70")
         try:
             shares[task] = read_number(value, float)
@@ -71,7 +70,7 @@ class FleetLoadConfig:
     mix: dict[str, float] = option(
         DEFAULT_MIX,
         "Shares of a mixed level per task, split evenly among its models "
-        "(default: generation=70,translation=15,transcription=12,synthesis=3).",
+        f"(default: {','.join(f'{name}={share:g}' for name, share in DEFAULT_MIX.items())}).",
         group=_GROUP,
         type=parse_mix,
         metavar="TASK=SHARE,...",

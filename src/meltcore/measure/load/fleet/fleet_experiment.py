@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.fleet_load import FleetExperiment, FleetTask, first_latency
+from meltcore.measure.documents.fleet_load import FleetExperiment
 from meltcore.measure.documents.schema import Distribution, Gate, LevelResult, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
-from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
-from meltcore.measure.load.fleet.fleet_models import ServedModel
+from meltcore.measure.documents.values.throughput import steady_throughput
+from meltcore.measure.load.tasks.task import ServedModel, first_latency, task_of
 
 _Ratio = Annotated[float, Meta(gt=0)]
 
@@ -29,7 +29,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str
     model: str | None = None
-    task: FleetTask | None = None
+    task: str | None = None
     prefer: str = ""
     workload: str | None = None
     concurrency: Annotated[int, Meta(ge=1)] | None = None
@@ -106,7 +106,7 @@ def experiment_gates(spec: ExperimentSpec, alone: Sequence[StreamLoad], together
 
 def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> Gate:
     before, after = (_latency(level, metric) for level in (alone, together))
-    word = "end to end" if metric == "e2e" else "first audio" if alone.task is not None else "first token"
+    word = "end to end" if metric == "e2e" else task_of(alone).first_word
     title = f"{name}: p95 of {word}"
     if before is None or after is None or before.p95 is None or after.p95 is None or not before.p95:
         counts = ", ".join(str(0 if each is None else each.n) for each in (before, after))
@@ -131,18 +131,13 @@ def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: Strea
     if not before:
         return Gate(name=f"{name}: throughput", status="NOT RUN", detail="no throughput alone")
     ratio = after / before
-    unit = throughput_unit(alone.level).unit
+    unit = task_of(alone.level).unit.unit
     return Gate(
         name=f"{name}: throughput",
         status="PASS" if ratio >= limit else "FAIL",
         detail=f"{format_number(before)} {unit} alone, {format_number(after)} together: {format_percent(ratio)}, "
         f"limit {format_percent(limit)}",
     )
-
-
-def steady_throughput(level: LevelResult) -> float:
-    """Return the throughput of the steady window, in which no connection has stopped yet; else of the whole level."""
-    return throughput(level) if level.steady is None else rate_of(level.steady)
 
 
 def make_experiment(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meltcore.measure.documents.fleet_load import FleetLoad, first_latency
+from meltcore.measure.documents.fleet_load import FleetLoad
 from meltcore.measure.documents.schema import Distribution, Gate, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
 from meltcore.measure.documents.verdicts import CheckVerdict
+from meltcore.measure.load.tasks.task import first_latency
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[Gate]:

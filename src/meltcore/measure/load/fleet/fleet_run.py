@@ -23,10 +23,11 @@ from meltcore.measure.load.fleet.fleet_experiment import (
     make_experiment,
 )
 from meltcore.measure.load.fleet.fleet_health import fleet_health
-from meltcore.measure.load.fleet.fleet_models import ServedModel, default_workload, find_models
+from meltcore.measure.load.fleet.fleet_models import find_models
 from meltcore.measure.load.fleet.fleet_streams import OnFleetProgress, Stream, StreamRunner
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
+from meltcore.measure.load.tasks.task import ServedModel, tasks
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
 
 # Called with each level once it is over: what a killed run leaves behind.
@@ -142,7 +143,7 @@ class _FleetRun:
             LoadedModel(
                 name=model.name,
                 task=model.task,
-                workload=default_workload(model, config.sizes),
+                workload=tasks()[model.task].default_workload(model, config.sizes),
                 share=share,
                 facts=model_facts({"data": [model.card]}, model.name),
             )
@@ -161,7 +162,7 @@ class _FleetRun:
             Stream(
                 name=stream.name,
                 model=model.name,
-                workload=stream.workload or default_workload(model, self._config.sizes),
+                workload=stream.workload or tasks()[model.task].default_workload(model, self._config.sizes),
                 connections=stream.concurrency or 0,
                 rate=stream.rate,
             )

@@ -21,10 +21,9 @@ from meltcore.measure.load.run.summary import LevelMeasurement, summarize
 from meltcore.measure.load.run.timeline import InFlight
 from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerResult, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
+from meltcore.measure.load.tasks.task import open_workload, workload_task
 from meltcore.measure.load.wire.connection import Target
-from meltcore.measure.load.workloads.clips import Clip
-from meltcore.measure.load.workloads.workload import Workload
-from meltcore.measure.load.workloads.workloads import open_workload
+from meltcore.measure.load.workloads.workload import Clip, Workload
 
 MAX_REQUESTS = 10_000_000  # of one stream of a level; its time ends it long before
 NUM_PROBLEMS = 2_000  # different ones of a graded workload; others make each prompt by its index
@@ -261,7 +260,7 @@ class StreamRunner:
                 interrupted=self.interrupt.arrived,
                 workload_name=workload.name,
                 is_graded=workload.is_graded,
-                task=workload.task,
+                task=workload_task(stream.workload),
                 slo_ms={},
             )
         )

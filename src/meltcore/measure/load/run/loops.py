@@ -17,7 +17,7 @@ import numpy as np
 from meltcore.measure.load.config import ArrivalProcess
 from meltcore.measure.load.wire.connection import HttpConnection, HttpRequestError, connect
 from meltcore.measure.load.workloads.dispatcher import Dispatcher
-from meltcore.measure.load.workloads.workload import Builder, EncodedRequest
+from meltcore.measure.load.workloads.workload import EncodedRequest, RequestBuilder
 
 # A listen queue holds 4,096 at most on a stock Linux, often 128: more connects than that are retried after 1 s.
 MAX_CONCURRENT_CONNECTS = 256
@@ -46,7 +46,7 @@ class RequestLoop(ABC):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        builder: Builder,
+        builder: RequestBuilder,
         connect_timeout_s: float,
         *,
         retry_refused: bool,
@@ -150,7 +150,7 @@ class ClosedLoop(RequestLoop):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        builder: Builder,
+        builder: RequestBuilder,
         indexes: Sequence[int],
         connect_timeout_s: float,
         *,
@@ -221,7 +221,7 @@ class OpenLoop(RequestLoop):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        builder: Builder,
+        builder: RequestBuilder,
         indexes: Sequence[int],
         connect_timeout_s: float,
         *,

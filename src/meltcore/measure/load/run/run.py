@@ -18,9 +18,9 @@ from meltcore.measure.documents.values.progress import progress_bar, stop_progre
 from meltcore.measure.documents.verdicts import CUT_SHORT, worst
 from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.run.runner import OnProgress, Progress, run_levels
+from meltcore.measure.load.tasks.task import workload_task
 from meltcore.measure.load.wire.connection import resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import first_model, served_facts
-from meltcore.measure.load.workloads.task_workload import sends_clips
 
 NOT_STREAMED = "Answers were not streamed: TTFT, ITL and TPOT are not measured."
 
@@ -61,7 +61,7 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
 
 
 def _monitored_from(config: LoadConfig) -> str:
-    return "a level's release" if sends_clips(config.workload) else "after a level's release burst"
+    return "a level's release" if workload_task(config.workload).uploads else "after a level's release burst"
 
 
 async def _served_facts(config: LoadConfig) -> dict[str, Any]:

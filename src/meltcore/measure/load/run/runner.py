@@ -21,10 +21,10 @@ from meltcore.measure.load.record import RecordFile, RequestRecord
 from meltcore.measure.load.run.summary import LevelMeasurement, summarize
 from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, OnRecords, WorkerSettings
 from meltcore.measure.load.run.worker_process import WorkerProcess
+from meltcore.measure.load.tasks.task import open_workload, workload_task
 from meltcore.measure.load.token_counter import TokenCounter
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import InFlightProbe, first_model
-from meltcore.measure.load.workloads.workloads import open_workload
 
 PROGRESS_INTERVAL_S = 0.25
 RELEASE_DELAY_S = 0.2  # all worker processes must have read the release before it is due
@@ -220,7 +220,7 @@ class _LoadRun:
             server_peak_in_flight=server_peak,
             workload_name=self._workload.name,
             is_graded=self._workload.is_graded,
-            task=self._workload.task,
+            task=workload_task(self._config.workload),
             is_streamed=self._config.stream,
             slo_ms=self._config.slo_ms,
         )

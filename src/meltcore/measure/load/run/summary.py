@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from meltcore.measure.documents.schema import ClientLoad, LevelResult, Steady, Task, TimelinePoint
+from meltcore.measure.documents.schema import ClientLoad, LevelResult, Steady, TaskLoad, TimelinePoint
 from meltcore.measure.documents.values.percentiles import distribution
 from meltcore.measure.documents.verdicts import Verdict
-from meltcore.measure.load.config import Level
+from meltcore.measure.load.config import FIRST_AUDIO, Level
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientUsage, client_bound_reasons
-from meltcore.measure.load.run.task_summary import first_audio_ms, task_load, task_notes, work_times
 from meltcore.measure.load.run.timeline import MS_PER_S, InFlight, TextArrivals, TokenTimes, bucket_means, timeline
+from meltcore.measure.load.tasks.task import MeasuredTask, default_task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LevelMeasurement:
     is_streamed: bool = True
     fallback_count_source: Literal["tokenizer", "events"] = "events"  # where the server sent no usage
     num_warmups: int = 0
-    task: Task | None = None  # None: generation
+    task: MeasuredTask = field(default_factory=default_task)
     slo_ms: dict[str, float]
 
 
@@ -54,7 +54,12 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
     output_tokens = sum(record.output_tokens for record in complete_records)
     task = measurement.task
     has_token_counts = all(record.cumulative_tokens is not None for record in records_with_text)
-    token_times = TokenTimes.from_records(complete_records) if task is None else work_times(complete_records, task)
+    works = None if task.work_of is None else list(map(task.work_of, complete_records))
+    token_times = (
+        TokenTimes.from_records(complete_records)
+        if works is None
+        else TokenTimes(_field_values(complete_records, "ended_s"), np.array(works, dtype=np.float64))
+    )
     result = LevelResult(
         concurrency=measurement.level.concurrency,
         load_kind="closed" if measurement.level.rate is None else "open",
@@ -79,13 +84,13 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
         else measurement.fallback_count_source,
         steady=_steady_rate(measurement, in_flight, token_times),
         timeline=timeline(in_flight, token_times, measurement.released_s, ended_s) if measurement.records else [],
-        task=None if task is None else task_load(task, complete_records, duration_s),
+        task=None if works is None else _task_load(task, complete_records, sum(works), duration_s),
         released_s=measurement.released_s,
         client=_client_load(measurement.client_usages),
         e2e_ms=distribution([e2e_ms(record) for record in complete_records]),
         queue_delay_ms=distribution([(record.sent_s - record.intended_s) * MS_PER_S for record in complete_records]),
     )
-    if task is not None:
+    if result.task is not None:
         _report_as_work(result)
     elif measurement.is_streamed and records_with_text:  # else no first token was seen, nor any other
         arrivals = TextArrivals.from_records(records_with_text, use_token_counts=has_token_counts)
@@ -95,7 +100,11 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
     if measurement.slo_ms:
         result.slo = dict(measurement.slo_ms)
         result.goodput_per_s = _per_second(
-            sum(_meets_slo(record, measurement.slo_ms, task) for record in complete_records), duration_s
+            sum(
+                _meets_slo(record, measurement.slo_ms, counts_work=result.task is not None)
+                for record in complete_records
+            ),
+            duration_s,
         )
     result.verdict, result.reasons = _verdict(measurement, result)
     return result
@@ -105,7 +114,7 @@ def summarize(measurement: LevelMeasurement) -> LevelResult:
 
 
 def ttft_ms(record: RequestRecord) -> float:
-    """Return the time to first token of an answer with text."""
+    """Return the time to the first token of an answer with text, or to the first audio of speech."""
     return (record.first_text_s - record.intended_s) * MS_PER_S
 
 
@@ -121,9 +130,9 @@ def tpot_ms(record: RequestRecord) -> float | None:
     return (e2e_ms(record) - ttft_ms(record)) / (record.output_tokens - 1)
 
 
-def _meets_slo(record: RequestRecord, slo_ms: dict[str, float], task: Task | None) -> bool:
-    if task is not None:
-        task_latencies_ms = {"e2e": e2e_ms(record), "first_audio": first_audio_ms(record)}
+def _meets_slo(record: RequestRecord, slo_ms: dict[str, float], *, counts_work: bool) -> bool:
+    if counts_work:
+        task_latencies_ms = {"e2e": e2e_ms(record), FIRST_AUDIO: ttft_ms(record)}
         return all(task_latencies_ms[name] <= limit for name, limit in slo_ms.items())
     if not record.first_text_s:  # an answer without text meets no limit
         return False
@@ -184,6 +193,17 @@ def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times
     )
 
 
+def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: float, duration_s: float) -> TaskLoad:
+    """Return the metrics of a task from its complete answers and what they have done, all at the end of each."""
+    return TaskLoad(
+        task=task.name,
+        work=work,
+        work_per_s=_per_second(work, duration_s),
+        empty_answers=sum(not record.first_text_s for record in complete_records),
+        **task.details(complete_records, duration_s),
+    )
+
+
 def _report_as_work(result: LevelResult) -> None:
     """Move the rates of a task's level, which counts no output tokens, from tokens to work."""
     rates: list[TimelinePoint | Steady] = [*result.timeline, *filter(None, [result.steady])]
@@ -237,9 +257,9 @@ def _verdict(measurement: LevelMeasurement, result: LevelResult) -> tuple[Verdic
     if reasons:
         verdict = "CLIENT_BOUND"
     reasons += _connection_notes(measurement)
-    reasons += _answer_notes(measurement, result) if result.task is None else task_notes(result, result.task)
-    may_be_empty = measurement.task == "transcription"  # a clip need not hold speech
-    if not may_be_empty and any(record.failure is None and not record.first_text_s for record in measurement.records):
+    complete_records = [record for record in measurement.records if record.failure is None]
+    reasons += measurement.task.notes(complete_records, result)
+    if not measurement.task.may_be_empty and not all(record.first_text_s for record in complete_records):
         verdict = "NO_TEXT"
     if result.failed:
         verdict = "FAILED"
@@ -271,41 +291,3 @@ def _connection_notes(measurement: LevelMeasurement) -> list[str]:
         f"{num_reconnected} of {len(measurement.records)} requests were sent again over a new connection: the server "
         f"had closed theirs after the answer before, without `Connection: close`; latencies count from the first try"
     ]
-
-
-def _answer_notes(measurement: LevelMeasurement, result: LevelResult) -> list[str]:
-    """Return notes on what complete answers lack: text, [DONE] or usage."""
-    complete_records = [record for record in measurement.records if record.failure is None]
-    notes = []
-    records_without_text = [record for record in complete_records if not record.first_text_s]
-    if records_without_text:
-        num_tokens = sum(record.output_tokens for record in records_without_text)
-        notes.append(
-            f"{len(records_without_text)} of {len(complete_records)} answers had no text; the server counted "
-            f"{num_tokens:,} tokens in them (a model with random weights generates such); "
-            f"they have no TTFT, ITL and TPOT"
-        )
-    num_without_done = sum(not record.saw_done for record in complete_records)
-    if num_without_done:
-        notes.append(f"{num_without_done} of {len(complete_records)} streams ended after finish_reason, without [DONE]")
-    split_records = [
-        record for record in complete_records if record.saw_usage and record.output_tokens < len(record.times_s)
-    ]
-    if split_records:
-        notes.append(
-            f"{len(split_records)} of {len(complete_records)} answers report fewer tokens than events with text (the "
-            f"first: {split_records[0].output_tokens} tokens, {len(split_records[0].times_s)} events): the server "
-            f"splits tokens into several events, or counts too few"
-        )
-    num_without_usage = sum(not record.saw_usage for record in complete_records)
-    if num_without_usage:
-        counting_note = (
-            "counted with the tokenizer, prompts without the server's template"
-            if result.token_count_source == "tokenizer"
-            else "counted as events that carried text, prompts not at all; --tokenizer counts both"
-        )
-        notes.append(
-            f"{num_without_usage} of {len(complete_records)} answers came without usage: "
-            f"their tokens are {counting_note}"
-        )
-    return notes

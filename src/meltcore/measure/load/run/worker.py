@@ -18,11 +18,10 @@ from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.run.client_monitor import ClientMonitor, ClientUsage
 from meltcore.measure.load.run.loops import ClosedLoop, OpenLoop, RequestLoop, arrival_offsets
+from meltcore.measure.load.tasks.task import open_workload
 from meltcore.measure.load.wire.connection import Target
-from meltcore.measure.load.workloads.clips import Clip
 from meltcore.measure.load.workloads.dispatcher import TIMEOUT_CHECK_S, Dispatcher
-from meltcore.measure.load.workloads.workload import Workload
-from meltcore.measure.load.workloads.workloads import make_builder, open_workload, response_maker
+from meltcore.measure.load.workloads.workload import Clip, RequestBuilder, Workload
 
 INTERRUPTED = "interrupted"
 SERVER_DIED = "server died"
@@ -88,9 +87,7 @@ class LocalWorker:
         self._is_stopping = False
         config = settings.config
         workload = open_workload(config, settings.num_prompts, settings.clips)
-        self._dispatcher = Dispatcher(
-            settings.target, config.timeouts, self._records.append, response_maker(config, workload)
-        )
+        self._dispatcher = Dispatcher(settings.target, config.timeouts, self._records.append, workload.make_response)
         self._request_loop = self._make_request_loop(workload)
 
     @property
@@ -160,7 +157,7 @@ class LocalWorker:
 
     def _make_request_loop(self, workload: Workload) -> RequestLoop:
         settings, level, config = self._settings, self._settings.level, self._settings.config
-        builder = make_builder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
+        builder = RequestBuilder(config, settings.target, settings.model, workload, settings.first_prompt_idx)
         indexes = range(settings.worker_idx, level.num_requests, settings.num_workers)
         connect_timeout_s = config.timeouts.connect_s
         if level.rate is None:

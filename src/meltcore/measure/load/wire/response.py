@@ -6,15 +6,13 @@ import json
 import re
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.options import is_number
-
-if TYPE_CHECKING:  # it imports numpy, and `meltcore load --help` reads this file
-    from meltcore.measure.load.record import RequestRecord
+from meltcore.measure.load.record import RequestRecord
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 MAX_DETAIL_CHARS = 300

@@ -10,15 +10,14 @@ import json
 import struct
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.load.config import IntRange
 from meltcore.measure.load.workloads.wav import WavReader
+from meltcore.measure.load.workloads.workload import Clip
 
 SAMPLE_RATE = 16_000
-DEFAULT_NUM_CLIPS = 64
 MAX_CLIPS_BYTES = 2**30  # of all clips of a run, which the load generator holds in memory
 
 _PAUSE_RATIO = 0.2  # of segments
@@ -31,15 +30,6 @@ _TONE = sum(level * np.sin(order * _ANGLES) for order, level in ((1, 0.5), (2, 0
 _TONE = np.asarray(_TONE, dtype=np.float32)
 # Each segment fades in and out: a click would be the loudest part of a short one.
 _FADE = np.linspace(0, 1, SAMPLE_RATE // 200, dtype=np.float32)
-
-
-class Clip(msgspec.Struct, array_like=True, frozen=True):
-    """One audio file as it is sent, its length in seconds, and its transcript where one is known."""
-
-    name: str
-    data: bytes
-    seconds: float
-    transcript: str | None = None
 
 
 def make_clips(seed: int, num_clips: int, seconds: IntRange) -> list[Clip]:

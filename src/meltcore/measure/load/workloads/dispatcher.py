@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from meltcore.measure.load.config import Timeouts
 from meltcore.measure.load.record import RequestRecord
 from meltcore.measure.load.wire.connection import HttpConnection, HttpRequestError, Target, get
 from meltcore.measure.load.wire.response import BaseResponse
-from meltcore.measure.load.workloads.workload import EncodedRequest
+from meltcore.measure.load.workloads.workload import EncodedRequest, MakeResponse
 
 TIMEOUT_CHECK_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
@@ -25,20 +24,6 @@ OnDone = Callable[[HttpConnection | None], None]
 # Called with the connection where that is reusable, the request's index, its intended start and the seconds to wait.
 OnRefused = Callable[[HttpConnection | None, int, float, float], None]
 OnStale = Callable[[int, float], None]  # called with the request's index and its intended start
-
-
-class MakeResponse(Protocol):
-    """Declares what makes the reader of a response to a request."""
-
-    def __call__(
-        self,
-        record: RequestRecord,
-        on_done: Callable[[BaseResponse], None],
-        *,
-        keep_text: bool,
-        max_output_tokens: int | None,
-    ) -> BaseResponse:
-        """Return a reader that fills `record` and then calls `on_done`."""
 
 
 class Dispatcher:

@@ -1,18 +1,23 @@
-"""Makes sentences of random words in the script of a language, for translation and synthesis.
+"""Makes sentences of random words in the script of a language, and reads texts of a file with their right answers.
 
-They mean nothing. A server does the same work for them as for real ones of as many tokens, which random letters make
-more of than real words: results say how many tokens or characters they were.
+The sentences mean nothing. A server does the same work for them as for real ones of as many tokens, which random
+letters make more of than real words: results say how many tokens or characters they were.
 """
 
 from __future__ import annotations
 
 import random
 import unicodedata
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
+from meltcore.measure.load.config import IntRange, parse_range
 
 DEFAULT_SCRIPT = "Latn"
+DEFAULT_WORDS = "8-40"
 
 _ENGLISH_TEXT = (
     "a about after all also and any are as at back because before between book boy bread bring by call came can "
@@ -79,3 +84,52 @@ def _letters(script: str) -> tuple[list[str], list[str]]:
     if signs:  # then a consonant is named with its inherent vowel, such as KA, and an independent vowel takes no sign
         letters = [each for each in letters if names[each].endswith("A") and names[each].split()[-1] not in ("A", "AA")]
     return letters, ["", *signs]
+
+
+class _Line(NamedTuple):
+    """One text of a file, and the right answer where there is one."""
+
+    text: str
+    answer: str | None
+
+
+class Texts:
+    """Returns texts: those of `file`, one a line with an answer behind a tab, or sentences of random words."""
+
+    def __init__(self, spec: str, fields: dict[str, str], language: str) -> None:
+        self._words: IntRange = parse_range(fields.get("words", DEFAULT_WORDS), f"workload {spec}: words")
+        self._script = check_script(fields.get("script", script_of(language)), f"workload {spec}")
+        self._lines = _read_lines(Path(fields["file"])) if "file" in fields else []
+        given = [name for name in ("words", "script") if self._lines and name in fields]
+        if given:
+            raise ConfigError(f"workload {spec}: {given[0]} is for made sentences, and file gives the texts")
+
+    @property
+    def are_graded(self) -> bool:
+        """Return whether every text has an answer."""
+        return bool(self._lines) and all(line.answer is not None for line in self._lines)
+
+    def line(self, index: int, rng: random.Random) -> _Line:
+        """Return text `index` of the run; made ones are drawn from `rng`."""
+        if self._lines:
+            return self._lines[index % len(self._lines)]
+        return _Line(make_sentence(rng, rng.randint(*self._words), self._script), None)
+
+
+def _read_lines(path: Path) -> list[_Line]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"texts {path}: cannot be read ({error})") from error
+    parts = [line.rstrip("\r").partition("\t") for line in lines if line.strip()]
+    if not parts:
+        raise ConfigError(f"texts {path}: the file has no texts")
+    return [_Line(text, answer if separator else None) for text, separator, answer in parts]
+
+
+def make_grader(answers: list[str | None]) -> Callable[[str], bool] | None:
+    """Return the grader of an answer whose texts must be `answers`, but for spaces around each."""
+    if any(answer is None for answer in answers):
+        return None
+    expected = [str(answer).strip() for answer in answers]
+    return lambda text: [line.strip() for line in text.split("\n")] == expected

@@ -8,7 +8,8 @@ from statistics import fmean
 from meltcore.measure.documents.backends import START_OF, BackendComparison, BackendRun, BestBackend, SetUp
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load_settings, format_number
-from meltcore.measure.report.load.run import levels_table, machine_section, notes_box
+from meltcore.measure.report.load.levels import levels_tables
+from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.charts import Line, Mark, line_chart
 from meltcore.measure.report.page.page import (
     Block,
@@ -190,6 +191,5 @@ def _run_details(run: BackendRun) -> Details:
     ]
     notes = [*([run.reason] if run.reason else []), *run.notes]
     blocks: list[Block] = [Facts(facts), *notes_box(notes)]
-    if run.levels:
-        blocks.append(levels_table(run.levels))
+    blocks += levels_tables(run.levels)
     return Details(f"{run.backend}, {run.start}", blocks, aside="not measured" if not run.levels else "")

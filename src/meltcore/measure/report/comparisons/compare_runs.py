@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.schema import LevelResult, RunResult, Task, TaskLoad
+from meltcore.measure.documents.schema import LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_load, format_number, format_percent
-from meltcore.measure.documents.values.throughput import task_of
+from meltcore.measure.load.tasks.task import Metric, task_of
 from meltcore.measure.report.page.console import print_blocks
 from meltcore.measure.report.page.page import Block, Box, Column, Row, Table, Text, numeric_columns
 
@@ -19,58 +19,16 @@ CAVEAT = (
     "One run per side: these ratios hold no evidence of a difference. Repeat both runs, alternating, before concluding."
 )
 Changes = Sequence[tuple[str, str, str]]
+LevelKey = tuple[str, str, int, float | None]
 _NOT_STATED = "not named"
 # What a server states about itself, where it does.
 SERVER_SETTINGS = ("server_version", "device", "dtype", "tokenizer", "replicas", "max_model_len", "hf_overrides")
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a level, one column of a table; `better` says which direction is an improvement.
-
-    `tasks` are those whose levels have it; None is generation.
-    """
-
-    name: str
-    value: Callable[[LevelResult], float | None]
-    better: str  # "higher" or "lower"
-    tasks: tuple[Task | None, ...] = (None,)
-
-
-def _of_task(value: Callable[[TaskLoad], float | None]) -> Callable[[LevelResult], float | None]:
-    return lambda level: None if level.task is None else value(level.task)
-
-
-def _source_per_s(unit: str) -> Callable[[LevelResult], float | None]:
-    return _of_task(lambda load: load.source_per_s if load.source_unit == unit else None)
-
-
-_ALL_TASKS: tuple[Task | None, ...] = (None, "translation", "transcription", "synthesis")
-# The first metric of a task is its throughput, which gives the verdict where no other is asked for.
-METRICS = (
-    Metric("output tok/s", lambda level: level.output_tokens_per_s, "higher"),
-    Metric("total tok/s", lambda level: level.total_tokens_per_s, "higher"),
-    Metric("TTFT p50 ms", lambda level: level.ttft_ms.p50, "lower"),
-    Metric("TTFT p99 ms", lambda level: level.ttft_ms.p99, "lower"),
-    Metric("ITL p50 ms", lambda level: level.itl_ms.p50, "lower"),
-    Metric("ITL p99 ms", lambda level: level.itl_ms.p99, "lower"),
-    Metric("sentences/s", _of_task(lambda load: load.work_per_s), "higher", ("translation",)),
-    Metric("source tok/s", _source_per_s("token"), "higher", ("translation",)),
-    Metric("source char/s", _source_per_s("character"), "higher", ("translation",)),
-    Metric("RTFx", _of_task(lambda load: load.work_per_s), "higher", ("transcription",)),
-    Metric("audio s/s", _of_task(lambda load: load.work_per_s), "higher", ("synthesis",)),
-    Metric("first audio p50 ms", _of_task(lambda load: load.first_audio_ms.p50), "lower", ("synthesis",)),
-    Metric("first audio p99 ms", _of_task(lambda load: load.first_audio_ms.p99), "lower", ("synthesis",)),
-    Metric("real-time factor p50", _of_task(lambda load: load.real_time_factor.p50), "lower", ("synthesis",)),
-    Metric("E2E p50 ms", lambda level: level.e2e_ms.p50, "lower", _ALL_TASKS),
-    Metric("E2E p99 ms", lambda level: level.e2e_ms.p99, "lower", _ALL_TASKS[1:]),
-    Metric("accuracy", lambda level: level.accuracy, "higher", _ALL_TASKS),
-)
-
-
 def metrics_of(level: LevelResult) -> list[Metric]:
-    """Return the metrics of the task of a level."""
-    return [metric for metric in METRICS if task_of(level) in metric.tasks]
+    """Return the metrics of the task of a level, its throughput first."""
+    task = task_of(level)
+    return [*task.own_metrics, *task.shared_metrics]
 
 
 @dataclass(frozen=True)
@@ -225,6 +183,6 @@ def _weights(run: RunResult) -> str:
     return str(run.settings.get("weights", _NOT_STATED))
 
 
-def level_key(level: LevelResult) -> tuple[str, int, float | None]:
-    """Return the load of a level, which identifies it across runs."""
-    return level.load_kind, level.concurrency, level.rate_per_s
+def level_key(level: LevelResult) -> LevelKey:
+    """Return the task and the load of a level, which identify it across runs."""
+    return task_of(level).name, level.load_kind, level.concurrency, level.rate_per_s

@@ -17,9 +17,9 @@ from meltcore.measure.documents.schema import LevelResult, RunResult
 from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.values.formatting import format_load, format_setting
 from meltcore.measure.documents.verdicts import Verdict
+from meltcore.measure.load.tasks.task import Metric, all_metrics
 from meltcore.measure.report.comparisons.compare_runs import (
-    METRICS,
-    Metric,
+    LevelKey,
     comparability_notes,
     environment_changes,
     level_key,
@@ -157,13 +157,13 @@ def start_set_comparability_notes(old: StartSet, new: StartSet) -> list[str]:
 def find_metric(name: str) -> Metric:
     """Return the metric of a name, in any case, with or without the unit. Raises ConfigError for an unknown name."""
     normalized = name.casefold().replace("_", " ")
-    for metric in METRICS:
+    for metric in all_metrics():
         if normalized in (metric.name.casefold(), metric.name.casefold().removesuffix(" ms")):
             return metric
-    raise ConfigError(f"no metric {name!r}; there are {', '.join(metric.name for metric in METRICS)}")
+    raise ConfigError(f"no metric {name!r}; there are {', '.join(metric.name for metric in all_metrics())}")
 
 
-def _primary_key(old: StartSet, new: StartSet, load: int | None) -> tuple[str, int, float | None]:
+def _primary_key(old: StartSet, new: StartSet, load: int | None) -> LevelKey:
     """Return the key of the level that gives the verdict."""
     new_levels = {level_key(level) for level in new.starts[0].levels}
     common_levels = [level for level in old.starts[0].levels if level_key(level) in new_levels]
@@ -175,7 +175,7 @@ def _primary_key(old: StartSet, new: StartSet, load: int | None) -> tuple[str, i
     return level_key(max(common_levels, key=lambda level: (level.concurrency, level.rate_per_s or 0.0)))
 
 
-def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[tuple[str, int, float | None], ComparedMetric]]:
+def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[LevelKey, ComparedMetric]]:
     """Compare every metric of every common load of which all starts have a value."""
     rows = []
     for level in old.starts[0].levels:
@@ -186,9 +186,7 @@ def _compare_common_loads(old: StartSet, new: StartSet) -> list[tuple[tuple[str,
     return rows
 
 
-def _compare_metric(
-    old: StartSet, new: StartSet, key: tuple[str, int, float | None], metric: Metric
-) -> ComparedMetric | None:
+def _compare_metric(old: StartSet, new: StartSet, key: LevelKey, metric: Metric) -> ComparedMetric | None:
     old_values, new_values = _start_values(old.starts, key, metric), _start_values(new.starts, key, metric)
     if old_values is None or new_values is None:
         return None
@@ -208,9 +206,7 @@ def _compare_metric(
     )
 
 
-def _start_values(
-    starts: Sequence[RunResult], key: tuple[str, int, float | None], metric: Metric
-) -> list[float] | None:
+def _start_values(starts: Sequence[RunResult], key: LevelKey, metric: Metric) -> list[float] | None:
     """Return one value per start; None if any start has no finite value."""
     values: list[float] = []
     for start in starts:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.fleet_load import first_latency
 from meltcore.measure.documents.schema import Distribution, FleetLevel, Part, StreamLoad
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_number
-from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
+from meltcore.measure.documents.values.throughput import rate_of, throughput
+from meltcore.measure.load.tasks.task import first_latency, task_of
 from meltcore.measure.report.load.fleet_load_charts import fleet_charts
 from meltcore.measure.report.page.page import (
     Block,
@@ -81,7 +81,7 @@ def _latency_columns(group: str, word: str) -> list[Column]:
 
 
 def _load_row(level: FleetLevel, load: StreamLoad, *, is_mixed: bool) -> Row:
-    result, unit = load.level, throughput_unit(load.level).short_unit
+    result, unit = load.level, task_of(load.level).unit.short_unit
     steady = Cell("none", "faint") if result.steady is None else format_number(rate_of(result.steady))
     cells: list[str | Cell] = [
         Cell(load.name) if is_mixed else Cell(f"{result.concurrency:,}"),

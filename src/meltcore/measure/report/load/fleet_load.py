@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.fleet_load import FleetLoad, Interference, first_latency
-from meltcore.measure.documents.schema import Gate, LevelResult
-from meltcore.measure.documents.values.definitions import define
+from meltcore.measure.documents.fleet_load import FleetLoad, Interference
+from meltcore.measure.documents.schema import Gate
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     format_duration,
@@ -15,8 +14,9 @@ from meltcore.measure.documents.values.formatting import (
     format_setting,
     format_time,
 )
-from meltcore.measure.documents.values.throughput import rate_of, throughput, throughput_unit
+from meltcore.measure.documents.values.throughput import steady_throughput
 from meltcore.measure.documents.verdicts import style_of
+from meltcore.measure.load.tasks.task import define_metric, first_latency, task_of, tasks
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, latency_cells, part_section
 from meltcore.measure.report.load.run import machine_section, notes_box
 from meltcore.measure.report.page.page import (
@@ -130,7 +130,7 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
                 kind,
                 word,
                 f"{level.requests:,}",
-                f"{format_number(_steady(level))} {throughput_unit(level).short_unit}",
+                f"{format_number(steady_throughput(level))} {task_of(level).unit.short_unit}",
                 *latency_cells(first_latency(level)),
                 *latency_cells(level.e2e_ms),
                 f"{level.e2e_ms.n:,}",
@@ -139,10 +139,6 @@ def _experiment_sections(result: FleetLoad) -> list[Section]:
     lead = f"Each stream runs alone, then all of them together for {format_duration(experiment.send_s)}."
     blocks: list[Block] = [Text(lead), _gate_table(experiment.gates, "limit"), Table(columns, rows, is_compact=True)]
     return [Section(f"Interference: {experiment.name}", blocks)]
-
-
-def _steady(level: LevelResult) -> float:
-    return throughput(level) if level.steady is None else rate_of(level.steady)
 
 
 def _matrix_sections(pairs: Sequence[Interference]) -> list[Section]:
@@ -202,8 +198,8 @@ def _ratio_text(pair: Interference) -> str:
 
 
 def _share_text(pair: Interference) -> str:
-    alone = _steady(pair.alone.level)
-    return format_percent(_steady(pair.beside.level) / alone) if alone else NOT_MEASURED
+    alone = steady_throughput(pair.alone.level)
+    return format_percent(steady_throughput(pair.beside.level) / alone) if alone else NOT_MEASURED
 
 
 def _models(result: FleetLoad) -> Table:
@@ -234,5 +230,6 @@ def _settings(result: FleetLoad) -> Section:
 
 
 def _definitions() -> list[tuple[str, str]]:
-    keys = ("ttft_ms", "first_audio_ms", "e2e_ms", "output_tokens_per_s", "sentences_per_s", "rtfx", "audio_s_per_s")
-    return [(f"{define(key).name} ({define(key).unit})", define(key).text) for key in keys]
+    first_keys = (task.first_key for task in tasks().values() if task.first_key is not None)
+    keys = (*first_keys, "e2e_ms", *(task.unit.key for task in tasks().values()))
+    return [(f"{each.name} ({each.unit})", each.text) for each in map(define_metric, keys)]

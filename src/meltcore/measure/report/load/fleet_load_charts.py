@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meltcore.measure.documents.fleet_load import first_latency
 from meltcore.measure.documents.schema import FleetLevel, LevelResult, Part, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number
-from meltcore.measure.documents.values.throughput import task_of, throughput, throughput_unit
+from meltcore.measure.documents.values.throughput import throughput
+from meltcore.measure.load.tasks.task import MeasuredTask, percentile, task_of
 from meltcore.measure.report.page.charts import NUM_COLORS, Line, Mark, line_chart
 from meltcore.measure.report.page.page import Figure
 
@@ -20,26 +20,20 @@ def fleet_charts(levels: Sequence[FleetLevel], part: Part) -> list[Figure]:
     if len(counts) < 2:
         return []
     figures: list[Figure | None] = []
-    by_task: dict[str, dict[str, list[tuple[FleetLevel, StreamLoad]]]] = {}
+    by_task: dict[MeasuredTask, dict[str, list[tuple[FleetLevel, StreamLoad]]]] = {}
     for level in levels:
         for load in level.streams:
-            task = str(task_of(load.level) or "generation")
-            by_task.setdefault(task, {}).setdefault(load.name, []).append((level, load))
+            by_task.setdefault(task_of(load.level), {}).setdefault(load.name, []).append((level, load))
     for task, loads in by_task.items():
-        unit = throughput_unit(next(iter(loads.values()))[0][1].level)
-        figures.append(_figure(f"{task}: {unit.title}", loads, throughput, unit.short_unit, log_y=False))
-        if task in ("generation", "synthesis"):
-            word = "first audio" if task == "synthesis" else "first token"
-            figures.append(_figure(f"{task}: {word}, p95", loads, _first_p95, "ms", log_y=True))
-        figures.append(_figure(f"{task}: end to end, p95", loads, lambda level: level.e2e_ms.p95, "ms", log_y=True))
+        name, unit = task.name, task.unit
+        figures.append(_figure(f"{name}: {unit.title}", loads, throughput, unit.short_unit, log_y=False))
+        if task.first_key is not None:
+            p95 = percentile(task.first_key, "p95")
+            figures.append(_figure(f"{name}: {task.first_word}, p95", loads, p95, "ms", log_y=True))
+        figures.append(_figure(f"{name}: end to end, p95", loads, percentile("e2e_ms", "p95"), "ms", log_y=True))
     if part == "mixed":
         figures.append(_gpu_figure(levels))
     return [figure for figure in figures if figure is not None]
-
-
-def _first_p95(level: LevelResult) -> float | None:
-    found = first_latency(level)
-    return None if found is None else found.p95
 
 
 def _connections(level: FleetLevel) -> int:

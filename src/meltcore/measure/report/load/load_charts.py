@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.schema import Distribution, GpuTimeline, LevelResult
+from meltcore.measure.documents.schema import GpuTimeline, LevelResult
 from meltcore.measure.documents.values.formatting import format_load, format_number
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
-from meltcore.measure.documents.values.throughput import by_task, rate_of, throughput, throughput_unit
+from meltcore.measure.documents.values.throughput import rate_of, throughput
+from meltcore.measure.load.tasks.task import by_task, distribution_of, task_of
 from meltcore.measure.report.page.charts import NARROW, NUM_COLORS, Line, Mark, Strip, line_chart, time_strips
 from meltcore.measure.report.page.page import Figure
 
@@ -37,7 +38,7 @@ def timeline_figure(level: LevelResult) -> Figure | None:
     points = level.timeline
     rates = [(point.t_s, rate_of(point)) for point in points]
     strips = [
-        Strip("output tokens/s" if level.task is None else throughput_unit(level).unit, [("", 1, rates)], filled=True),
+        Strip("output tokens/s" if level.task is None else task_of(level).unit.unit, [("", 1, rates)], filled=True),
         Strip("in flight", [("", 2, [(point.t_s, float(point.in_flight)) for point in points])], filled=True),
     ]
     # Latencies are drawn where GPUs stand below them to be read against; the tables hold them anyway.
@@ -69,7 +70,7 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
     x_title = "Requests per second offered" if levels[0].load_kind == "open" else "Concurrent requests"
     steady = [None if level.steady is None else rate_of(level.steady) for level in levels]
     rates = [throughput(level) if level.requests else None for level in levels]  # an interruption sends none
-    unit_words = throughput_unit(levels[0])
+    unit_words = task_of(levels[0]).unit
     panels = [
         (
             unit_words.title,
@@ -81,13 +82,13 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
             ],
         )
     ]
-    latencies = [_latencies(level) for level in levels]
-    for title, unit in latencies[0]:
+    for latency in task_of(levels[0]).latencies:
+        distributions = [distribution_of(level, latency.key) for level in levels]
         lines = [
-            _level_line(key, color, levels, [getattr(each[title, unit], key) for each in latencies], unit)
-            for key, color in (("p50", 1), ("p95", 3), ("p99", 2))
+            _level_line(name, color, levels, [getattr(each, name) for each in distributions], latency.unit)
+            for name, color in (("p50", 1), ("p95", 3), ("p99", 2))
         ]
-        panels.append((title, unit, note, lines))
+        panels.append((latency.title, latency.unit, note, lines))
     figures = []
     for title, unit, note_text, lines in panels:
         label = f"{title} against load"
@@ -98,17 +99,6 @@ def _charts(levels: Sequence[LevelResult]) -> list[Figure]:
             ]
             figures.append(Figure(title, chart, legend, note_text))
     return figures
-
-
-def _latencies(level: LevelResult) -> dict[tuple[str, str], Distribution]:
-    """Return the distributions of a level that are drawn, by title and unit."""
-    end_to_end = {("End to end", "ms"): level.e2e_ms}
-    if level.task is None:
-        return {("Time to first token", "ms"): level.ttft_ms, ("Inter-token latency", "ms"): level.itl_ms, **end_to_end}
-    if level.task.task == "synthesis":
-        factor = {("Real-time factor", "s/s"): level.task.real_time_factor}
-        return {("Time to first audio", "ms"): level.task.first_audio_ms, **factor, **end_to_end}
-    return end_to_end
 
 
 def _level_line(

@@ -5,34 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meltcore.measure.documents.schema import (
-    Distribution,
     Fingerprint,
     FleetLevel,
     LevelResult,
     RunResult,
-    TokenCountSource,
 )
 from meltcore.measure.documents.values import formatting
-from meltcore.measure.documents.values.definitions import define
 from meltcore.measure.documents.values.formatting import format_duration, format_load, format_number, format_percent
 from meltcore.measure.documents.values.percentiles import QUANTILES, SAMPLES_NEEDED
-from meltcore.measure.documents.values.throughput import by_task, throughput, throughput_unit
+from meltcore.measure.documents.values.throughput import throughput
 from meltcore.measure.documents.verdicts import style_of
 from meltcore.measure.documents.weights import WEIGHTS
+from meltcore.measure.load.tasks.task import by_task, task_of
 from meltcore.measure.report.load.fleet_levels import LOSS_TEXT, part_section
+from meltcore.measure.report.load.levels import levels_tables, named_distributions, relevant_definitions
 from meltcore.measure.report.load.load_charts import load_charts, timeline_figure
 from meltcore.measure.report.load.samples import conversations_section, samples_section
-from meltcore.measure.report.load.task_tables import (
-    failed_cell,
-    relevant_definitions,
-    task_distributions,
-    task_facts,
-    task_table,
-)
 from meltcore.measure.report.page.page import (
     Block,
     Box,
-    Cell,
     Checks,
     Column,
     Details,
@@ -46,16 +37,7 @@ from meltcore.measure.report.page.page import (
     Tiles,
     numeric_columns,
     percentile_cell,
-    verdict_cell,
 )
-
-_DISTRIBUTION_KEYS = ("ttft_ms", "itl_ms", "event_gap_ms", "tpot_ms", "e2e_ms", "queue_delay_ms")
-_TOKEN_COUNT_SOURCES: dict[TokenCountSource, str] = {
-    "server-reported": "server-reported",
-    "confirmed": "server-reported, confirmed with the tokenizer",
-    "tokenizer": "counted with the tokenizer: the server reported none",
-    "events": "events that carried text: the server reported none",
-}
 
 
 def run_page(result: RunResult) -> Page:
@@ -116,9 +98,9 @@ def run_tiles(result: RunResult) -> list[tuple[str, str, str]]:
     levels = all_levels(result)
     if levels:
         num_requests, num_failed = (sum(getattr(level, name) for level in levels) for name in ("requests", "failed"))
-        for group in by_task(levels).values():
+        for task, group in by_task(levels).items():
             best_level = max(group, key=throughput)
-            small_print = f"{throughput_unit(best_level).unit}, {format_load(best_level)}"
+            small_print = f"{task.unit.unit}, {format_load(best_level)}"
             tiles.append(("Best throughput", format_number(throughput(best_level)), small_print))
         tiles.append(_peak_tile(result))
         if result.weighted_throughput is not None:
@@ -149,72 +131,6 @@ def _peak_tile(result: RunResult) -> tuple[str, str, str]:
         return "Most in flight", f"{mixed.peak_in_flight:,}", f"over {mixed.connections:,} connections, all models"
     peak = max(result.levels, key=lambda level: level.peak_in_flight)
     return "Most in flight", f"{peak.peak_in_flight:,}", f"{peak.succeeded:,} of {peak.requests:,} answered"
-
-
-def levels_tables(levels: Sequence[LevelResult]) -> list[Table]:
-    """Build one table per task, with one row per level."""
-    return [levels_table(group) if task is None else task_table(group) for task, group in by_task(levels).items()]
-
-
-def levels_table(levels: Sequence[LevelResult]) -> Table:
-    """Build a table with one row per level of generation: requests, accuracy, throughput, latencies."""
-    has_open_loop = any(level.load_kind == "open" for level in levels)
-    has_several_workloads, has_slo = len({level.workload for level in levels}) > 1, any(level.slo for level in levels)
-    columns = [
-        Column("Load", console="req/s" if has_open_loop else "concur-\nrency"),
-        Column("sent", "Requests"),
-        Column("answered", "Requests", console=None),
-        Column("failed", "Requests"),
-        Column("peak in flight", "Requests", console="peak"),
-        Column("Accuracy", console="accu-\nracy"),
-        Column("whole", "Output tok/s", console="tok/s"),
-        Column("steady", "Output tok/s", console=None),
-        *_latency_columns(),
-        *numeric_columns("p50", "p99", group="End to end, ms", console=None),
-        *([Column("Goodput, req/s", console="good\nreq/s")] if has_slo else []),
-        Column("Verdict", console=" "),
-    ]
-    rows = []
-    for level in levels:
-        load = format_number(level.rate_per_s) if level.load_kind == "open" else f"{level.concurrency:,}"
-        distributions = (level.ttft_ms, level.itl_ms, level.e2e_ms)
-        latencies: list[str | Cell] = [
-            percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
-        ]
-        workload_name = (level.workload or "not named") if has_several_workloads else ""
-        cells: list[str | Cell] = [
-            Cell(format_load(level), small_print=workload_name, console_text=load),
-            f"{level.requests:,}",
-            f"{level.succeeded:,}",
-            failed_cell(level),
-            f"{level.peak_in_flight:,}",
-            format_percent(level.accuracy),
-            format_number(level.output_tokens_per_s if level.requests else None),
-            Cell("none", "faint") if level.steady is None else format_number(level.steady.output_tokens_per_s),
-            *latencies,
-            *([format_number(level.goodput_per_s)] if has_slo else []),
-            verdict_cell(level.verdict),
-        ]
-        rows.append(Row(cells))
-    return Table(columns, rows, is_compact=True)
-
-
-def throughput_table(levels: Sequence[LevelResult]) -> Table:
-    """Build a table of `eval throughput`: token rates, latencies and spot checks of each level."""
-    headers = ("concur-\nrency", "sent", "failed", "total\ntok/s", "output\ntok/s")
-    columns = [*numeric_columns(*headers), *_latency_columns(), *numeric_columns("spot\nchecks", " ")]
-    rows = []
-    for level in levels:
-        checks = level.checks
-        spot_checks = "NOT RUN" if checks is None else f"{checks.spot_checks_correct} of {checks.spot_checks}"
-        rates = [format_number(rate) for rate in (level.total_tokens_per_s, level.output_tokens_per_s)]
-        distributions = (level.ttft_ms, level.itl_ms)
-        latencies: list[str | Cell] = [
-            percentile_cell(distribution, name) for distribution in distributions for name in ("p50", "p99")
-        ]
-        first_cells: list[str | Cell] = [f"{level.concurrency:,}", f"{level.requests:,}", failed_cell(level)]
-        rows.append(Row([*first_cells, *rates, *latencies, spot_checks, verdict_cell(level.verdict)]))
-    return Table(columns, rows)
 
 
 def machine_section(fingerprint: Fingerprint | None) -> Section:
@@ -297,19 +213,13 @@ def _level_details_section(levels: Sequence[LevelResult]) -> Section:
     details = []
     for level in levels:
         rows = []
-        for name, distribution in _named_distributions(level):
+        for name, distribution in named_distributions(task_of(level), level):
             percentiles = [percentile_cell(distribution, name) for name in names]
             bounds = [format_number(value) for value in (distribution.mean, distribution.min, distribution.max)]
             rows.append(Row([name, f"{distribution.n:,}", *bounds[:2], *percentiles, bounds[2]]))
         table = Table(numeric_columns("ms", "n", "mean", "min", *percentile_heads, "max"), rows)
         details.append(Details(format_load(level), [table, Facts(_level_facts(level))], is_open=len(levels) == 1))
     return Section("Each level in full", details) if details else Section()
-
-
-def _named_distributions(level: LevelResult) -> list[tuple[str, Distribution]]:
-    if level.task is not None:
-        return task_distributions(level, level.task)
-    return [(define(key).name, getattr(level, key)) for key in _DISTRIBUTION_KEYS]
 
 
 def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
@@ -323,7 +233,7 @@ def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
     facts = [
         ("Workload", (level.workload or "not named") + warmup_note),
         ("Duration", f"{format_duration(level.duration_s)}; {steady}"),
-        *(_token_facts(level) if level.task is None else task_facts(level.task)),
+        *task_of(level).facts(level),
         ("Peak in flight", peak_text),
     ]
     if level.client is not None:
@@ -344,22 +254,6 @@ def _level_facts(level: LevelResult) -> list[tuple[str, str]]:
         limits = ", ".join(f"{name} {format_number(limit)} ms" for name, limit in level.slo.items())
         facts.append(("Limits", f"{limits}; {format_number(level.goodput_per_s)} requests/s met them all"))
     return facts + [("Failed", f"{count:,} × {reason}") for reason, count in level.failures.items()]
-
-
-def _token_facts(level: LevelResult) -> list[tuple[str, str]]:
-    source = _TOKEN_COUNT_SOURCES[level.token_count_source]
-    return [
-        (
-            "Tokens",
-            f"{level.prompt_tokens:,} prompt, {level.output_tokens:,} output ({source}); "
-            f"{format_number(level.total_tokens_per_s)} tok/s together",
-        ),
-        ("Events per token", f"{format_number(level.events_per_token)}; ITL per {level.itl_unit}"),
-        (
-            "Tokens per event",
-            f"{format_number(level.tokens_per_event)}; the gaps between events stand above as event gap",
-        ),
-    ]
 
 
 def _answers_section(result: RunResult) -> Section:
@@ -385,7 +279,7 @@ def _settings_section(result: RunResult) -> Section:
 def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
     sample_counts = ", ".join(f"{count:,} for p{100 * QUANTILES[name]:g}" for name, count in SAMPLES_NEEDED.items())
     return [
-        *((definition.name, definition.text) for definition in relevant_definitions(list(by_task(result.levels)))),
+        *((definition.name, definition.text) for definition in relevant_definitions(by_task(result.levels))),
         (
             "n too small, n<",
             f"A percentile is stated only from enough samples (MLPerf early stopping, 99 % confidence): "
@@ -400,13 +294,4 @@ def _definition_facts(result: RunResult) -> list[tuple[str, str]]:
             "CLIENT_BOUND",
             "The load generator was late or out of CPU, so the latencies are its own as much as the server's.",
         ),
-    ]
-
-
-def _latency_columns() -> list[Column]:
-    """Return the columns of the median and 99th percentile of TTFT and ITL."""
-    return [
-        Column(name, f"{group}, ms", console=f"{group}\np50 ms" if name == "p50" else "\np99 ms")
-        for group in ("TTFT", "ITL")
-        for name in ("p50", "p99")
     ]

@@ -23,8 +23,9 @@ from meltcore.measure.documents.values.formatting import (
     weighted_throughput_line,
 )
 from meltcore.measure.documents.values.score_summary import expectations
-from meltcore.measure.documents.values.throughput import throughput, throughput_text
+from meltcore.measure.documents.values.throughput import throughput
 from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict
+from meltcore.measure.load.tasks.task import throughput_text
 from meltcore.measure.report.comparisons.comparison import comparison_headline
 from meltcore.measure.report.nodes.profile import profile_headline
 

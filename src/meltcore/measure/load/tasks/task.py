@@ -1,0 +1,300 @@
+"""Defines the record of a task, all that measuring knows of it, and finds it by a name, a workload or a level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+from meltcore.common import tasks as declared
+from meltcore.common.errors import ConfigError
+from meltcore.measure.documents.schema import Distribution, LevelResult, TaskLoad
+from meltcore.measure.documents.values.definitions import Definition, define
+from meltcore.measure.documents.values.formatting import format_load, format_number
+from meltcore.measure.documents.values.throughput import throughput
+from meltcore.measure.load.config import IntRange, LoadConfig
+from meltcore.measure.load.record import RequestRecord, TaskWork
+from meltcore.measure.load.workloads.workload import Clip, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of requests to models that are not small: tokens of generation, seconds of a clip."""
+
+    input_len: IntRange
+    output_len: IntRange
+    clip_s: IntRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One entry of /v1/models: a name, a task, and what else the server tells."""
+
+    name: str
+    task: str
+    card: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model runs on a CPU, where long requests would take minutes."""
+        return self.card.get("device") == "CPU"
+
+
+@dataclass(frozen=True)
+class ThroughputUnit:
+    """The words for the throughput of a task: a title, the unit, and the unit where a table is narrow.
+
+    `key` is that of its definition, and `head` the heading of its columns, which is the unit where it is empty.
+    """
+
+    key: str
+    title: str
+    unit: str
+    short_unit: str
+    head: str = ""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a level, one column of a table; `better` says which direction is an improvement."""
+
+    name: str
+    value: Callable[[LevelResult], float | None]
+    better: str  # "higher" or "lower"
+
+
+def percentile(key: str, name: str) -> Callable[[LevelResult], float | None]:
+    """Return the function that reads a percentile of a distribution, such as `p50` of `ttft_ms`."""
+    return lambda level: getattr(distribution_of(level, key), name)
+
+
+def distribution_of(level: LevelResult, key: str) -> Distribution:
+    """Return the distribution called `key` of a level or of its task; one without samples where neither has it."""
+    return getattr(level if hasattr(level, key) else level.task, key, Distribution())
+
+
+E2E_P50 = Metric("E2E p50 ms", percentile("e2e_ms", "p50"), "lower")
+E2E_P99 = Metric("E2E p99 ms", percentile("e2e_ms", "p99"), "lower")
+ACCURACY = Metric("accuracy", lambda level: level.accuracy, "higher")
+
+
+class Latency(NamedTuple):
+    """A distribution that tables and charts of a task show.
+
+    `title` and `unit` are those of its chart, `head` that of its columns; a terminal shows the median and the 99th
+    percentile under the two heads of `console`, and leaves them out where these are None.
+    """
+
+    key: str
+    title: str
+    head: str
+    console: tuple[str, str] | tuple[None, None] = (None, None)
+    unit: str = "ms"
+
+
+END_TO_END = Latency("e2e_ms", "End to end", "End to end, ms")
+
+
+class Problem(NamedTuple):
+    """What a request sends, its right answer, and the audio where it sends some."""
+
+    given: str
+    answer: str
+    audio_wav: bytes | None = None
+
+
+@dataclass(frozen=True)
+class DemoStep:
+    """The demo's step of a task: held-out problems, `concurrency` at a time where there are as many.
+
+    `make_problems(seed)` returns the problems. `write(folder, problems)` writes them and returns the workload.
+    """
+
+    concurrency: int
+    make_problems: Callable[[int], list[Problem]]
+    write: Callable[[Path, Sequence[Problem]], str]
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """How the demo grades a task whose answers have no right one: the task of the path `reader` reads them back.
+
+    `fields(text)` are the fields of a request. `heard(problem, answer)` returns what is sent to the reader.
+    """
+
+    reader: str
+    make_problems: Callable[[int], list[Problem]]
+    fields: Callable[[str], dict[str, Any]]
+    heard: Callable[[Problem, bytes], Problem]
+
+
+def work(record: RequestRecord) -> TaskWork:
+    """Return the work of a request, which is none where the request has not been answered."""
+    return record.work or TaskWork()
+
+
+def task_load(level: LevelResult) -> TaskLoad:
+    """Return the metrics of the task of a level that counts work."""
+    assert level.task is not None
+    return level.task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeasuredTask:
+    """All that measuring knows of one task.
+
+    Args:
+        name: The name of the task in cards of models, in documents and in options, from its declaration.
+        aliases: Names that other servers give it in their cards.
+        word: What begins its workloads, as `speak` in `speak:words=8`; empty for the task of all other workloads.
+        path: The route that its requests take.
+        uploads: Whether its requests upload audio, which makes a burst of them work for the client.
+        share: Its share of a mixed level of `load --fleet`, in percent.
+        demo_share: The same in the demo.
+        open: Opens the workload of a configuration for a number of requests. The clips are those of the run, where
+            another process has made them. Raises ConfigError for a malformed description and an unreadable file.
+        default_workload: Returns what a model gets where no workload is given: short requests for a small model.
+        slo_metrics: The latencies that `--goodput` may limit.
+        work_of: Returns what a complete answer has done, in the unit of the throughput; None counts output tokens.
+        details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration.
+        notes: Returns the notes on the complete answers of a level.
+        may_be_empty: Whether an answer without text may be right.
+        unit: The unit of its throughput.
+        first_key: The latency to the first part of an answer; None where answers come whole.
+        first_word: The name of that part.
+        latencies: The latencies that tables and charts show.
+        distributions: The distributions of the full table of a level.
+        metrics: What comparisons show beside the throughput and `shared_metrics`.
+        shared_metrics: The metrics that other tasks have too.
+        definitions: The definitions of metrics that only this task has.
+        facts: Returns what the succeeded requests of a level have done, as names and texts.
+        step: The demo's step.
+        read_back: The demo's step, where answers have no right one.
+    """
+
+    name: str = ""
+    aliases: tuple[str, ...] = ()
+    word: str
+    path: str
+    uploads: bool = False
+    share: float = 10.0
+    demo_share: float = 0.0
+    open: Callable[[LoadConfig, int, Sequence[Clip]], Workload]
+    default_workload: Callable[[ServedModel, Sizes], str]
+    slo_metrics: tuple[str, ...] = ("e2e",)
+    work_of: Callable[[RequestRecord], float] | None
+    details: Callable[[Sequence[RequestRecord], float], dict[str, Any]] = lambda _records, _duration_s: {}
+    notes: Callable[[Sequence[RequestRecord], LevelResult], list[str]] = lambda _records, _result: []
+    may_be_empty: bool = False
+    unit: ThroughputUnit
+    first_key: str | None = None
+    first_word: str = "first audio"
+    latencies: tuple[Latency, ...] = (END_TO_END._replace(console=("E2E\np50 ms", "\np99")),)
+    distributions: tuple[str, ...] = ("e2e_ms", "queue_delay_ms")
+    metrics: tuple[Metric, ...] = ()
+    shared_metrics: tuple[Metric, ...] = (E2E_P50, E2E_P99, ACCURACY)
+    definitions: tuple[Definition, ...] = ()
+    facts: Callable[[LevelResult], list[tuple[str, str]]] = lambda _level: []
+    step: DemoStep | None = None
+    read_back: ReadBack | None = None
+
+    @property
+    def own_metrics(self) -> tuple[Metric, ...]:
+        """The throughput, which gives the verdict where no other metric is asked for, and the metrics of this task."""
+        return (Metric(self.unit.unit, throughput, "higher"), *self.metrics)
+
+
+@cache
+def tasks() -> Mapping[str, MeasuredTask]:
+    """Return the record of each task by its name. The first one is the default: levels of it have no TaskLoad."""
+    records = {name: task.workload for name, task in declared.tasks().items() if task.workload}
+    return {name: replace(resolve_name(path), name=name) for name, path in records.items()}
+
+
+def default_task() -> MeasuredTask:
+    """Return the task of workloads, models and levels that name none."""
+    return next(iter(tasks().values()))
+
+
+def find_task(name: str, context: str) -> MeasuredTask:
+    """Return the task of a name or of an alias. Raises ConfigError, which begins with `context`, for another name."""
+    for task in tasks().values():
+        if name == task.name or name in task.aliases:
+            return task
+    raise ConfigError(f"{context}; known are {', '.join(tasks())}")
+
+
+def workload_task(spec: str) -> MeasuredTask:
+    """Return the task of a workload, by the word before its colon."""
+    word = spec.partition(":")[0]
+    return next((task for task in tasks().values() if task.word and task.word == word), default_task())
+
+
+def task_of(level: LevelResult) -> MeasuredTask:
+    """Return the task of a level."""
+    if level.task is None:
+        return default_task()
+    return find_task(level.task.task, f"a level has the task {level.task.task!r}")
+
+
+def by_task(levels: Sequence[LevelResult]) -> dict[MeasuredTask, list[LevelResult]]:
+    """Return the levels of each task, in the order of the first of each."""
+    groups: dict[MeasuredTask, list[LevelResult]] = {}
+    for level in levels:
+        groups.setdefault(task_of(level), []).append(level)
+    return groups
+
+
+def first_latency(level: LevelResult) -> Distribution | None:
+    """Return the distribution of the time to the first token or first audio; None for tasks that do not stream."""
+    key = task_of(level).first_key
+    return None if key is None else distribution_of(level, key)
+
+
+def define_metric(key: str) -> Definition:
+    """Return the definition of a metric of a task, or of one that all levels have. Raises KeyError for another key."""
+    own = {definition.key: definition for task in tasks().values() for definition in task.definitions}
+    return own[key] if key in own else define(key)
+
+
+def all_metrics() -> list[Metric]:
+    """Return the metrics that comparisons know: those of each task, then the shared ones."""
+    own = [metric for task in tasks().values() for metric in task.own_metrics]
+    shared = [metric for task in tasks().values() for metric in task.shared_metrics]
+    return list(dict.fromkeys([*own, *shared]))
+
+
+def throughput_text(level: LevelResult) -> str:
+    """Format the throughput and load of a level: "4,200 output tok/s, concurrency 400"."""
+    return f"{format_number(throughput(level))} {task_of(level).unit.unit}, {format_load(level)}"
+
+
+def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:
+    """Open the workload of `config` for `num_requests` requests.
+
+    `clips` are those of a run that uploads audio, where another process has made them. Raises ConfigError for a
+    malformed description, a file that cannot be read, and an option that has no meaning for the task.
+    """
+    task, spec = workload_task(config.workload), config.workload
+    unknown = [name for name in config.slo_ms if name not in task.slo_metrics]
+    if unknown:
+        measured = ", ".join(task.slo_metrics)
+        raise ConfigError(f"--goodput: {', '.join(unknown)} is not measured of {task.name}; {measured} is")
+    options = {
+        "--max-tokens": config.max_tokens is not None,
+        "--tokenizer": config.tokenizer is not None,
+        "--no-stream": not config.stream,
+        "--record-event-times": config.record_event_times,
+    }
+    for name, is_given in options.items():
+        if is_given and task is not default_task():
+            raise ConfigError(f"{name} is for {default_task().name}; the workload {spec} is {task.name}")
+    return task.open(config, num_requests, clips)
+
+
+def check_workload(config: LoadConfig) -> None:
+    """Raise ConfigError where `config` has no workload that can be opened, before a server is started."""
+    open_workload(config, num_requests=1)
