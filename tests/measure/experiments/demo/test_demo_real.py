@@ -4,6 +4,7 @@ A second bundled language model takes the place of the one with real weights, wh
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,19 +12,29 @@ import pytest
 
 import meltcore
 from meltcore.cli.main import main
-from meltcore.measure.experiments.demo import conversations, run, tasks
+from meltcore.measure.experiments.demo import conversations, run
+from meltcore.measure.load.tasks.task import MeasuredTask, tasks
 from meltcore.measure.problems import evaluation_set
 
 SECOND_MODEL = Path(meltcore.__file__).parent / "bundled" / "sums-gemma"
+
+
+def with_fewer_problems(task: MeasuredTask) -> MeasuredTask:
+    step, read_back = task.step, task.read_back
+    if step is not None:
+        make = step.make_problems
+        return replace(task, step=replace(step, make_problems=lambda seed: make(seed)[:32]))
+    if read_back is not None:
+        speak = read_back.make_problems
+        return replace(task, read_back=replace(read_back, make_problems=lambda seed: speak(seed)[:4]))
+    return task
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_demo_serves_loads_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "evaluate", partial(run.evaluate, problems=evaluation_set()[:60]))
-    for name, count in (("phrases", "num_phrases"), ("clips", "num_clips")):
-        monkeypatch.setattr(tasks, name, partial(getattr(tasks, name), **{count: 32}))
-    monkeypatch.setattr(tasks, "NUM_TEXTS", 4)
+    monkeypatch.setattr(run, "tasks", lambda: {name: with_fewer_problems(task) for name, task in tasks().items()})
     problem = next(problem for problem in evaluation_set() if problem.kind == "short")
     conversation = conversations.Conversation((problem.question,), str(problem.value))
     monkeypatch.setattr(conversations, "CONVERSATIONS", (conversation,))
