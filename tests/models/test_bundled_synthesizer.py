@@ -20,7 +20,7 @@ pytest.importorskip("soxr", reason="the extra audio has it")
 
 from meltcore import Synthesizer, Transcriber
 from meltcore.measure.problems.tones import random_word
-from meltcore.models.checkpoints.checkpoint import BUNDLED_SYNTHESIZER, BUNDLED_TRANSCRIBER
+from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER, BUNDLED_VOICE
 from meltcore.models.tasks import indicf5
 from meltcore.protocol.transcription import Decoder
 
@@ -37,7 +37,7 @@ def transcriber() -> Transcriber:
 
 def speak(texts: list[str], num_steps: int) -> list[tuple[np.ndarray, int]]:
     """These texts, spoken by the default voice: samples and their rate."""
-    synthesizer = Synthesizer(BUNDLED_SYNTHESIZER, device="cpu", memory_bytes=2**30)
+    synthesizer = Synthesizer(BUNDLED_VOICE, device="cpu", memory_bytes=2**30)
     return [(samples, synthesizer.sample_rate) for samples in synthesizer.synthesize(texts, num_steps=num_steps)]
 
 

@@ -15,7 +15,7 @@ from translation_texts import write_tokenizer
 
 from meltcore import Translator
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.models.checkpoints.checkpoint import PUBLISHED_TRANSLATION_FOLDERS
+from meltcore.models.checkpoints.checkpoint import PUBLISHED_TASK_FOLDERS
 from meltcore.models.configs.json_file import read_json
 from meltcore.models.tasks.indictrans2 import IndicTrans2
 from meltcore.text.translation.indic_processor import preprocess
@@ -175,7 +175,7 @@ def test_random_weights_need_neither_weights_nor_tokenizer(tmp_path: Path) -> No
     ],
 )
 def test_published_shape_has_its_number_of_parameters(name: str, parameters: float) -> None:
-    folder = PUBLISHED_TRANSLATION_FOLDERS[f"ai4bharat/indictrans2-{name}"]
+    folder = PUBLISHED_TASK_FOLDERS[f"ai4bharat/indictrans2-{name}"]
     with torch.device("meta"):
         model = IndicTrans2(read_json(folder / "config.json"))
     assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=1e-3)

@@ -13,6 +13,9 @@ import yaml
 from few_layers import open_few_layers
 
 from meltcore.engine.memory.workspace import plan_workspace
+from meltcore.engine.synthesis.memory import synthesis_weight_bytes
+from meltcore.engine.transcription.memory import transcription_weight_bytes
+from meltcore.engine.translation.memory import translation_weight_bytes
 from meltcore.kernels.moe.grouped_gemm_tma import BLOCK_M
 from meltcore.kernels.quant import ggml_experts
 from meltcore.kernels.quant.ggml import empty
@@ -21,9 +24,8 @@ from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoints.checkpoint import (
     PUBLISHED_CONFIG_FOLDERS,
-    PUBLISHED_SYNTHESIS_FOLDERS,
+    PUBLISHED_TASK_FOLDERS,
     PUBLISHED_TRANSCRIBERS,
-    PUBLISHED_TRANSLATION_FOLDERS,
     open_checkpoint,
 )
 from meltcore.models.configs.nemo_config import read_config
@@ -38,9 +40,6 @@ from meltcore.models.quantized.weight_sizes import (
     decoder_cache_specs,
     decoder_weight_bytes,
     largest_expert_slice,
-    synthesis_weight_bytes,
-    transcription_weight_bytes,
-    translation_weight_bytes,
 )
 from meltcore.models.registry import ARCHITECTURES
 from meltcore.models.tasks.indicconformer import IndicConformer
@@ -160,9 +159,9 @@ def test_slices_of_experts_are_those_that_kernels_dequantize(name: str) -> None:
     assert step.expert_tokens > 2048
 
 
-@pytest.mark.parametrize("name", PUBLISHED_TRANSLATION_FOLDERS)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED_TASK_FOLDERS if "indictrans2" in name])
 def test_translation_weighs_what_its_model_does(name: str) -> None:
-    values = json.loads((PUBLISHED_TRANSLATION_FOLDERS[name] / "config.json").read_text())
+    values = json.loads((PUBLISHED_TASK_FOLDERS[name] / "config.json").read_text())
     with META:
         model = IndicTrans2(values).half()
     assert translation_weight_bytes(IndicTrans2Config.read(values), 2) == parameter_bytes(model)
@@ -177,7 +176,7 @@ def test_transcription_weighs_what_its_model_does() -> None:
 
 
 def test_synthesis_weighs_what_its_prepared_model_does() -> None:
-    [folder] = PUBLISHED_SYNTHESIS_FOLDERS.values()
+    folder = PUBLISHED_TASK_FOLDERS["ai4bharat/IndicF5"]
     config = IndicF5Config.read(json.loads((folder / "config.json").read_text()), 2545)
     with META:
         model = IndicF5(config).to(torch.bfloat16)

@@ -24,14 +24,15 @@ from meltcore.protocol.translation import TranslationReady
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.requests.task_backends import SynthesisRequest
 from meltcore.serve.tasks.audio_backend import _RUNNING_REQUESTS
 from meltcore.serve.tasks.exchange import Exchange
 from meltcore.serve.tasks.generation.local_engine import LocalEngine
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.serve.tasks.synthesis import synthesis_engine
+from meltcore.serve.tasks.synthesis.forms import SynthesisRequest, synthesizer
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
+from meltcore.serve.tasks.transcription import forms
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.serve.tasks.translation import translations as translations_module
@@ -193,13 +194,13 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
 
     def transcriber(choice: ModelChoice, language: str | None, model: str | None = None) -> tuple[str, str | None]:
         request = speech_request({"language": language or "", **({} if model is None else {"model": model})}, b"")
-        backend, request = choice.transcriber(request)
+        backend, request = forms.transcriber(choice, request)
         return backend.names[0], request.language
 
     plain = choice()
     assert plain.chat_model() is backends["meltcore/sums"]
-    assert plain.synthesizer(None) is backends["ai4bharat/IndicF5"]
-    assert plain.synthesizer("hindi", "copy") is backends["copy"]
+    assert synthesizer(plain, None) is backends["ai4bharat/IndicF5"]
+    assert synthesizer(plain, "hindi", "copy") is backends["copy"]
     assert [transcriber(plain, name)[0] for name in ("kn", "Kannada", "tam_Taml", "hi", None)] == [
         *("kannada", "kannada", "tamil", "tamil", "tamil"),
     ]
@@ -208,17 +209,20 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
         transcription={"eng_Latn": "kannada"},
         substitute={"German": ("or", "ta"), "kn": ("ta",), "en": ("pa",)},
     )
-    assert [ruled.synthesizer(name).names[0] for name in ("Hindi", "kn")] == ["copy", "ai4bharat/IndicF5"]
+    assert [synthesizer(ruled, name).names[0] for name in ("Hindi", "kn")] == ["copy", "ai4bharat/IndicF5"]
     assert transcriber(ruled, "english") == ("kannada", "english")
     assert transcriber(ruled, "german") == ("tamil", "ta")  # the first that a model knows
     assert transcriber(ruled, "Kannada") == ("kannada", "Kannada")  # a known language stays
-    assert ruled.synthesizer("English").names[0] == "ai4bharat/IndicF5"
+    assert synthesizer(ruled, "English").names[0] == "ai4bharat/IndicF5"
     assert transcriber(ruled, "english", "tamil")[0] == "tamil"
     for call, message in [
-        (lambda: plain.synthesizer(None, "meltcore/sums"), "meltcore/sums cannot synthesize speech"),
-        (lambda: plain.synthesizer("en"), "language 'en' is not one of the model's: as, bn"),
+        (lambda: synthesizer(plain, None, "meltcore/sums"), "meltcore/sums cannot synthesize speech"),
+        (lambda: synthesizer(plain, "en"), "language 'en' is not one of the model's: as, bn"),
         (lambda: plain.chat_model("copy"), "copy cannot chat"),
-        (lambda: choice(transcription={"*": "copy"}).transcriber(speech_request({}, b"")), "copy cannot transcribe"),
+        (
+            lambda: forms.transcriber(choice(transcription={"*": "copy"}), speech_request({}, b"")),
+            "copy cannot transcribe",
+        ),
     ]:
         with pytest.raises(RequestError, match=message):
             call()

@@ -24,6 +24,8 @@ from meltcore.engine.host.device import byte_budget, choose_device, describe_dev
 from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.engine.memory.workspace import graph_node_bytes
 from meltcore.engine.synthesis.memory import (
+    BUDGET_GRAPHS,
+    GRAPHS,
     MAX_BATCH_FRAMES,
     MAX_SYNTHESIS_COST,
     max_speech_s,
@@ -40,7 +42,6 @@ from meltcore.engine.synthesis.synthesis import (
 from meltcore.engine.synthesis.voices import dummy_voice, read_voices
 from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.models.checkpoints.checkpoint import open_task_checkpoint
-from meltcore.models.configs.task_configs import BUDGET_SYNTHESIS_GRAPHS, SYNTHESIS_GRAPHS
 from meltcore.models.loader import task_dtype
 from meltcore.protocol.batch import TaskFinishReason
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesize, Synthesized
@@ -130,7 +131,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
             is_exact=has_budget(config, self._device),
         )
         is_exact = has_budget(config, self._device)
-        graph_limits = BUDGET_SYNTHESIS_GRAPHS if is_exact else SYNTHESIS_GRAPHS
+        graph_limits = BUDGET_GRAPHS if is_exact else GRAPHS
         self.outside_bytes = graph_node_bytes(graph_limits[1], self.model.config.num_layers) if is_exact else 0
         self.memory += self._sleep_rows()
         with self._building():

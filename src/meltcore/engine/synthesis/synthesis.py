@@ -17,10 +17,11 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from meltcore.engine.synthesis.memory import GRAPHS
 from meltcore.engine.synthesis.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
-from meltcore.models.configs.task_configs import SYNTHESIS_GRAPHS, IndicF5Config
+from meltcore.models.configs.task_configs import IndicF5Config
 from meltcore.models.loader import allocate, check_memory, fill_dummy_weights, load_weights
 from meltcore.models.tasks.indicf5 import FILLER, IndicF5
 
@@ -81,7 +82,7 @@ class _Batch:
 class SpeechSampler:
     """Computes utterances in batches of bounded size."""
 
-    def __init__(self, model: IndicF5, max_batch_frames: int, graph_limits: tuple[int, int] = SYNTHESIS_GRAPHS) -> None:
+    def __init__(self, model: IndicF5, max_batch_frames: int, graph_limits: tuple[int, int] = GRAPHS) -> None:
         """Use a prepared model.
 
         max_batch_frames: of a batch with its padding; a longer utterance is alone. graph_limits: of StepGraphs.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from meltcore.engine.synthesis.memory import GRAPHS
 from meltcore.kernels.graph_capture import GraphCache, GraphCapturer
-from meltcore.models.configs.task_configs import SYNTHESIS_GRAPHS
 from meltcore.models.tasks.indicf5 import IndicF5
 
 
@@ -38,7 +38,7 @@ class StepGraphs:
     Frames are not rounded up: without padding, attention needs no mask, and 32 replays pay for one capture.
     """
 
-    def __init__(self, model: IndicF5, limits: tuple[int, int] = SYNTHESIS_GRAPHS) -> None:
+    def __init__(self, model: IndicF5, limits: tuple[int, int] = GRAPHS) -> None:
         """limits: frames of the longest step that is a graph, and graphs that are kept."""
         self._model = model
         self._max_frames, max_graphs = limits

@@ -23,7 +23,7 @@ from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, 
 from meltcore.models.checkpoints.checkpoint import find_transcriber
 from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
 from meltcore.models.configs.task_configs import MAX_SUBSAMPLING_ELEMENTS, IndicConformerConfig
-from meltcore.models.quantized.weight_sizes import transcription_weight_bytes
+from meltcore.models.quantized.weight_sizes import linear
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -153,6 +153,30 @@ def _transcription_workspace(
     loop = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
     loop += graph_node_bytes(1, encoder.num_layers)
     return pool + graphs.encoder * kept + graphs.transducer * loop + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
+
+
+def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
+    """Return the bytes of an IndicConformer's weights."""
+    encoder = config.encoder
+    size, wide, channels = encoder.hidden_size, encoder.feed_forward_size, encoder.subsampling_channels
+    stages = encoder.subsampling_factor.bit_length() - 1
+    values = 9 * channels + channels  # of the first convolution, with one input channel
+    if encoder.subsampling == "dw_striding":
+        values += (stages - 1) * (9 * channels + channels + linear(channels, channels))
+    else:
+        values += (stages - 1) * (9 * channels * channels + channels)
+    values += linear(channels * (encoder.num_mels >> stages), size)
+    feed_forward = 2 * size + linear(size, wide) + linear(wide, size)
+    attention = 2 * size + linear(size, 3 * size) + linear(size, size) + linear(size, size, bias=False) + 2 * size
+    convolution = 2 * size + linear(size, 2 * size) + (encoder.conv_kernel + 1) * size + linear(size, size)
+    values += encoder.num_layers * (2 * feed_forward + attention + convolution + 2 * size)
+    values += linear(size, config.vocab_size + 1)
+    prediction, joint = config.prediction_size, config.joint_size
+    values += (config.vocab_size + 1) * prediction
+    values += config.prediction_layers * (8 * prediction * prediction + 8 * prediction)  # an LSTM with two biases
+    values += linear(size, joint) + linear(prediction, joint)
+    values += len(config.languages) * linear(joint, config.tokens_per_language + 1)
+    return values * element_size
 
 
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str) -> EngineNeeds:

@@ -49,7 +49,7 @@ BUNDLED_HYBRID = "meltcore/sums-hybrid"
 BUNDLED_GEMMA = "meltcore/sums-gemma"
 BUNDLED_TRANSLATION = "meltcore/phrases"
 BUNDLED_TRANSCRIBER = "meltcore/tones"
-BUNDLED_SYNTHESIZER = "meltcore/voice"
+BUNDLED_VOICE = "meltcore/voice"
 _BUNDLED_FOLDERS = {
     name: Path(__file__).parents[2] / "bundled" / name.removeprefix("meltcore/")
     for name in (
@@ -58,7 +58,7 @@ _BUNDLED_FOLDERS = {
         BUNDLED_GEMMA,
         BUNDLED_TRANSLATION,
         BUNDLED_TRANSCRIBER,
-        BUNDLED_SYNTHESIZER,
+        BUNDLED_VOICE,
     )
 }
 # Bundled configurations of published models, so that random weights of these shapes need no download.
@@ -93,18 +93,20 @@ PUBLISHED_CONFIG_FOLDERS = {
 }
 
 TRANSLATION_ARCHITECTURE = "IndicTransForConditionalGeneration"
-PUBLISHED_TRANSLATION_FOLDERS = {
-    f"ai4bharat/{name}": Path(__file__).parents[1] / "published" / name
-    for name in (
-        "indictrans2-en-indic-1B",
-        "indictrans2-indic-en-1B",
-        "indictrans2-indic-indic-1B",
-        "indictrans2-en-indic-dist-200M",
-        "indictrans2-indic-en-dist-200M",
-    )
+# Likewise of models of other tasks.
+PUBLISHED_TASK_FOLDERS = {
+    **{
+        f"ai4bharat/{name}": Path(__file__).parents[1] / "published" / name
+        for name in (
+            "indictrans2-en-indic-1B",
+            "indictrans2-indic-en-1B",
+            "indictrans2-indic-indic-1B",
+            "indictrans2-en-indic-dist-200M",
+            "indictrans2-indic-en-dist-200M",
+        )
+    },
+    "ai4bharat/IndicF5": Path(__file__).parents[1] / "published" / "indicf5",
 }
-
-PUBLISHED_SYNTHESIS_FOLDERS = {"ai4bharat/IndicF5": Path(__file__).parents[1] / "published" / "indicf5"}
 
 # Published transcription models, with a model_config.yaml for random weights of their shapes.
 PUBLISHED_TRANSCRIBERS = {
@@ -428,7 +430,7 @@ def find_folder(model: str, files: CheckpointFiles) -> Path:
     """Return the folder that `model` names, downloaded if it is a hub id. Raises ConfigError if there is none."""
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
-    published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TRANSLATION_FOLDERS | PUBLISHED_SYNTHESIS_FOLDERS
+    published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TASK_FOLDERS
     if files == "config" and model in published_folders:
         return published_folders[model]
     folder = Path(model).expanduser()

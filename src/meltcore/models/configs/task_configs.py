@@ -14,12 +14,9 @@ from meltcore.common.errors import ConfigError
 from meltcore.models.configs.config_fields import Fields
 
 TRANSLATION_ACTIVATIONS = ("gelu", "relu")
-_TRANSLATION, _SYNTHESIS = "IndicTrans2", "IndicF5"
+_INDICTRANS2, _INDICF5 = "IndicTrans2", "IndicF5"
 # Beams and new tokens per sentence of a translation.
 NUM_BEAMS, MAX_NEW_TOKENS = 5, 256
-# The longest step of synthesis that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
-# for longer than their launches take. And those of an engine with a budget in bytes.
-SYNTHESIS_GRAPHS, BUDGET_SYNTHESIS_GRAPHS = (4096, 8), (2048, 4)
 # Elements of one layer of a transcriber's subsampling: what is larger is computed in parts. 256 MiB in 16 bits.
 MAX_SUBSAMPLING_ELEMENTS = 2**27
 POSITION_GROUPS = 16  # of the convolution over positions of IndicF5
@@ -59,14 +56,14 @@ class IndicTrans2Config:
             fields = config.required(*(f"{side}_{name}" for name in names))
             sides[side] = [fields[f"{side}_{name}"] for name in names]
             if not config.optional(f"{side}_normalize_before", False):
-                raise config.unsupported_field(f"{side}_normalize_before", _TRANSLATION)
+                raise config.unsupported_field(f"{side}_normalize_before", _INDICTRANS2)
             if sides[side][4] % (2 * sides[side][2]):
                 raise config.field_error(f"{side}_embed_dim", f"must be a multiple of twice {side}_attention_heads")
         if sides["encoder"][4] != sides["decoder"][4]:
-            raise config.unsupported_field("decoder_embed_dim", _TRANSLATION)
+            raise config.unsupported_field("decoder_embed_dim", _INDICTRANS2)
         activation = config.required("activation_function")["activation_function"]
         if activation not in TRANSLATION_ACTIVATIONS:
-            raise config.unsupported_field("activation_function", _TRANSLATION)
+            raise config.unsupported_field("activation_function", _INDICTRANS2)
         return cls(
             hidden_size=sides["encoder"][4],
             encoder=StackConfig(*sides["encoder"][:4]),
@@ -149,7 +146,7 @@ class IndicF5Config:
         size, heads = arch.optional("dim", cls.hidden_size), arch.optional("heads", cls.num_heads)
         for name, accepted in (("pe_attn_head", 1), ("text_mask_padding", False), ("qk_norm", None)):
             if arch.optional(name, accepted) != accepted:
-                raise arch.unsupported_field(name, _SYNTHESIS)
+                raise arch.unsupported_field(name, _INDICF5)
         if size % POSITION_GROUPS:
             raise arch.field_error("dim", f"must be a multiple of {POSITION_GROUPS}")
         mels = MelConfig(
@@ -159,7 +156,7 @@ class IndicF5Config:
             mel.optional("n_mel_channels", MelConfig.num_mels),
         )
         if mel.optional("win_length", mels.n_fft) != mels.n_fft or mels.n_fft % (2 * mels.hop):
-            raise mel.unsupported_field("win_length", _SYNTHESIS)
+            raise mel.unsupported_field("win_length", _INDICF5)
         text_size = arch.optional("text_dim", cls.text_size)
         return cls(
             vocab_size=vocab_size,

@@ -10,13 +10,6 @@ from typing import Literal, NamedTuple
 
 from meltcore.common.errors import ConfigError
 from meltcore.kernels.gemm.half_sizes import converted_bytes
-from meltcore.models.configs.task_configs import (
-    IndicConformerConfig,
-    IndicF5Config,
-    IndicTrans2Config,
-    StackConfig,
-    VocosConfig,
-)
 from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.decoders.kv_cache_specs import (
     FullAttentionSpec,
@@ -33,7 +26,6 @@ _Q6_K_BYTES = 210 / 256
 _SCALE_BYTES = 4  # of FP8: float32 per output channel
 # Of the slice of a weight that a step dequantizes, kernels/quant/ggml_linear.py.
 _SLICE_VALUES, _SLICE_TILE_ROWS = 2**26, 256
-_SYNTHESIS_STEPS = 32 + 16 + 8  # whose modulations are kept instead of their weights, synthesis.py
 
 
 class Matrix(NamedTuple):
@@ -198,68 +190,6 @@ def decoder_cache_specs(config: DecoderConfig, ranks: int = 1) -> Sequence[KVCac
     return specs
 
 
-def _linear(inputs: int, outputs: int, *, bias: bool = True) -> int:
+def linear(inputs: int, outputs: int, *, bias: bool = True) -> int:
+    """Return the number of values of a linear layer."""
     return (inputs + bias) * outputs
-
-
-def translation_weight_bytes(config: IndicTrans2Config, element_size: int) -> int:
-    """Return the bytes of an IndicTrans2 model's weights."""
-    size = config.hidden_size
-    attention = _linear(size, 3 * size) + _linear(size, size) + 2 * size  # with the norm before it
-
-    def layer(stack: StackConfig, attentions: int) -> int:
-        return attentions * attention + 2 * size + _linear(size, stack.ffn_size) + _linear(stack.ffn_size, size)
-
-    values = sum(stack.vocab_size * size for stack in (config.encoder, config.decoder))
-    values += 0 if config.tie_head else config.decoder.vocab_size * size
-    values += 4 * size + (4 * size if config.layernorm_embedding else 0)
-    # Cross attention has the sizes of self-attention: a query matrix, and keys and values together.
-    values += config.encoder.num_layers * layer(config.encoder, 1)
-    values += config.decoder.num_layers * layer(config.decoder, 2)
-    return values * element_size
-
-
-def synthesis_weight_bytes(config: IndicF5Config, element_size: int) -> int:
-    """Return the bytes of an IndicF5 model with its vocoder, and of the modulations that replace their weights."""
-    size, inner, text = config.hidden_size, config.num_heads * config.head_size, config.text_size
-    wide = config.text_feed_forward_size
-    text_layer = 8 * text + 2 * text + _linear(text, wide) + 2 * wide + _linear(wide, text)
-    values = _linear(256, size) + _linear(size, size)  # of the time
-    values += (config.vocab_size + 1) * text + config.num_text_layers * text_layer
-    values += _linear(2 * config.mel.num_mels + text, size) + _linear(size, config.mel.num_mels)
-    values += 2 * (31 * size // 16 + 1) * size  # convolutions over positions
-    layer = _linear(size, 3 * inner) + _linear(inner, size)
-    layer += _linear(size, config.feed_forward_size) + _linear(config.feed_forward_size, size)
-    values += config.num_layers * layer
-    values += _SYNTHESIS_STEPS * (6 * config.num_layers + 2) * size
-    return values * element_size + _vocoder_values(config.vocoder, config.mel.num_mels, config.mel.n_fft) * 4
-
-
-def _vocoder_values(config: VocosConfig, num_mels: int, n_fft: int) -> int:
-    size, wide = config.hidden_size, config.intermediate_size
-    layer = 8 * size + 2 * size + _linear(size, wide) + _linear(wide, size) + size
-    return (7 * num_mels + 1) * size + 4 * size + config.num_layers * layer + _linear(size, n_fft + 2)
-
-
-def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
-    """Return the bytes of an IndicConformer's weights."""
-    encoder = config.encoder
-    size, wide, channels = encoder.hidden_size, encoder.feed_forward_size, encoder.subsampling_channels
-    stages = encoder.subsampling_factor.bit_length() - 1
-    values = 9 * channels + channels  # of the first convolution, with one input channel
-    if encoder.subsampling == "dw_striding":
-        values += (stages - 1) * (9 * channels + channels + _linear(channels, channels))
-    else:
-        values += (stages - 1) * (9 * channels * channels + channels)
-    values += _linear(channels * (encoder.num_mels >> stages), size)
-    feed_forward = 2 * size + _linear(size, wide) + _linear(wide, size)
-    attention = 2 * size + _linear(size, 3 * size) + _linear(size, size) + _linear(size, size, bias=False) + 2 * size
-    convolution = 2 * size + _linear(size, 2 * size) + (encoder.conv_kernel + 1) * size + _linear(size, size)
-    values += encoder.num_layers * (2 * feed_forward + attention + convolution + 2 * size)
-    values += _linear(size, config.vocab_size + 1)
-    prediction, joint = config.prediction_size, config.joint_size
-    values += (config.vocab_size + 1) * prediction
-    values += config.prediction_layers * (8 * prediction * prediction + 8 * prediction)  # an LSTM with two biases
-    values += _linear(size, joint) + _linear(prediction, joint)
-    values += len(config.languages) * _linear(joint, config.tokens_per_language + 1)
-    return values * element_size

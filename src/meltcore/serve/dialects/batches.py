@@ -12,14 +12,9 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.http.http import finish_all, while_connected
 from meltcore.serve.requests.protocol import SpeechBatchRequest, decode_request
-from meltcore.serve.requests.task_backends import (
-    SpeechBackend,
-    SpeechRequest,
-    SpokenPart,
-    SynthesisBackend,
-    SynthesisRequest,
-)
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisBackend, SynthesisRequest, synthesizer
+from meltcore.serve.tasks.transcription.forms import SpeechBackend, SpeechRequest, transcriber
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.text.visible import is_visible
 
@@ -51,7 +46,7 @@ class TranscribeBatchEndpoint(Endpoint):
                 raise RequestError(f"unknown file {name[:60]!r}; audio goes into the fields files", param=name[:60])
         if not files:
             raise RequestError("files is missing: it must hold the audio, with file names", param="files")
-        backend, request = self.choices.transcriber(speech_request(fields, b""))
+        backend, request = transcriber(self.choices, speech_request(fields, b""))
         requests = [request._replace(data=data) for data in files]
         exchange.fields |= {"model": backend.names[0], "files": len(files)}
         work = finish_all(_transcribe(backend, each, f"files[{index}]") for index, each in enumerate(requests))
@@ -69,7 +64,7 @@ class SpeechBatchEndpoint(Endpoint):
         body, _ = await exchange.body(self._config.max_body_bytes)
         fields = decode_request(body, SpeechBatchRequest)
         requests = _speech_requests(fields)
-        backend = self.choices.synthesizer(fields.language, fields.model)
+        backend = synthesizer(self.choices, fields.language, fields.model)
         exchange.fields |= {"model": backend.names[0], "texts": len(requests)}
         work = finish_all(_speak(backend, each, f"input[{index}]") for index, each in enumerate(requests))
         files = await while_connected(exchange.scope, work)

@@ -12,9 +12,10 @@ from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.requests.protocol import SpeechToSpeechFields, convert_fields
 from meltcore.serve.requests.request_fields import header
-from meltcore.serve.requests.task_backends import SpokenPart, SynthesisRequest
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisRequest, synthesizer
 from meltcore.serve.tasks.synthesis.speech import send_speech
+from meltcore.serve.tasks.transcription.forms import transcriber
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.text.visible import is_visible
 
@@ -48,15 +49,15 @@ class SpeechToSpeechEndpoint(Endpoint):
         language = fields.language or ""
         if not language:
             raise RequestError("language is required: models do not detect it", param="language")
-        transcriber, request = self.choices.transcriber(speech_request({"language": language}, data))
+        listener, request = transcriber(self.choices, speech_request({"language": language}, data))
         target = fields.target_language or language
-        synthesizer = self.choices.synthesizer(
-            target, param="target_language"
+        speaker = synthesizer(
+            self.choices, target, param="target_language"
         )  # before any work: a server without one says so now
         exchange.fields["model"] = self.choices.chat_model(fields.model).names[0]
         is_events, is_json = fields.stream_format == "sse", fields.format == "json"
 
-        transcript = await transcriber.transcribe(request)
+        transcript = await listener.transcribe(request)
         if not is_visible(transcript.text):
             raise RequestError("no speech was found in the audio", param="file", code="no_speech")
         if is_events:
@@ -81,14 +82,14 @@ class SpeechToSpeechEndpoint(Endpoint):
             exchange.headers.append(
                 (b"content-disposition", f'inline; filename="speech.{speech.response_format}"'.encode())
             )
-            await send_speech(exchange, synthesizer, speech)
+            await send_speech(exchange, speaker, speech)
             return
         parts: list[bytes] = []
 
         async def on_part(part: SpokenPart) -> None:
             parts.append(part.data)
 
-        await synthesizer.synthesize(speech, on_part)
+        await speaker.synthesize(speech, on_part)
         audio = base64.b64encode(b"".join(parts)).decode()
         whole = _Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio)
         await exchange.answer(msgspec.json.encode(whole), b"application/json")

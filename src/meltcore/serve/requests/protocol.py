@@ -231,26 +231,6 @@ class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     num_steps: int | None = None
 
 
-class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
-
-    model: str | None = None
-    input: str | None = None
-    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    stream_format: Literal["audio", "sse"] | None = None
-    instructions: str | None = None
-    reference_text: str | None = None
-    language: str | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
-    user: str | None = None
-    text: str | None = None
-    ref_audio_name: str | None = None
-    ref_text: str | None = None
-
-
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 

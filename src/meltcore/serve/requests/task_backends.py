@@ -1,102 +1,14 @@
-"""What backends of tasks beside generation and of upstream servers do, and the requests and answers of each."""
+"""What backends of translation and of upstream servers do, and the requests and answers of each."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 from starlette.types import Scope, Send
 
-from meltcore.serve.requests.protocol import AudioFormat, TranslateRequest
-from meltcore.text.transcripts import SpokenWord, Transcription
-
-ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
-
-
-class SpeechRequest(NamedTuple):
-    """The fields of a transcription request. language: as the client named it."""
-
-    data: bytes
-    model: str | None
-    language: str | None
-    response_format: ResponseFormat
-    granularities: frozenset[str]
-    decoder: str
-    is_streamed: bool
-    user: str | None
-
-
-@runtime_checkable
-class SpeechBackend(Protocol):
-    """A backend whose model transcribes speech."""
-
-    names: tuple[str, ...]
-
-    @property
-    def languages(self) -> Sequence[str]:
-        """The languages that it transcribes, by code; none before it is loaded."""
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-
-    async def transcribe(
-        self, request: SpeechRequest, on_words: Callable[[list[SpokenWord]], None] = ...
-    ) -> Transcription:
-        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
-
-        Raises RequestError. Cancelling it ends the work.
-        """
-
-
-class SynthesisRequest(NamedTuple):
-    """The fields of a request for speech. None: the model's default.
-
-    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
-    answer is one file with its length. is_events: it is OpenAI's events.
-    """
-
-    text: str
-    voice: str | None = None
-    reference: bytes | None = None
-    reference_text: str = ""
-    response_format: AudioFormat = "mp3"
-    speed: float = 1.0
-    seed: int = 0
-    num_steps: int | None = None
-    is_whole: bool = False
-    is_events: bool = False
-    language: str | None = None
-    model: str | None = None
-    user: str | None = None
-
-
-class SpokenPart(NamedTuple):
-    """The next bytes of the file."""
-
-    data: bytes
-    is_last: bool
-
-
-@runtime_checkable
-class SynthesisBackend(Protocol):
-    """A backend whose model synthesizes speech."""
-
-    names: tuple[str, ...]
-
-    @property
-    def languages(self) -> Sequence[str]:
-        """The languages that it speaks, by code; none before it is loaded."""
-
-    def check_ready(self) -> None:
-        """Raise RequestError (503) while no request can be served."""
-
-    async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
-        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
-
-        Raises RequestError. Cancelling it ends the work.
-        """
+from meltcore.serve.requests.protocol import TranslateRequest
 
 
 class TranslatedTexts(NamedTuple):

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import NoReturn, TypeGuard, TypeVar
+from typing import NoReturn, Protocol, TypeGuard, TypeVar
 
 import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
 from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest, SynthesisBackend, TranslationBackend
+from meltcore.serve.requests.task_backends import TranslationBackend
 from meltcore.serve.tasks.llm_translation import LLMTranslator
 from meltcore.settings.routes_config import RoutesConfig
 from meltcore.text.languages import code_among
 
-_Backend = TypeVar("_Backend", SpeechBackend, SynthesisBackend)
+
+class SpokenBackend(Protocol):
+    """A backend whose model hears or speaks languages."""
+
+    names: tuple[str, ...]
+
+    @property
+    def languages(self) -> Sequence[str]:
+        """Its languages, by code; none before it is loaded."""
+
+    def check_ready(self) -> None:
+        """Raise RequestError (503) while no request can be served."""
+
+
+_Backend = TypeVar("_Backend", bound=SpokenBackend)
 _Language = TypeVar("_Language", str, str | None)
 ANY_LANGUAGE = "*"
 
@@ -33,38 +47,35 @@ class ModelChoice:
         """The models of languages and routes, as fleet.yaml has them now."""
         return self._models.routes or self._config
 
-    def transcriber(self, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
-        """Return a model that transcribes speech, and the request in the language that it gets.
+    def by_language(
+        self,
+        is_kind: Callable[[object], TypeGuard[_Backend]],
+        what: str,
+        models: Mapping[str, str],
+        language: str | None,
+        model: str | None,
+    ) -> tuple[_Backend, str | None]:
+        """Return a model of a task that knows a language, and the language that it gets.
 
-        Raises RequestError (400, 404, 503).
+        None is returned for the language where no model knows one that the request may mean; then the first model's
+        error names its languages. Raises RequestError (400, 404, 503).
+
+        Args:
+            is_kind: whether a backend is one of the task's.
+            what: they do, for the error where there is none.
+            models: the configured model of each language.
+            language: of the request.
+            model: that the request names.
         """
-        choices = []
-        for language in self._meanings(request.language):
-            candidates = self._candidates(request.model or _configured(self.config.transcription, language))
-            found = [backend for backend in candidates if isinstance(backend, SpeechBackend)]
-            backend = _of_language(found, language) or _refuse(candidates, "transcribe speech")
-            if _knows(backend, language):
-                return backend, request._replace(language=language)
-            choices.append(backend)
-        return choices[0], request  # whose error names its languages
-
-    def synthesizer(
-        self, language: str | None, model: str | None = None, *, param: str = "language"
-    ) -> SynthesisBackend:
-        """Return a model that synthesizes speech. param: the field that named the language.
-
-        Raises RequestError (400, 404, 503).
-        """
-        choices = []
+        chosen = []
         for meaning in self._meanings(language):
-            candidates = self._candidates(model or _configured(self.config.synthesis, meaning))
-            found = [backend for backend in candidates if isinstance(backend, SynthesisBackend)]
-            backend = _of_language(found, meaning) or _refuse(candidates, "synthesize speech")
-            if meaning is None or _knows(backend, meaning):
-                return backend
-            choices.append(backend)
-        known = ", ".join(choices[0].languages)
-        raise RequestError(f"{param} {(language or '')[:60]!r} is not one of the model's: {known}", param=param)
+            candidates = self._candidates(model or _configured(models, meaning))
+            found = [backend for backend in candidates if is_kind(backend)]
+            backend = _of_language(found, meaning) or _refuse(candidates, what)
+            if _knows(backend, meaning):
+                return backend, meaning
+            chosen.append(backend)
+        return chosen[0], None
 
     def translator(self, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
         """Return a model that translates, and the request in the languages that it gets.
@@ -152,7 +163,7 @@ def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | 
     return found[0] if found else None
 
 
-def _knows(backend: SpeechBackend | SynthesisBackend, language: str | None) -> bool:
+def _knows(backend: SpokenBackend, language: str | None) -> bool:
     return language is not None and code_among(language, backend.languages) is not None
 
 

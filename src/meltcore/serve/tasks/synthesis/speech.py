@@ -10,10 +10,16 @@ from meltcore.common.errors import RequestError
 from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, Operation
-from meltcore.serve.requests.protocol import SynthesisFields, convert_fields, decode_request
+from meltcore.serve.requests.protocol import convert_fields, decode_request
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.requests.task_backends import SpokenPart, SynthesisBackend, SynthesisRequest
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.synthesis.forms import (
+    SpokenPart,
+    SynthesisBackend,
+    SynthesisFields,
+    SynthesisRequest,
+    synthesizer,
+)
 from meltcore.text.visible import is_visible
 
 PATHS = ("/v1/audio/speech", "/audio/speech")
@@ -39,7 +45,7 @@ class SpeechEndpoint(Endpoint):
         body, content_type = await exchange.body(self.upload_limit_bytes)
         request = await read_request(body, content_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
-        backend = self.choices.synthesizer(request.language, request.model)
+        backend = synthesizer(self.choices, request.language, request.model)
         await while_connected(exchange.scope, send_speech(exchange, backend, request))
 
 

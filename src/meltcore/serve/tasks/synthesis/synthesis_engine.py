@@ -14,9 +14,9 @@ from meltcore.common.errors import RequestError
 from meltcore.protocol.synthesis import SynthesisReady, Synthesize, Synthesized
 from meltcore.serve.requests.admission import CHARS
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.serve.requests.task_backends import SpokenPart, SynthesisRequest
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.audio_backend import AudioBackend
+from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisRequest
 from meltcore.settings.config import ModelConfig
 from meltcore.text.synthesis.voices import find_voice
 

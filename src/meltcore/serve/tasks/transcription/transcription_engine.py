@@ -12,9 +12,9 @@ from meltcore.audio.messages import Decoded
 from meltcore.common.errors import RequestError
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionReady
 from meltcore.serve.requests.admission import AUDIO_S
-from meltcore.serve.requests.task_backends import SpeechRequest
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.audio_backend import AudioBackend
+from meltcore.serve.tasks.transcription.forms import SpeechRequest
 from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
 
 MAX_AUDIO_S = 4 * 3600.0

@@ -13,7 +13,7 @@ from meltcore.common.errors import RequestError
 from meltcore.common.options import read_number
 from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.requests.task_backends import ResponseFormat, SpeechRequest
+from meltcore.serve.tasks.transcription.forms import ResponseFormat, SpeechRequest
 from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
 _DECODERS = ("rnnt", "ctc")

@@ -6,8 +6,8 @@ import asyncio
 
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.task_backends import SpeechBackend, SpeechRequest
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.transcription.forms import SpeechBackend, SpeechRequest, transcriber
 from meltcore.serve.tasks.transcription.transcription_form import read_form, render
 from meltcore.text.transcripts import SpokenWord, Transcription, text_of
 
@@ -32,7 +32,7 @@ class TranscriptionsEndpoint(Endpoint):
         is_dwani = exchange.scope["path"] in DWANI_PATHS
         request = await read_form(body, content_type, exchange.query if is_dwani else {})
         exchange.fields |= {"model": request.model, "user": request.user}
-        backend, request = self.choices.transcriber(request)
+        backend, request = transcriber(self.choices, request)
         await while_connected(exchange.scope, self._answer(exchange, backend, request))
 
     async def _answer(self, exchange: Exchange, backend: SpeechBackend, request: SpeechRequest) -> None:

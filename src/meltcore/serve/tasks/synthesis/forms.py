@@ -1,0 +1,89 @@
+"""The forms of requests for speech, what answers them, and the choice of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal, NamedTuple, Protocol, TypeGuard
+
+import msgspec
+
+from meltcore.common.errors import RequestError
+from meltcore.serve.requests.protocol import AudioFormat
+from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
+
+
+class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/audio/speech. The last three are dwani.ai's names of input, voice and reference_text."""
+
+    model: str | None = None
+    input: str | None = None
+    voice: str | dict[str, str] | None = None  # a name, or OpenAI's {"id": name}
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    instructions: str | None = None
+    reference_text: str | None = None
+    language: str | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
+    user: str | None = None
+    text: str | None = None
+    ref_audio_name: str | None = None
+    ref_text: str | None = None
+
+
+class SynthesisRequest(NamedTuple):
+    """The fields of a request for speech. None: the model's default.
+
+    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
+    answer is one file with its length. is_events: it is OpenAI's events.
+    """
+
+    text: str
+    voice: str | None = None
+    reference: bytes | None = None
+    reference_text: str = ""
+    response_format: AudioFormat = "mp3"
+    speed: float = 1.0
+    seed: int = 0
+    num_steps: int | None = None
+    is_whole: bool = False
+    is_events: bool = False
+    language: str | None = None
+    model: str | None = None
+    user: str | None = None
+
+
+class SpokenPart(NamedTuple):
+    """The next bytes of the file."""
+
+    data: bytes
+    is_last: bool
+
+
+class SynthesisBackend(SpokenBackend, Protocol):
+    """A backend whose model synthesizes speech."""
+
+    async def synthesize(self, request: SynthesisRequest, on_part: Callable[[SpokenPart], Awaitable[None]]) -> float:
+        """Give the parts of a file to `on_part` as they are spoken. Returns the file's duration in seconds.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
+
+
+def synthesizer(
+    choices: ModelChoice, language: str | None, model: str | None = None, *, param: str = "language"
+) -> SynthesisBackend:
+    """Return a model that synthesizes speech. param: the field that named the language.
+
+    Raises RequestError (400, 404, 503).
+    """
+    backend, known = choices.by_language(_synthesizes, "synthesize speech", choices.config.synthesis, language, model)
+    if language is None or known is not None:
+        return backend
+    languages = ", ".join(backend.languages)
+    raise RequestError(f"{param} {language[:60]!r} is not one of the model's: {languages}", param=param)
+
+
+def _synthesizes(backend: object) -> TypeGuard[SynthesisBackend]:
+    return hasattr(backend, "synthesize")

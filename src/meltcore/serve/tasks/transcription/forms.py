@@ -1,0 +1,50 @@
+"""The forms of requests for transcripts, what answers them, and the choice of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol, TypeGuard
+
+from meltcore.serve.tasks.model_choice import ModelChoice, SpokenBackend
+from meltcore.text.transcripts import SpokenWord, Transcription
+
+ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
+
+
+class SpeechRequest(NamedTuple):
+    """The fields of a transcription request. language: as the client named it."""
+
+    data: bytes
+    model: str | None
+    language: str | None
+    response_format: ResponseFormat
+    granularities: frozenset[str]
+    decoder: str
+    is_streamed: bool
+    user: str | None
+
+
+class SpeechBackend(SpokenBackend, Protocol):
+    """A backend whose model transcribes speech."""
+
+    async def transcribe(
+        self, request: SpeechRequest, on_words: Callable[[list[SpokenWord]], None] = ...
+    ) -> Transcription:
+        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
+
+        Raises RequestError. Cancelling it ends the work.
+        """
+
+
+def transcriber(choices: ModelChoice, request: SpeechRequest) -> tuple[SpeechBackend, SpeechRequest]:
+    """Return a model that transcribes speech, and the request in the language that it gets.
+
+    Raises RequestError (400, 404, 503).
+    """
+    models = choices.config.transcription
+    backend, known = choices.by_language(_transcribes, "transcribe speech", models, request.language, request.model)
+    return backend, request if known is None else request._replace(language=known)
+
+
+def _transcribes(backend: object) -> TypeGuard[SpeechBackend]:
+    return hasattr(backend, "transcribe")
