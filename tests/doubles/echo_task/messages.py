@@ -27,7 +27,7 @@ class EchoReady(BatchReady, tag="echo_ready", array_like=True, frozen=True):
         return f"echoes of up to {self.max_cost} characters together"
 
     def probe(self, request_id: str) -> Shout:
-        return Shout(request_id=request_id, text="is anybody here?")
+        return Shout(request_id=request_id, text="hello")
 
 
 ToEngine = Shout | ShellToEngine

@@ -18,7 +18,7 @@ from meltcore.text.languages import code_among
 
 
 class SpokenBackend(Protocol):
-    """A backend whose model hears or speaks languages."""
+    """A backend whose model transcribes or speaks languages."""
 
     names: tuple[str, ...]
 
