@@ -85,7 +85,7 @@ MOST = {
     "settings": 216,
     "forms of a chat request": 22,
     "forms of a model at start": 12,
-    "branches by mode": 32,
+    "branches by mode": 7,
     "server starters": 3,
     "HTTP clients": 2,
     "NVML readers": 1,

@@ -16,10 +16,11 @@ import sys
 import time
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -288,22 +289,19 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
             path.unlink(missing_ok=True)
 
 
-def fleet_options(path: Path, ray: str | None = None, planner: FleetPlanner | None = None) -> FleetOptions:
-    """Return the options of the fleet in a fleet.yaml. Raises ConfigError.
-
-    ray: the address of the cluster that has the engines. planner: that has planned it; None makes one for a reload.
-    """
+def fleet_options(planner: FleetPlanner) -> FleetOptions:
+    """Return the options of the fleet that a planner has planned. Raises ConfigError."""
     with loading_modules():
-        from meltcore.fleet.plan.planned import FleetPlanner
+        from meltcore.fleet.run.engines import LocalLauncher, MakeLauncher, RayLauncher
         from meltcore.fleet.supervisor import FleetOptions
         from meltcore.settings.fleet_file import load_fleet
 
-    server = load_fleet(path).server
+    server, local = load_fleet(planner.path).server, cast(MakeLauncher, LocalLauncher)
     return FleetOptions(
-        file=str(path),
+        file=str(planner.path),
         log_folder=state_dir(),
-        planner=planner or FleetPlanner(path, ray=ray),
-        ray=ray,
+        planner=planner,
+        launcher=planner.site.launched_by(local, lambda address: partial(RayLauncher, address, planner)),
         admin_port=server.admin_port,
         log_limit_bytes=int(server.log_limit or LOG_LIMIT_BYTES),
     )
@@ -332,7 +330,7 @@ def main() -> int:
         with loading_modules():
             from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
         planner = FleetPlanner.of(msgspec.json.decode(served.planned, type=PlannedFrom))
-        options = dataclasses.replace(fleet_options(planner.path, planner.ray, planner), server_log=Path(sys.argv[1]))
+        options = dataclasses.replace(fleet_options(planner), server_log=Path(sys.argv[1]))
         return serve_recorded(served.config, sys.argv[1], options)
     except MeltcoreError as error:
         print(f"meltcore {'up' if is_fleet else 'serve'}: {error}", file=sys.stderr)

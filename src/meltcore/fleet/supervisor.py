@@ -37,8 +37,8 @@ from meltcore.fleet.plan.placement import (
     placed_gpus,
 )
 from meltcore.fleet.plan.running_fleet import Running, planned_places
-from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
+from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
 from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
@@ -88,7 +88,7 @@ class FleetOptions:
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
-    ray: str | None = None  # the address of a Ray cluster that has the engines; None: this machine
+    launcher: MakeLauncher = LocalLauncher  # of its engines
 
 
 SERVE = FleetOptions(
@@ -137,13 +137,6 @@ def serve(
         folder.remove()
 
 
-def _cluster_driver(options: FleetOptions, report: Callable[[str], None]) -> ClusterDriver | None:
-    if options.ray is None:
-        return None
-    assert options.planner is not None, "a cluster has a plan"
-    return ClusterDriver(options.ray, options.planner, report)
-
-
 async def _supervise(
     config: ServerConfig,
     engine_command: Sequence[str],
@@ -186,23 +179,27 @@ class Supervisor:
             on_lost=self._on_worker_lost,
             on_unreadable=self._on_unreadable,
         )
+        settings = LaunchSettings(
+            command=engine_command,
+            sockets=folder.path,
+            client_count=num_processes,
+            environment=self._engine_environment,
+            cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
+            gpu_ranks=lambda node: gpu_ranks(self.config, node),
+            on_moved=lambda: self.turns.update_devices(),
+            sharing=config.sharing,
+        )
+        self._launcher = options.launcher(settings, self._report)
         self._parts = ServerParts(
             pool=self._pool,
             gate=StartGate(),
             log=self._log,
             report=self._report,
-            engine_command=engine_command,
             sockets=folder.path,
-            client_count=num_processes,
             next_engine=itertools.count().__next__,
-            environment=self._engine_environment,
+            launcher=self._launcher,
             policy=options.policy,
             log_folder=options.log_folder,
-            cluster=_cluster_driver(options, self._report),
-            cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
-            gpu_ranks=lambda node: gpu_ranks(self.config, node),
-            on_moved=lambda: self.turns.update_devices(),
-            sharing=config.sharing,
         )
         is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
         self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
@@ -239,8 +236,7 @@ class Supervisor:
             for watch in self._watches.values():
                 watch.cancel()
             await asyncio.gather(*(model.stop() for model in self.models.values()))
-            if self._parts.cluster is not None:
-                await self._parts.cluster.stop()
+            await self._launcher.stop()
             if self._mps is not None:
                 await asyncio.to_thread(self._mps.stop)
             acceptor.close()
@@ -278,8 +274,7 @@ class Supervisor:
 
     async def start_each(self) -> None:
         """Start API servers, and the engines in the order of the models. Models become ready one by one."""
-        if self._parts.cluster is not None:
-            await self._parts.cluster.connect()
+        await self._launcher.connect()
         await self._pool.start()
         models = list(zip(self.config.models, self._placements, strict=True))
         # Those with a budget first, together: one without takes all that is free of its GPU.
@@ -307,18 +302,15 @@ class Supervisor:
 
         checkpoints: paths and hub ids that nodes may lack. Raises ConfigError where the cluster cannot be read.
         """
-        cluster = self._parts.cluster
-        nodes = None if cluster is None else await cluster.read_nodes(checkpoints)
-        return Running(self.config, self._places(), nodes)
+        return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self) -> dict[tuple[str, int], Place]:
         """Return where engines with a budget are: as planned, or where the cluster has started them since."""
         places = planned_places(self.config)
-        if self._parts.cluster is not None:
-            for model in self.models.values():
-                for replica in model.replicas if isinstance(model, ServedModel) else ():
-                    if (key := (model.name, replica.index)) in places:
-                        places[key] = Place(replica.placement.node, replica.placement.gpus)
+        for model in self.models.values():
+            for replica in model.replicas if isinstance(model, ServedModel) else ():
+                if (key := (model.name, replica.index)) in places:
+                    places[key] = Place(replica.placement.node, replica.placement.gpus)
         return places
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:

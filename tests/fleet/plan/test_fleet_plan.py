@@ -32,6 +32,7 @@ from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
 from meltcore.fleet.plan.plan import plan_fleet, with_plan
 from meltcore.fleet.plan.planned import FleetPlanner, does_not_fit, find_plan
+from meltcore.fleet.plan.site import OneMachine
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
@@ -196,7 +197,7 @@ def test_search_for_the_nearest_plan_ends_with_its_time(monkeypatch: pytest.Monk
     assert plan_fleet(parse_fleet(changed(MODELS, cut.changes)), [24 * GIB], host_bytes=64 * GIB)[0] is not None
     card = VisibleGpu(0, "x", 24 * GIB, 0)
     reported: list[str] = []
-    found = find_plan(parse_fleet(MODELS), Machine((card,), "", 64 * GIB), reported.append)
+    found = find_plan(parse_fleet(MODELS), OneMachine.of(Machine((card,), "", 64 * GIB)), reported.append)
     assert any("the search for the nearest plan was ended after" in line for line in reported)
     assert ", as far as a search of" in does_not_fit(found, Machine((card,), "", 64 * GIB))
 
@@ -352,14 +353,14 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     row = context_table()[0]
     there = Machine((VisibleGpu(0, row.gpu, vram * GIB, row.driver_bytes),), row.driver, 128 * GIB)
     with pytest.raises(ConfigError, match=r"Or, with (context and concurrency as|smaller settings, and fewer)"):
-        FleetPlanner(file, there).config()
+        FleetPlanner(file, lambda _: OneMachine.of(there)).config()
     _, found = plan_fleet(load_fleet(file), [vram * GIB], contexts=row, host_bytes=there.host_bytes)
     assert found is not None
     whole = [each for each in (found.changes, found.other_changes) if not any(".max_" in line for line in each)]
     for lines in (found.changes, found.other_changes, *whole):
         file.write_text(changed(text, lines))
         assert main.main(["plan", str(file), "--vram", str(vram), "--host-memory", "128"]) == 0
-        config = FleetPlanner(file, there).config()
+        config = FleetPlanner(file, lambda _: OneMachine.of(there)).config()
     budgets = {model.names[0]: (model.engine.memory_bytes or 0) for model in config.models}
     asleep = {model.names[0] for model in config.models if model.sleepable}
     hosted = {model.names[0] for model in config.models if model.engine.device == "cpu"}

@@ -13,6 +13,7 @@ from meltcore.fleet.plan.cluster import Cluster
 from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, place, place_on_hosts
 from meltcore.fleet.plan.plan import describe_plan, plan_fleet
 from meltcore.fleet.plan.planned import does_not_fit, find_plan
+from meltcore.fleet.plan.site import OneMachine
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.settings.fleet_file import parse_fleet
 
@@ -49,12 +50,11 @@ def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:
 
 def test_tensor_parallelism_over_nodes_is_refused_by_name() -> None:
     there = cluster(2, 2)
-    gpus = [gpu.total_bytes for gpu in there.machine.gpus]
     with pytest.raises(ConfigError, match=r"models\.a\.tensor_parallel_size: got 4; the largest node .* has 2 GPUs"):
-        plan_fleet(parse_fleet(f"models: {{a: {{{QWEN}, tensor_parallel_size: 4}}}}"), gpus, gpu_nodes=there.gpu_nodes)
+        find_plan(parse_fleet(f"models: {{a: {{{QWEN}, tensor_parallel_size: 4}}}}"), there, print)
     text = f"models: {{a: {{{QWEN}, tensor_parallel_size: 2, device: [1, 2]}}}}"
     with pytest.raises(ConfigError, match=r"models\.a\.device: the GPUs 1, 2 of one engine are on n0 and n1"):
-        plan_fleet(parse_fleet(text), gpus, gpu_nodes=there.gpu_nodes)
+        find_plan(parse_fleet(text), there, print)
 
 
 def test_plan_of_a_cluster_names_the_nodes() -> None:
@@ -93,7 +93,7 @@ def test_512_engines_that_do_not_fit_get_the_nearest_plan_in_seconds_and_a_short
     large = QWEN.replace("max_model_len: 4096, max_num_seqs: 4", "max_model_len: 8192, max_num_seqs: 44")
     spec = parse_fleet("models: {" + ", ".join(f"m{at}: {{{large}, replicas: 64}}" for at in range(8)) + "}")
     started_s = time.process_time()
-    found = find_plan(spec, there.machine, print, there)
+    found = find_plan(spec, there, print)
     assert time.process_time() - started_s < 10
     assert found.plan is None
     assert found.nearest is not None
@@ -110,6 +110,6 @@ def test_reason_names_alike_gpus_together_and_no_more_sizes_than_can_be_read() -
     sizes = [40, 80, 40, *range(1, 21)]
     cards = tuple(VisibleGpu(at, "NVIDIA Scripted", size * GIB, 0) for at, size in enumerate(sizes))
     machine = Machine(cards, "570.1", 4 * GIB)
-    text = does_not_fit(find_plan(spec, machine, print), machine)
+    text = does_not_fit(find_plan(spec, OneMachine.of(machine), print), machine)
     assert "it needs a 90 GiB, b 2 x 9 GiB, and there are 2 GPUs of 40 GiB, GPU 1 80 GiB, GPU 3 1 " in text
     assert "GPU 16 14 GiB, 6 more GPUs. " in text

@@ -23,6 +23,7 @@ from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
 from meltcore.fleet.plan.running_fleet import Running, planned_places
+from meltcore.fleet.plan.site import OneMachine
 from meltcore.settings.config import EngineConfig, ModelConfig
 from meltcore.settings.fleet_file import parse_fleet
 
@@ -153,10 +154,11 @@ def test_plan_of_this_machine_is_that_of_up(
     assert "models.gone is not in the plan: /none" in printed.err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(str(gpu.number) for gpu in there.gpus))
     if fits:
-        assert FleetPlanner(file, there).config().models[0].replica_gpus == (((0,),) if there.gpus else ())
+        models = FleetPlanner(file, lambda _: OneMachine.of(there)).config().models
+        assert models[0].replica_gpus == (((0,),) if there.gpus else ())
     else:
         with pytest.raises(ConfigError, match="the fleet does not fit"):
-            FleetPlanner(file, there).config()
+            FleetPlanner(file, lambda _: OneMachine.of(there)).config()
 
 
 @pytest.mark.parametrize(
@@ -189,13 +191,13 @@ def test_task_that_is_not_the_checkpoints_ends_plan_up_and_reload(
         assert re.search(rf"models\.t\.task: {message}", " ".join(output.err.split()))
         assert output.out == ""
     with pytest.raises(ConfigError, match=r"models\.t\.task: got "):
-        FleetPlanner(file, machine()).config()  # as a reload reads the file
+        FleetPlanner(file, lambda _: OneMachine.of(machine())).config()  # as a reload reads the file
 
 
 def test_reload_plans_for_the_memory_of_the_start(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 1GiB}}")
-    planner = FleetPlanner(file, machine(host_gib=4))
+    planner = FleetPlanner(file, lambda _: OneMachine.of(machine(host_gib=4)))
     first = planner.config()
     assert planner.config() == first
     file.write_text("models: {a: {checkpoint: meltcore/sums, device: cpu, memory: 5GiB}}")
@@ -208,9 +210,9 @@ def test_reload_keeps_models_that_did_not_change_in_their_places(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     file = tmp_path / "fleet.yaml"
-    planner = FleetPlanner(file, machine(40, 40))
     small, pinned = f"a: {{{QWEN}, memory: 4GiB}}", f"p: {{{QWEN}, memory: 4GiB, device: [1]}}"
     file.write_text(f"models: {{{small}, {pinned}}}")
+    planner = FleetPlanner(file, lambda _: OneMachine.of(machine(40, 40)))
     first = planner.config()
     running = Running(first, planned_places(first))
     assert running.places == {("a", 0): ("", (0,)), ("p", 0): ("", (1,))}
@@ -235,8 +237,8 @@ def test_reload_keeps_models_that_did_not_change_in_their_places(
 def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     file = tmp_path / "fleet.yaml"
-    planner = FleetPlanner(file, machine(80))
     file.write_text(f"models: {{a: {{{QWEN}}}}}")
+    planner = FleetPlanner(file, lambda _: OneMachine.of(machine(80)))
     first = planner.config()
     file.write_text(f"models: {{a: {{{QWEN}}}, b: {{{QWEN}}}}}")
     second = planner.config()

@@ -29,6 +29,7 @@ from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.daemon import main as serve_in_background
+from meltcore.fleet.plan.cluster import site_reader
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.protocol.cluster import (
@@ -260,8 +261,8 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
 def serve() -> int:
     """Be the server, as `meltcore up FLEET.yaml --ray STATE.json`."""
     fleet, address, policy, *engine = sys.argv[1:]
-    planner = FleetPlanner(Path(fleet), ray=address)
-    options = fleet_options(Path(fleet), address, planner)
+    planner = FleetPlanner(Path(fleet), site_reader(address))
+    options = fleet_options(planner)
     options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartAfterPause))
     return serve_recorded(planner.config(), "", options, engine_command=engine)
 

@@ -127,29 +127,31 @@ def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan"
     from meltcore.common.errors import ConfigError
     from meltcore.common.sizes import GIB
     from meltcore.fleet.admin.operations import check_config, check_startable
-    from meltcore.fleet.plan.cluster import Cluster, node_checkpoints
+    from meltcore.fleet.plan.cluster import Cluster, site_reader
     from meltcore.fleet.plan.from_spec import server_config
     from meltcore.fleet.plan.machine import read_machine
     from meltcore.fleet.plan.planned import find_plan, print_unplanned
+    from meltcore.fleet.plan.site import OneMachine
 
+    site: Cluster | OneMachine
     if args.ray:
         if args.host_memory:
             raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
         check_config(server_config(spec))
-        cluster = Cluster.read(args.ray, node_checkpoints(spec))
-        machine = cluster.machine
+        site = site_reader(args.ray)(spec)
     else:
         check_startable(server_config(spec))
-        cluster, machine = None, read_machine()
+        machine = read_machine()
         if args.host_memory:
             machine = machine._replace(host_bytes=round(args.host_memory * GIB))
+        site = OneMachine.of(machine)
     wants_gpus = any(model.kind != "url" and model.device != "cpu" for model in spec.models.values())
-    if wants_gpus and not machine.gpus and not machine.problem:
+    if wants_gpus and not site.machine.gpus and not site.machine.problem:
         print_unplanned(
-            f"{'the cluster' if args.ray else 'this machine'} has no NVIDIA GPU, so this is the plan of its CPUs; "
+            f"{site.title} has no NVIDIA GPU, so this is the plan of its CPUs; "
             "name the memory of a GPU in GiB to plan for one, as --vram 141"
         )
-    return find_plan(spec, machine, print_unplanned, cluster), machine
+    return find_plan(spec, site, print_unplanned), site.machine
 
 
 def _check_writable(args: argparse.Namespace) -> None:

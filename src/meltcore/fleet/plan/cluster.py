@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self, TypeVar
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import run
+from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine, unloadable
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import Plan
+from meltcore.fleet.plan.site import OneMachine, Site
 from meltcore.models.checkpoints.checkpoint import is_on_hub
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -32,27 +35,29 @@ from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
 _MAX_NAMES_SHOWN = 8
+_T = TypeVar("_T")
 
 
-class Cluster(NamedTuple):
-    """The nodes of a cluster that can be used. Their GPUs are numbered from 0 on through all of them, by name.
+class Cluster(Site, frozen=True, tag="cluster"):
+    """A cluster. Memory of a node counts as it was before the fleet had engines there.
 
-    known_gpus: GPUs that have a number since an earlier look, each as its node and its number there. They keep it, also
-    where they are gone; others get the next ones. left_out: nodes with a problem.
+    before: nodes that are left out, as they were then. address: of Ray.
     """
 
-    nodes: tuple[ClusterNode, ...]
-    known_gpus: tuple[tuple[str, int], ...] = ()
-    left_out: tuple[ClusterNode, ...] = ()
+    before: tuple[ClusterNode, ...] = ()
+    address: str = ""
+
+    title = "the cluster"
+    in_turns = False  # Ray counts the memory of engines that sleep
 
     @classmethod
-    def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = ()) -> Self:
+    def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = (), address: str = "") -> Self:
         """Return the cluster of these nodes, those with a problem left out."""
         usable: list[ClusterNode] = []
         left_out: list[ClusterNode] = []
         for node in nodes:
             (left_out if node.problem else usable).append(node)
-        return cls(tuple(usable), known_gpus, tuple(left_out))
+        return cls(tuple(usable), known_gpus, tuple(left_out), address=address)
 
     @classmethod
     def read(cls, address: str, checkpoints: Sequence[str] = ()) -> Self:
@@ -61,7 +66,7 @@ class Cluster(NamedTuple):
         "local" starts none: this machine is read. Raises ConfigError where there is none, or where no node can be used.
         """
         if address == "local":
-            return cls((_this_node(checkpoints),))
+            return cls.of([_this_node(checkpoints)], address=address)
         command = [sys.executable, "-m", DRIVER_MODULE, address]
         done = run(command, limit_s=_READ_LIMIT_S, stdin=msgspec.json.encode(ReadNodes(list(checkpoints))) + b"\n")
         if done.returncode is None:
@@ -74,16 +79,10 @@ class Cluster(NamedTuple):
         if isinstance(answer, ClusterFailed):
             raise ConfigError(answer.message)
         assert isinstance(answer, Nodes)
-        cluster = cls.of(answer.nodes)
+        cluster = cls.of(answer.nodes, address=address)
         if not cluster.nodes:
             raise ConfigError(f"--ray {address}: no node can be used: {left_out_text(cluster.left_out)}")
         return cluster
-
-    @property
-    def gpus(self) -> tuple[tuple[str, int], ...]:
-        """Each GPU as its node and its number there, in the order of their numbers."""
-        there = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
-        return tuple(dict.fromkeys([*self.known_gpus, *there]))
 
     @property
     def machine(self) -> Machine:
@@ -99,11 +98,6 @@ class Cluster(NamedTuple):
         return Machine(numbered, driver, sum(node.machine.host_bytes for node in self.nodes))
 
     @property
-    def gpu_nodes(self) -> list[str]:
-        """The node of each GPU."""
-        return [node for node, _ in self.gpus]
-
-    @property
     def gpu_names(self) -> list[str]:
         """The name of each GPU: its node's, and its number there."""
         return [f"{node}:{number}" for node, number in self.gpus]
@@ -117,6 +111,97 @@ class Cluster(NamedTuple):
         """Return the nodes that cannot load a checkpoint, which is a path or a hub id."""
         return [node for node in self.nodes if checkpoint in node.missing]
 
+    def launched_by(self, _local: _T, on_ray: Callable[[str], _T]) -> _T:
+        """Return `on_ray` of the cluster's address."""
+        return on_ray(self.address)
+
+    def now(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
+        """Return the cluster with the nodes as they are now, without what engines of the fleet at `places` have.
+
+        A node with a problem is left out. Engines go on there, so what it was before them stays known.
+        """
+        before, own = {node.name: node for node in (*self.before, *self.nodes)}, list(places.values())
+        found = self.of((without_engines(node, before.get(node.name), own) for node in nodes), self.gpus, self.address)
+        return msgspec.structs.replace(
+            found, before=tuple(before[node.name] for node in found.left_out if node.name in before)
+        )
+
+    def check_numbers(self, spec: FleetSpec, kept: Collection[str]) -> None:
+        """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
+        gpus = self.machine.gpus
+        for name, model in spec.models.items():
+            for number in () if isinstance(model.device, str) or name in kept else model.device:
+                if gpus[number].total_bytes == 0:
+                    node = self.gpu_nodes[number]
+                    left_out = left_out_text(each for each in self.left_out if each.name == node)
+                    raise ConfigError(
+                        f"models.{name}.device: got GPU {number}, "
+                        + (left_out or f"which was on the node {node} and is gone from the cluster")
+                    )
+
+    def check(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+        """Raise ConfigError for a model that its nodes cannot load, and for an engine whose GPUs cannot be of one."""
+        self._check_loadable(spec, lacking)
+        self._check_one_node(spec)
+
+    def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+        """Raise ConfigError for a model that no node can load, or not one that its `device` names."""
+        for name, nodes in lacking.items():
+            named = {self.gpu_nodes[number] for group in replica_gpus(spec.models[name]) for number in group}
+            if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):
+                needed = [node for node in nodes if not named or node.name in named]
+                raise ConfigError(model_lacking_text(spec, name, needed))
+
+    def _check_one_node(self, spec: FleetSpec) -> None:
+        """Raise ConfigError for an engine whose GPUs cannot be of one node."""
+        gpu_nodes = self.gpu_nodes
+        largest = max(Counter(gpu_nodes).values(), default=0)
+        for name, model in spec.models.items():
+            ranks = model.tensor_parallel_size
+            if model.device == "cpu" or model.kind == "url" or ranks == 1:
+                continue
+            if ranks > largest:
+                raise ConfigError(
+                    f"models.{name}.tensor_parallel_size: got {ranks}; the largest node of the cluster has "
+                    f"{largest} GPUs, and tensor parallelism does not go over nodes"
+                )
+            for group in replica_gpus(model):
+                nodes = sorted({gpu_nodes[number] for number in group if number < len(gpu_nodes)})
+                if len(nodes) > 1:
+                    raise ConfigError(
+                        f"models.{name}.device: the GPUs {', '.join(map(str, group))} of one engine are on "
+                        f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
+                    )
+
+    def placed(self, config: ServerConfig, plan: Plan, kept: Collection[str]) -> ServerConfig:
+        """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
+
+        kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where
+        a node lacks its resources.
+        """
+        for foreign in config.foreign:
+            if foreign.command:
+                command = f"models.{foreign.names[0]}.command"
+                raise ConfigError(f"{command}: --ray starts engines of Meltcore only; name its url")
+        if config.sharing is not None and config.sharing.mps_sm_percent is not None:
+            raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
+        models = []
+        for model in config.models:
+            name = model.names[0]
+            if name in kept:
+                models.append(model)
+                continue
+            if not (nodes := plan.nodes(name)):
+                raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
+            gpus = tuple(tuple(self.gpus[at][1] for at in group) for group in plan.replicas(name))
+            path = absolute_path(model.engine.model)
+            for node in self.nodes:
+                if node.name in nodes:
+                    _check_node(node, gpus)
+            engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
+            models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
+        return dataclasses.replace(config, models=tuple(models))
+
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
     """Return a GPU of a node, of which everything but what Ray can give to this fleet is used."""
@@ -124,6 +209,22 @@ def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
         return gpu
     left_bytes = round((size - node.reserved_gib.get(gpu.number, 0.0)) * 2**30)
     return gpu._replace(used_bytes=max(gpu.used_bytes, gpu.total_bytes - left_bytes))
+
+
+def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
+    """Return a node as it would be without engines of the fleet: where one is, memory counts as before it came."""
+    own = [place for place in places if place.node == now.name]
+    if before is None or not own or now.problem:
+        return now
+    used_bytes = {gpu.number: gpu.used_bytes for gpu in before.machine.gpus}
+    gpus = tuple(
+        gpu._replace(used_bytes=used_bytes.get(gpu.number, gpu.used_bytes))
+        if any(gpu.number in place.gpus for place in own)
+        else gpu
+        for gpu in now.machine.gpus
+    )
+    machine = now.machine._replace(gpus=gpus, host_bytes=before.machine.host_bytes)
+    return msgspec.structs.replace(now, machine=machine)
 
 
 def left_out_text(nodes: Iterable[ClusterNode]) -> str:
@@ -163,6 +264,13 @@ def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
     return ClusterNode(name, name, "127.0.0.1", machine, gib, unloadable(checkpoints))
 
 
+def site_reader(address: str | None) -> Callable[[FleetSpec], OneMachine | Cluster]:
+    """Return what reads the Ray cluster at an address, or this machine for None, for a fleet."""
+    if address is None:
+        return OneMachine.read
+    return lambda spec: Cluster.read(address, node_checkpoints(spec))
+
+
 def node_checkpoints(spec: FleetSpec) -> list[str]:
     """Return the paths and hub ids of checkpoints: every node of the model must be able to load them."""
     found = {node_checkpoint(model) for model in spec.models.values()}
@@ -190,53 +298,15 @@ def absolute_path(checkpoint: str) -> str | None:
     return str(path.absolute()) if is_path else None
 
 
-def lacking_nodes(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> dict[str, list[ClusterNode]]:
+def lacking_nodes(spec: FleetSpec, site: Site, kept: Collection[str]) -> dict[str, list[ClusterNode]]:
     """Return the nodes that cannot load a model, by its name. Those in `kept` are loaded."""
-    found = {name: cluster.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
+    found = {name: site.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
     return {name: found[name] for name in spec.models if found.get(name)}
 
 
 def model_lacking_text(spec: FleetSpec, name: str, nodes: Sequence[ClusterNode]) -> str:
     """Return why these nodes cannot load a model."""
     return f"models.{name}.checkpoint: {lacking_text(node_checkpoint(spec.models[name]), nodes)}"
-
-
-def check_loadable(spec: FleetSpec, cluster: Cluster, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-    """Raise ConfigError for a model that no node can load, or not one that its `device` names."""
-    for name, nodes in lacking.items():
-        named = {cluster.gpu_nodes[number] for group in replica_gpus(spec.models[name]) for number in group}
-        if len(nodes) == len(cluster.nodes) or named.intersection(node.name for node in nodes):
-            needed = [node for node in nodes if not named or node.name in named]
-            raise ConfigError(model_lacking_text(spec, name, needed))
-
-
-def on_nodes(config: ServerConfig, plan: Plan, cluster: Cluster, kept: Collection[str] = ()) -> ServerConfig:
-    """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
-
-    kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where a node
-    lacks its resources.
-    """
-    for foreign in config.foreign:
-        if foreign.command:
-            raise ConfigError(f"models.{foreign.names[0]}.command: --ray starts engines of Meltcore only; name its url")
-    if config.sharing is not None and config.sharing.mps_sm_percent is not None:
-        raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
-    models = []
-    for model in config.models:
-        name = model.names[0]
-        if name in kept:
-            models.append(model)
-            continue
-        if not (nodes := plan.nodes(name)):
-            raise ConfigError(f"models.{name}.memory: must be named with --ray, as its sizes cannot be read here")
-        gpus = tuple(tuple(cluster.gpus[at][1] for at in group) for group in plan.replicas(name))
-        path = absolute_path(model.engine.model)
-        for node in cluster.nodes:
-            if node.name in nodes:
-                _check_node(node, gpus)
-        engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
-        models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
-    return dataclasses.replace(config, models=tuple(models))
 
 
 def _check_node(node: ClusterNode, gpus: Sequence[Sequence[int]]) -> None:

@@ -26,7 +26,7 @@ class Placement(NamedTuple):
     engine: EngineConfig
     environment: dict[str, str]
     node: str = ""  # of a cluster; "": this machine
-    gpus: tuple[int, ...] = ()  # of that node, numbered among those that Ray may use
+    gpus: tuple[int, ...] = ()  # that the plan names, numbered among those of the node that may be used
     model: str = ""  # of a cluster
 
 
@@ -84,7 +84,7 @@ def _on_named_gpus(config: ModelConfig) -> list[Placement]:
                 f"models.{config.names[0]}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
             )
         environment = gpu_environment([gpus[number] for number in numbers])
-        placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment))
+        placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment, gpus=numbers))
     return placements
 
 

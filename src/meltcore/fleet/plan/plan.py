@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from meltcore.common.errors import ConfigError
 from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
 from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, Kept, Lacking, keep, keep_on_hosts, place, place_on_hosts
@@ -67,6 +66,7 @@ def plan_fleet(
     contexts: ContextMemory = ASSUMED,
     host_bytes: int | Mapping[str, int] | None = None,
     gpu_nodes: Sequence[str] | None = None,
+    in_turns: bool = True,
     kept: Kept | None = None,
     lacking: Lacking | None = None,
 ) -> tuple[Plan | None, Plan | None]:
@@ -78,15 +78,13 @@ def plan_fleet(
     they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be
     known, and for tensor parallelism over nodes.
     """
-    if gpu_nodes is not None:
-        _check_one_node(spec, gpu_nodes)
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]
     known: dict[str, EngineNeeds] = {}
 
     def try_plan(changed: FleetSpec) -> Plan | None:
-        return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=gpu_nodes is None)
+        return _try(changed, gpus, contexts, hosts, known, kept or {}, lacking or {}, in_turns=in_turns)
 
     if (plan := try_plan(spec)) is not None:
         return plan, None
@@ -108,27 +106,6 @@ def empty_gpus(
         for number, total in zip(numbers, gpu_bytes, strict=False)
         if total > 0
     ]
-
-
-def _check_one_node(spec: FleetSpec, gpu_nodes: Sequence[str]) -> None:
-    """Raise ConfigError for an engine whose GPUs cannot be of one node."""
-    largest = max(Counter(gpu_nodes).values(), default=0)
-    for name, model in spec.models.items():
-        ranks = model.tensor_parallel_size
-        if model.device == "cpu" or model.kind == "url" or ranks == 1:
-            continue
-        if ranks > largest:
-            raise ConfigError(
-                f"models.{name}.tensor_parallel_size: got {ranks}; the largest node of the cluster has {largest} GPUs, "
-                "and tensor parallelism does not go over nodes"
-            )
-        for group in replica_gpus(model):
-            nodes = sorted({gpu_nodes[number] for number in group if number < len(gpu_nodes)})
-            if len(nodes) > 1:
-                raise ConfigError(
-                    f"models.{name}.device: the GPUs {', '.join(map(str, group))} of one engine are on "
-                    f"{' and '.join(nodes)}; tensor parallelism does not go over nodes"
-                )
 
 
 def _try(

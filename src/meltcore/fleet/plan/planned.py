@@ -12,28 +12,26 @@ from typing import NamedTuple
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.gpus.machine import Machine, VisibleGpu, visible_gpus
+from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import EngineNeeds, UnknownSizesError
 from meltcore.fleet.plan.cluster import (
     Cluster,
-    check_loadable,
     lacking_nodes,
     lacking_text,
     left_out_text,
     model_lacking_text,
     node_checkpoints,
-    on_nodes,
 )
 from meltcore.fleet.plan.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.plan.first_fit import Host, Place
 from meltcore.fleet.plan.from_spec import server_config
-from meltcore.fleet.plan.machine import read_machine
 from meltcore.fleet.plan.nearest import SEARCH_LIMIT_S
 from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
-from meltcore.fleet.plan.running_fleet import Running, fleet_places, place_engine, unchanged_models, without_engines
+from meltcore.fleet.plan.running_fleet import Running, place_engine, unchanged_models
+from meltcore.fleet.plan.site import OneMachine
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_plan import other_changes_text
 from meltcore.settings.config import ModelConfig, ServerConfig
@@ -44,12 +42,10 @@ _MAX_SIZES_SHOWN = 16
 
 
 class PlannedFrom(NamedTuple):
-    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster at an address, as read."""
+    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster, as read."""
 
     path: str
-    ray: str | None
-    machine: Machine | None
-    cluster: Cluster | None
+    site: OneMachine | Cluster
 
 
 class FleetPlanner:
@@ -59,41 +55,32 @@ class FleetPlanner:
     a cluster when it got its first one.
     """
 
-    def __init__(
-        self, path: Path, machine: Machine | None = None, ray: str | None = None, cluster: Cluster | None = None
-    ) -> None:
-        """`machine`: what the fleet may use; None reads it. ray: the address of a Ray cluster to plan for instead.
-
-        `cluster`: what is there; None reads it. Raises ConfigError where NVML or the cluster does not answer.
-        """
-        self.path, self.ray = path, ray
-        self._running_spec = self._next_spec = load_fleet(path) if ray is not None else None
-        if cluster is None and ray is not None:
-            cluster = Cluster.read(ray, node_checkpoints(load_fleet(path)))
-        self._cluster = cluster
-        self._before: dict[str, ClusterNode] = {}  # each node without what engines of the fleet have of it
-        if self._cluster is not None:
-            machine = self._cluster.machine
-            self._before = {node.name: node for node in self._cluster.nodes}
-        self._machine = machine if machine is not None else read_machine()
+    def __init__(self, path: Path, read: Callable[[FleetSpec], OneMachine | Cluster] = OneMachine.read) -> None:
+        """`read` returns what the fleet may use. Raises ConfigError for a file that is not valid, or as `read` does."""
+        self.path = path
+        self._running_spec = self._next_spec = load_fleet(path)
+        self._site = read(self._running_spec)
         self._looking = threading.Lock()  # `config` of a reload runs in a thread, beside `elsewhere`
 
     @classmethod
     def of(cls, planned: PlannedFrom) -> FleetPlanner:
         """Return a planner that plans from the same as another one, of another process."""
-        return cls(Path(planned.path), planned.machine, planned.ray, planned.cluster)
+        return cls(Path(planned.path), lambda _spec: planned.site)
 
     @property
     def planned_from(self) -> PlannedFrom:
         """What the planner plans from; with it GPUs of a cluster keep their numbers."""
-        return PlannedFrom(str(self.path), self.ray, self._machine, self._cluster)
+        return PlannedFrom(str(self.path), self._site)
+
+    @property
+    def site(self) -> OneMachine | Cluster:
+        """Where the engines run."""
+        return self._site
 
     @property
     def node_names(self) -> dict[str, str]:
-        """The names of the cluster's nodes by their ids, also of those that are left out."""
-        if self._cluster is None:
-            return {}
-        return {node.node_id: node.name for node in (*self._cluster.nodes, *self._cluster.left_out)}
+        """The names of the nodes by their ids, also of those that are left out."""
+        return {node.node_id: node.name for node in (*self._site.nodes, *self._site.left_out)}
 
     def checkpoints(self) -> list[str]:
         """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
@@ -108,34 +95,23 @@ class FleetPlanner:
         Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
         self._next_spec = load_fleet(self.path)
-        cluster, machine = self._cluster, self._machine
-        if running is not None and running.nodes is not None:
-            cluster = self._look(running.nodes, running.places)
-            machine = cluster.machine
-        found = _fitting(find_plan(self._next_spec, machine, report, cluster, running), machine)
+        site = self._site if running is None else self._look(running.nodes, running.places)
+        found = _fitting(find_plan(self._next_spec, site, report, running), site.machine)
         assert found.plan is not None
         assert found.config is not None
-        names = cluster.gpu_names if cluster is not None else visible_gpus() if machine.gpus else []
-        residency = dataclasses.replace(found.config.residency, room_bytes=_room(found.spec, found.plan, names))
+        room_bytes = _room(found.spec, found.plan, site.gpu_names)
+        residency = dataclasses.replace(found.config.residency, room_bytes=room_bytes)
         return dataclasses.replace(found.config, residency=residency)
 
     def accept(self) -> None:
         """Note that the fleet runs by the last plan from now on."""
         self._running_spec = self._next_spec
 
-    def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Cluster:
-        """Take the nodes as they are now, without what engines of the fleet at `places` have of them.
-
-        A node with a problem is left out. Engines go on there, so what it was before them stays known.
-        """
-        own = list(places.values())
+    def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
+        """Take the nodes as they are now, without what engines of the fleet at `places` have of them."""
         with self._looking:
-            assert self._cluster is not None
-            before = {node.name: self._before[node.name] for node in nodes if node.name in self._before}
-            seen = [without_engines(node, before.get(node.name), own) for node in nodes]
-            self._cluster = cluster = Cluster.of(seen, self._cluster.gpus)
-            self._before = before | {node.name: node for node in cluster.nodes}
-        return cluster
+            self._site = site = self._site.now(nodes, places)
+        return site
 
     def elsewhere(
         self,
@@ -148,8 +124,7 @@ class FleetPlanner:
 
         places: of the other engines. GPUs are numbered on their nodes. failed_nodes: where it cannot be either.
         """
-        cluster, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
-        assert spec is not None
+        site, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
         on_cpu = {name for (name, _), place in places.items() if not place.gpus}
         on_cpu |= set() if start.gpus else {start.model}
         models = {
@@ -157,47 +132,43 @@ class FleetPlanner:
             for name, model in spec.models.items()
         }
         spec = msgspec.structs.replace(spec, models=models)
-        machine = cluster.machine
+        machine = site.machine
         contexts = _contexts(machine)
         lacking = {
             node.name
-            for node in cluster.nodes
+            for node in site.nodes
             if node.name in failed_nodes
             or start.config.model in node.missing
             or (start.gpus and len(node.gib) < len(node.machine.gpus))
         }
         gpu_bytes = _free_bytes(_usable(spec, machine), contexts)
-        gpus = empty_gpus(spec, gpu_bytes, contexts, cluster.gpu_nodes)
+        gpus = empty_gpus(spec, gpu_bytes, contexts, site.gpu_nodes)
         kept = {
-            other: place
-            for other, place in fleet_places(places, cluster).items()
-            if other != key and place.node not in lacking
+            other: place for other, place in site.places(places).items() if other != key and place.node not in lacking
         }
         place = place_engine(
             spec,
             key,
             [gpu for gpu in gpus if gpu.node not in lacking],
-            [Host(node, total) for node, total in cluster.host_bytes.items() if node not in lacking],
+            [Host(node, total) for node, total in site.host_bytes.items() if node not in lacking],
             kept,
             contexts,
         )
-        return place and Place(place.node, tuple(cluster.gpus[number][1] for number in place.gpus))
+        return place and Place(place.node, tuple(site.gpus[number][1] for number in place.gpus))
 
     def why_nowhere(self, start: StartEngine) -> str:
         """Return why `elsewhere` has just found no place for an engine: no room, or none on its `device`."""
-        spec, cluster = self._running_spec, self._cluster
-        assert spec is not None
-        assert cluster is not None
+        spec, site = self._running_spec, self._site
         model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
         groups = [] if model is None or model.kind == "url" else replica_gpus(model)
         pinned = groups[start.replica] if start.replica < len(groups) else ()
         if not pinned:
-            lacking = lacking_text(start.config.model, cluster.lacking(start.config.model))
+            lacking = lacking_text(start.config.model, site.lacking(start.config.model))
             return f"no other node has {size}" + (lacking and f"; {lacking}")
-        there = cluster.machine.gpus
+        there = site.machine.gpus
         for number in pinned:
             if there[number].total_bytes == 0:
-                is_left_out = cluster.gpu_nodes[number] in {node.name for node in cluster.left_out}
+                is_left_out = site.gpu_nodes[number] in {node.name for node in site.left_out}
                 return f"device: GPU {number} is " + ("on a node that is left out" if is_left_out else "gone")
         return f"device: GPU {', '.join(map(str, pinned))} has not {size}"
 
@@ -213,7 +184,7 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
     A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
     Raises ConfigError for GPUs that are not there, and where the others do not fit.
     """
-    return _fitting(find_plan(spec, machine, report), machine).spec
+    return _fitting(find_plan(spec, OneMachine.of(machine), report), machine).spec
 
 
 class FoundPlan(NamedTuple):
@@ -244,18 +215,14 @@ class FoundPlan(NamedTuple):
 
 
 def find_plan(
-    spec: FleetSpec,
-    machine: Machine,
-    report: Callable[[str], None],
-    cluster: Cluster | None = None,
-    running: Running | None = None,
+    spec: FleetSpec, site: OneMachine | Cluster, report: Callable[[str], None], running: Running | None = None
 ) -> FoundPlan:
     """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster, beside what runs.
 
     `report` gets a line for each model that is not in the plan, and for nodes that are left out. Raises ConfigError for
     GPUs that are not there, and for a plan that the cluster cannot run.
     """
-    left_out = "" if cluster is None else left_out_text(cluster.left_out)
+    machine, left_out = site.machine, left_out_text(site.left_out)
     if left_out:
         if running is None:
             _check_no_numbers(spec, left_out)
@@ -270,22 +237,21 @@ def find_plan(
     contexts = _contexts(machine)
     gpus = _usable(spec, machine)
     gpu_bytes = _free_bytes(gpus, contexts)
-    places = {} if running is None else fleet_places(running.places, cluster)
+    places = {} if running is None else site.places(running.places)
     kept: dict[str, ModelConfig] = {}
     if running is not None:
         kept = unchanged_models(with_needs(known, fleet_needs(known)), running, places)
-    if cluster is not None:
-        _check_there(known, cluster, kept)
-    lacking = {} if cluster is None else lacking_nodes(known, cluster, kept)
+    site.check_numbers(known, kept)
+    lacking = lacking_nodes(known, site, kept)
     try:
-        if cluster is not None:
-            check_loadable(known, cluster, lacking)
+        site.check(known, lacking)
         plan, nearest = plan_fleet(
             known,
             gpu_bytes,
             contexts=contexts,
-            host_bytes=machine.host_bytes if cluster is None else cluster.host_bytes,
-            gpu_nodes=None if cluster is None else cluster.gpu_nodes,
+            host_bytes=site.host_bytes,
+            gpu_nodes=site.gpu_nodes,
+            in_turns=site.in_turns,
             kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
             lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
         )
@@ -303,11 +269,8 @@ def find_plan(
         spec = msgspec.structs.replace(spec, models=models)
         config = server_config(spec)
         stay = tuple(kept.get(model.names[0], model) for model in config.models)
-        config = dataclasses.replace(config, models=stay)
-        if cluster is not None:
-            config = on_nodes(config, plan, cluster, kept)
-    in_turns = cluster is None
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, in_turns, left_out, lacking_texts)
+        config = site.placed(dataclasses.replace(config, models=stay), plan, kept)
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, site.in_turns, left_out, lacking_texts)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -374,20 +337,6 @@ def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
     ]
     if keys:
         raise ConfigError(f"{keys[0]}: numbers of GPUs count those of all nodes, and {left_out}")
-
-
-def _check_there(spec: FleetSpec, cluster: Cluster, kept: Collection[str]) -> None:
-    """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
-    gpus = cluster.machine.gpus
-    for name, model in spec.models.items():
-        for number in () if isinstance(model.device, str) or name in kept else model.device:
-            if gpus[number].total_bytes == 0:
-                node = cluster.gpu_nodes[number]
-                left_out = left_out_text(each for each in cluster.left_out if each.name == node)
-                raise ConfigError(
-                    f"models.{name}.device: got GPU {number}, "
-                    + (left_out or f"which was on the node {node} and is gone from the cluster")
-                )
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
-from meltcore.fleet.plan.cluster import Cluster, absolute_path
+from meltcore.fleet.plan.cluster import absolute_path
 from meltcore.fleet.plan.context_memory import ContextMemory
 from meltcore.fleet.plan.first_fit import Gpu, Host, Place, keep, place, place_on_hosts
 from meltcore.fleet.plan.from_spec import server_config
@@ -23,12 +21,12 @@ from meltcore.settings.fleet_spec import FleetSpec
 class Running(NamedTuple):
     """A fleet that runs: its settings, and the place of each engine by model and replica, GPUs numbered on the node.
 
-    nodes: its cluster's nodes as they are now; without them it runs on this machine.
+    nodes: its cluster's nodes as they are now.
     """
 
     config: ServerConfig
     places: Mapping[tuple[str, int], Place]
-    nodes: Sequence[ClusterNode] | None = None
+    nodes: Sequence[ClusterNode] = ()
 
 
 def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
@@ -63,20 +61,6 @@ def unchanged_models(
             if name == model.names[0]
         )
     }
-
-
-def fleet_places(engines: Mapping[tuple[str, int], Place], cluster: Cluster | None) -> dict[tuple[str, int], Place]:
-    """Return the places of engines that are there now, with GPUs numbered as the fleet does."""
-    if cluster is None:
-        return dict(engines)
-    numbers = {name: number for number, name in enumerate(cluster.gpu_names)}
-    nodes = {node.name for node in cluster.nodes}
-    found = {}
-    for key, each in engines.items():
-        gpus = [numbers.get(f"{each.node}:{number}") for number in each.gpus]
-        if each.node in nodes and None not in gpus:
-            found[key] = Place(each.node, tuple(number for number in gpus if number is not None))
-    return found
 
 
 def place_engine(
@@ -115,22 +99,6 @@ def place_engine(
     ]
     placed_hosts = place_on_hosts([on_cpu[engine]], [host for host in there if host.free_bytes >= 0]) or ()
     return next((Place(host.node, ()) for host in placed_hosts if on_cpu[engine] in host.engines), None)
-
-
-def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
-    """Return a node as it would be without engines of the fleet: where one is, memory counts as before it came."""
-    own = [place for place in places if place.node == now.name]
-    if before is None or not own or now.problem:
-        return now
-    used_bytes = {gpu.number: gpu.used_bytes for gpu in before.machine.gpus}
-    gpus = tuple(
-        gpu._replace(used_bytes=used_bytes.get(gpu.number, gpu.used_bytes))
-        if any(gpu.number in place.gpus for place in own)
-        else gpu
-        for gpu in now.machine.gpus
-    )
-    machine = now.machine._replace(gpus=gpus, host_bytes=before.machine.host_bytes)
-    return msgspec.structs.replace(now, machine=machine)
 
 
 def _without_place(model: ModelConfig) -> ModelConfig:

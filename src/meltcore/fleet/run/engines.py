@@ -3,72 +3,164 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meltcore.fleet.plan.placement import Placement, shared_engine
+from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.replica import Replica
-from meltcore.fleet.run.supervised_model import ServerParts
-from meltcore.protocol.cluster import StartEngine
+from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.serve.engines.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.serve.engines.remote_engine import RemoteEngineProcess
-from meltcore.settings.config import PriorityClass
+from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
+
+if TYPE_CHECKING:
+    from meltcore.fleet.plan.planned import FleetPlanner
 
 
-def new_engine(
-    parts: ServerParts, replica: Replica, priority_class: PriorityClass, on_message: Callable[[FromEngine], None]
-) -> EngineProcess:
-    """Return an engine that has not been started. Without sockets it never will be."""
-    directory = replica.sockets or parts.sockets
-    if parts.cluster is not None:
-        start = _start(parts, replica, directory.name, priority_class)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """What all engines of a server are started with."""
+
+    command: Sequence[str]
+    sockets: Path
+    client_count: int
+    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
+    cpu_engines: Callable[[str], int]  # that share the cores of a node
+    gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
+    on_moved: Callable[[], None]  # an engine of a cluster has another place
+    sharing: SharingConfig | None  # of engines among each other; None: none waits
+
+    def engine(self, placement: Placement) -> EngineConfig:
+        """Return the settings of a placed engine with the number of ranks that may compile there at the same time."""
+        return dataclasses.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
+
+
+class Launcher(ABC):
+    """Starts the engines of a server."""
+
+    problem: str  # why no engine can be started anywhere; "": one can
+
+    @abstractmethod
+    async def connect(self) -> None:
+        """Prepare to start engines. Raises ConfigError where none can be started."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End what has started engines, and with it those that are left."""
+
+    @abstractmethod
+    async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
+        """Return the nodes of a cluster as they are now, with which of these checkpoints they cannot load.
+
+        Raises ConfigError where they cannot be read.
+        """
+
+    @abstractmethod
+    def new_engine(
+        self,
+        replica: Replica,
+        priority_class: PriorityClass,
+        failed_nodes: Mapping[str, int],
+        on_message: Callable[[FromEngine], None],
+    ) -> EngineProcess:
+        """Return an engine that has not been started. Without sockets it never will be.
+
+        failed_nodes: of a cluster, that are avoided where others have room, with the deaths there.
+        """
+
+
+MakeLauncher = Callable[[LaunchSettings, Callable[[str], None]], Launcher]  # with what prints a line
+
+
+class LocalLauncher(Launcher):
+    """Starts engines on this machine."""
+
+    problem = ""
+
+    def __init__(self, settings: LaunchSettings, _report: Callable[[str], None]) -> None:
+        self._settings = settings
+
+    async def connect(self) -> None:
+        """Return immediately."""
+
+    async def stop(self) -> None:
+        """Return immediately: each engine is ended by its model."""
+
+    async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:  # noqa: ARG002 - there are no nodes
+        """Return none: what this machine had before its engines is known."""
+        return []
+
+    def new_engine(
+        self,
+        replica: Replica,
+        priority_class: PriorityClass,
+        failed_nodes: Mapping[str, int],  # noqa: ARG002 - there is no other node
+        on_message: Callable[[FromEngine], None],
+    ) -> EngineProcess:
+        """Return an engine process of this machine."""
+        settings, placement = self._settings, replica.placement
+        config = settings.engine(placement)
+        return LocalEngineProcess(
+            shared_engine(placement._replace(engine=config), settings.sharing, priority_class, settings.sockets),
+            settings.command,
+            on_message,
+            directory=replica.sockets or settings.sockets,
+            client_count=settings.client_count,
+            environment=placement.environment | settings.environment(placement, priority_class),
+            log=replica.log,
+        )
+
+
+class RayLauncher(ClusterDriver, Launcher):
+    """Starts engines on the nodes of a Ray cluster."""
+
+    def __init__(
+        self, address: str, planner: FleetPlanner, settings: LaunchSettings, report: Callable[[str], None]
+    ) -> None:
+        super().__init__(address, planner, report)
+        self._settings = settings
+
+    def new_engine(
+        self,
+        replica: Replica,
+        priority_class: PriorityClass,
+        failed_nodes: Mapping[str, int],
+        on_message: Callable[[FromEngine], None],
+    ) -> EngineProcess:
+        """Return an engine process of the node of its placement."""
+        directory = replica.sockets or self._settings.sockets
         return RemoteEngineProcess(
-            parts.cluster,
-            start,
+            self,
+            self._order(replica, directory.name, priority_class),
             on_message,
             directory,
             replica.log,
-            on_place=partial(replica.move, parts.on_moved),
-            failed_nodes=parts.policy.failed_nodes(replica.deaths, time.monotonic()),
+            on_place=partial(replica.move, self._settings.on_moved),
+            failed_nodes=failed_nodes,
         )
-    return LocalEngineProcess(
-        shared_engine(_placement(parts, replica), parts.sharing, priority_class, parts.sockets),
-        parts.engine_command,
-        on_message,
-        directory=directory,
-        client_count=parts.client_count,
-        environment=replica.placement.environment | parts.environment(replica.placement, priority_class),
-        log=replica.log,
-    )
 
-
-def _placement(parts: ServerParts, replica: Replica) -> Placement:
-    """Return the place where an engine starts, with the number of ranks that may compile there concurrently."""
-    placement = replica.placement
-    engine = dataclasses.replace(placement.engine, node_ranks=parts.gpu_ranks(placement.node))
-    return placement._replace(engine=engine)
-
-
-def _start(parts: ServerParts, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
-    """Return the order to start an engine on its node. It has the number of its folder of sockets."""
-    assert parts.cluster is not None
-    placement = _placement(parts, replica)
-    size_bytes = placement.engine.memory_bytes or 0
-    return StartEngine(
-        engine=int(number) if number.isdigit() else -1,
-        node=placement.node,
-        command=list(parts.engine_command[1:]),
-        config=placement.engine,
-        client_count=parts.client_count,
-        client_key=parts.cluster.keys.public,
-        gpus=list(placement.gpus),
-        gib=size_bytes / 2**30,
-        cpu_engines=parts.cpu_engines(placement.node),
-        fleet=parts.cluster.name,
-        sharing=parts.sharing,
-        priority_class=priority_class,
-        model=placement.model,
-        replica=replica.index,
-    )
+    def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
+        """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
+        settings, placement = self._settings, replica.placement
+        size_bytes = placement.engine.memory_bytes or 0
+        return StartEngine(
+            engine=int(number) if number.isdigit() else -1,
+            node=placement.node,
+            command=list(settings.command[1:]),
+            config=settings.engine(placement),
+            client_count=settings.client_count,
+            client_key=self.keys.public,
+            gpus=list(placement.gpus),
+            gib=size_bytes / 2**30,
+            cpu_engines=settings.cpu_engines(placement.node),
+            fleet=self.name,
+            sharing=settings.sharing,
+            priority_class=priority_class,
+            model=placement.model,
+            replica=replica.index,
+        )

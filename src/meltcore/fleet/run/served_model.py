@@ -18,7 +18,6 @@ import msgspec
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError, MeltcoreError
 from meltcore.common.tasks import DEFAULT, Task
 from meltcore.fleet.plan.placement import Placement
-from meltcore.fleet.run.engines import new_engine
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
 from meltcore.fleet.run.replica import Death, Replica
@@ -300,12 +299,13 @@ class ServedModel(SupervisedModel[Replica]):
     @property
     def cluster_problem(self) -> str:
         """Why the cluster of the engines cannot be changed; "": it can, or there is none."""
-        problem = self._parts.cluster.problem if self._parts.cluster is not None else ""
+        problem = self._parts.launcher.problem
         return problem and f"the cluster cannot be changed: {problem}"
 
     def _new_engine(self, replica: Replica) -> EngineProcess:
+        failed_nodes = self._parts.policy.failed_nodes(replica.deaths, time.monotonic())
         on_message = partial(self._on_engine_message, replica)
-        return new_engine(self._parts, replica, self.config.priority_class, on_message)
+        return self._parts.launcher.new_engine(replica, self.config.priority_class, failed_nodes, on_message)
 
     def _on_engine_message(self, replica: Replica, message: FromEngine) -> None:
         if isinstance(message, EngineOutputs):  # also without outputs: a sign of life

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.fleet.plan.placement import Placement
-from meltcore.fleet.ray.cluster_driver import ClusterDriver
+from meltcore.fleet.run.engines import Launcher
 from meltcore.fleet.run.replica import ReplicaLife, Starts
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.fleet.run.start_gate import StartGate
@@ -20,7 +19,7 @@ from meltcore.fleet.run.worker_pool import WorkerPool
 from meltcore.protocol.channel import EndRequests, StatusChanged
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, SharingConfig
+from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus
 
 POLL_S = 0.02  # while draining
 _R = TypeVar("_R", bound=ReplicaLife)
@@ -34,18 +33,11 @@ class ServerParts:
     gate: StartGate
     log: Log
     report: Callable[[str], None]  # prints a line
-    engine_command: Sequence[str]
     sockets: Path
-    client_count: int
     next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
-    environment: Callable[[Placement, PriorityClass], dict[str, str]]  # of an engine, beside that of its placement
+    launcher: Launcher
     policy: RestartPolicy
-    log_folder: Path | None = None  # with a file per engine; None: our standard error
-    cluster: ClusterDriver | None = None  # whose nodes have the engines; None: this machine
-    cpu_engines: Callable[[str], int] = lambda _node: 1  # that share the cores of a node
-    gpu_ranks: Callable[[str], int] = lambda _node: 1  # of all engines on GPUs of a node
-    on_moved: Callable[[], None] = lambda: None  # an engine of a cluster has another place
-    sharing: SharingConfig | None = None  # of engines among each other; None: none waits
+    log_folder: Path | None  # with a file per engine; None: our standard error
 
 
 class SupervisedModel(ABC, Generic[_R]):

@@ -1,0 +1,112 @@
+"""What a plan needs of where engines run: its nodes, their GPUs and host memory, and what is refused there.
+
+One machine is a site of one node without a name. `fleet/plan/cluster.py` has the site of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import ClassVar, Self, TypeVar
+
+import msgspec
+
+from meltcore.common.gpus.machine import Machine, visible_gpus
+from meltcore.fleet.plan.first_fit import Place
+from meltcore.fleet.plan.machine import read_machine
+from meltcore.fleet.plan.plan import Plan
+from meltcore.protocol.cluster import ClusterNode
+from meltcore.settings.config import ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec
+
+_T = TypeVar("_T")
+
+
+class Site(msgspec.Struct, frozen=True):
+    """The nodes that can be used. Their GPUs are numbered from 0 on through all of them, by name.
+
+    known_gpus: GPUs that have a number since an earlier look, each as its node and its number there. They keep it, also
+    where they are gone; others get the next ones. left_out: nodes with a problem.
+    """
+
+    nodes: tuple[ClusterNode, ...]
+    known_gpus: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[ClusterNode, ...] = ()
+
+    title: ClassVar[str]  # in messages
+    in_turns: ClassVar[bool]  # whether models that sleep leave their memory to others
+
+    @property
+    def gpus(self) -> tuple[tuple[str, int], ...]:
+        """Each GPU as its node and its number there, in the order of their numbers."""
+        there = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
+        return tuple(dict.fromkeys([*self.known_gpus, *there]))
+
+    @property
+    def gpu_nodes(self) -> list[str]:
+        """The node of each GPU."""
+        return [node for node, _ in self.gpus]
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """The available bytes of host memory of each node."""
+        return {node.name: node.machine.host_bytes for node in self.nodes}
+
+    def lacking(self, checkpoint: str | None) -> list[ClusterNode]:
+        """Return the nodes that cannot load a checkpoint, which is a path or a hub id."""
+        return [node for node in self.nodes if checkpoint in node.missing]
+
+    def places(self, engines: Mapping[tuple[str, int], Place]) -> dict[tuple[str, int], Place]:
+        """Return the places of engines that are there now, with GPUs numbered as the fleet does."""
+        numbers = {gpu: number for number, gpu in enumerate(self.gpus)}
+        nodes = {node.name for node in self.nodes}
+        found = {}
+        for key, each in engines.items():
+            gpus = [numbers.get((each.node, number)) for number in each.gpus]
+            if each.node in nodes and None not in gpus:
+                found[key] = Place(each.node, tuple(number for number in gpus if number is not None))
+        return found
+
+
+class OneMachine(Site, frozen=True, tag="machine"):
+    """This machine. Its memory counts as it was when the fleet was started."""
+
+    title = "this machine"
+    in_turns = True
+
+    @classmethod
+    def of(cls, machine: Machine) -> Self:
+        """Return the site of a machine."""
+        return cls((ClusterNode("", "", "", machine),))
+
+    @classmethod
+    def read(cls, _spec: FleetSpec) -> Self:
+        """Return the site of this machine as it is now."""
+        return cls.of(read_machine())
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, also one whose GPUs cannot be used."""
+        return self.nodes[0].machine
+
+    @property
+    def gpu_names(self) -> list[str]:
+        """The name of each GPU, as CUDA_VISIBLE_DEVICES has it."""
+        return visible_gpus() if self.machine.gpus else []
+
+    def launched_by(self, local: _T, _on_ray: Callable[[str], _T]) -> _T:
+        """Return `local`."""
+        return local
+
+    def now(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
+        """Return the site as it was before its engines."""
+        return self
+
+    def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
+        """Return: no GPU has gone since the start."""
+
+    def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
+        """Return: all engines are on one node, which is asked when they start."""
+
+    def placed(self, config: ServerConfig, _plan: Plan, _kept: Collection[str]) -> ServerConfig:
+        """Return the settings: the file has the GPUs of the plan."""
+        return config
