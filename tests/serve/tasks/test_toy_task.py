@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import echo_task
 import pytest
 from server_harness import RunningServer, fleet_command, running, serve_command, server_config
 from waiting import WAIT_S, wait_until
@@ -28,7 +27,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-task\nVersion: 1.0\n")
     (installed / "entry_points.txt").write_text("[meltcore.tasks]\necho = echo_task:TASK\n")
-    package = Path(echo_task.__file__).parents[1]
+    package = Path(__file__).parents[2] / "doubles"
     inherited = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed.parent, package, inherited))))
     folder = tmp_path / "echo"
