@@ -6,6 +6,7 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
+from meltcore.common.tasks import tasks
 from meltcore.fleet.plan.context_memory import find_contexts
 from meltcore.fleet.plan.machine import process_bytes, read_gpus
 
@@ -24,7 +25,7 @@ def add_measured(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         task = row["task"]
         row["with context"] = row["NVML"] = None
-        if row["gpus"] and row["memory_bytes"] and task in contexts.processes:
+        if row["gpus"] and row["memory_bytes"] and task in tasks():
             each_bytes = row["memory_bytes"] + contexts.process_bytes(task, row["gpus"])
             row["with context"] = row["gpus"] * each_bytes
             planned += row["with context"]
