@@ -12,7 +12,7 @@ import torch
 from meltcore.kernels.attention.metadata import AttentionMetadata
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoints.checkpoint import PUBLISHED_CONFIG_FOLDERS, open_checkpoint
-from meltcore.models.decoders.decoder import Block, Decoder, layers_of_all_kinds
+from meltcore.models.decoders.decoder import Decoder, DecoderBlock, layers_of_all_kinds
 from meltcore.models.loader import build_meta_model
 from meltcore.models.quantized.quantization import quantize_as_stored, tensors_of_layers
 
@@ -74,7 +74,7 @@ def test_a_layer_of_other_shape_or_setting_is_another_kind() -> None:
     for change in ("shape", "setting"):
         other = decoder("meltcore/sums")
         middle = other.blocks[len(other.blocks) // 2]
-        assert isinstance(middle, Block)
+        assert isinstance(middle, DecoderBlock)
         assert len(set(other._kinds)) == 1
         del other._kinds
         if change == "shape":
@@ -105,18 +105,18 @@ def run(model: Decoder, metadata: Sequence[AttentionMetadata], caches: list[tupl
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[DecoderBlock]:
     """The blocks that run, which compute nothing."""
-    blocks: list[Block] = []
+    blocks: list[DecoderBlock] = []
 
-    def forward(block: Block, *_: Any) -> None:
+    def forward(block: DecoderBlock, *_: Any) -> None:
         blocks.append(block)
 
-    monkeypatch.setattr(Block, "forward", forward)
+    monkeypatch.setattr(DecoderBlock, "forward", forward)
     return blocks
 
 
-def test_layers_are_skipped_within_the_context_only(ran: list[Block]) -> None:
+def test_layers_are_skipped_within_the_context_only(ran: list[DecoderBlock]) -> None:
     model = decoder("Qwen/Qwen3-0.6B")
     metadata, caches = [metadata_of(TOKENS)] * len(model.blocks), [(TOKENS, TOKENS)] * len(model.blocks)
     with model.one_layer_per_kind():
@@ -128,7 +128,7 @@ def test_layers_are_skipped_within_the_context_only(ran: list[Block]) -> None:
 
 
 @pytest.mark.parametrize("unaligned", ["metadata", "cache"])
-def test_a_layer_whose_tensors_have_another_alignment_runs(unaligned: str, ran: list[Block]) -> None:
+def test_a_layer_whose_tensors_have_another_alignment_runs(unaligned: str, ran: list[DecoderBlock]) -> None:
     """Triton compiles another kernel for it: a sub-group's slots of an odd number of tokens begin in a 16-byte line."""
     model = decoder("Qwen/Qwen3-0.6B")
     aligned = torch.zeros(4, dtype=torch.int64)

@@ -39,7 +39,7 @@ from meltcore.serve.tasks.translation import translations as translations_module
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig, ModelConfig
-from meltcore.settings.routes_config import RoutesConfig, TranslationRule
+from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
 from meltcore.text.translation.document import prepare
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
@@ -253,7 +253,7 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     assert chosen("Kannada", "eng_Latn")[0] == "indic-en"
     assert chosen("kn", "hi")[0] == "en-indic"  # whose error names its direction
     assert chosen("kn", "en", names[1])[0] == "en-indic"
-    rules = (TranslationRule("kan_Knda", "*", "meltcore/sums"), TranslationRule("*", "English", names[2]))
+    rules = (TranslationRoute("kan_Knda", "*", "meltcore/sums"), TranslationRoute("*", "English", names[2]))
     assert chosen("kn", "en", translation=rules)[0] == "meltcore/sums"
     assert chosen("hi", "en", translation=rules)[0] == "indic-en"
     both = {"German": ("eng_Latn",), "eng_Latn": ("hi",)}

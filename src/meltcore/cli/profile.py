@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.common.errors import ConfigError
     from meltcore.common.options import from_options
     from meltcore.measure.documents.fingerprint import take_fingerprint
-    from meltcore.measure.documents.gaps import GAPS_PAGE, Profile
+    from meltcore.measure.documents.gaps import GAPS_PAGE, GpuProfile
     from meltcore.measure.report.nodes.profile import profile_page, save_profile
     from meltcore.measure.report.page.console import print_page
     from meltcore.measure.trace.gaps import ProfileOptions, analyze_trace
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         path, active_percent = _record(args)
         args.active_percent = active_percent if args.active_percent is None else args.active_percent
-    profile = Profile(
+    profile = GpuProfile(
         source=path.name,
         taken=datetime.now(UTC).isoformat(timespec="seconds"),
         # A file does not say which machine it is from.

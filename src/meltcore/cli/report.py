@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from meltcore.measure.documents.card import EvidenceType
-    from meltcore.measure.documents.values.documents import Document
+    from meltcore.measure.documents.values.documents import DocumentFile
 
 HELP = (
     "Of several run folders: the node's report card, which joins snapshot, certificate, benchmark, evaluation, tuning, "
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     return _card(args, documents)
 
 
-def _card(args: argparse.Namespace, documents: "Sequence[Document]") -> int:
+def _card(args: argparse.Namespace, documents: "Sequence[DocumentFile]") -> int:
     from pathlib import Path
 
     import msgspec

@@ -23,7 +23,7 @@ from meltcore.serve.dialects.speech_to_speech import SpeechToSpeechEndpoint
 from meltcore.serve.dialects.vision import VisionEndpoint
 from meltcore.serve.docs import ApiDocs
 from meltcore.serve.engines.engine_backend import EngineBackend
-from meltcore.serve.http.gate import Gate
+from meltcore.serve.http.gate import RequestGate
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
 from meltcore.serve.http.http import (
     ClientDisconnectedError,
@@ -35,7 +35,7 @@ from meltcore.serve.http.http import (
     while_connected,
 )
 from meltcore.serve.http.origins import OriginCheck
-from meltcore.serve.http.page import Page
+from meltcore.serve.http.page import ChatPage
 from meltcore.serve.http.paths import DOCS_PATHS
 from meltcore.serve.requests.backend import (
     LANGUAGE_PATHS,
@@ -103,7 +103,9 @@ def build_app(
     foreign = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**foreign, **completions, **others})
     # Starlette's layers would be a fifth of the cost per token.
-    gate = Gate(_Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
+    gate = RequestGate(
+        _Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing
+    )
     if not config.allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.
@@ -143,7 +145,7 @@ def _build_starlette(
     docs = ApiDocs()
     routes = [
         *(Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()),
-        Route("/", Page(), methods=["GET"]),
+        Route("/", ChatPage(), methods=["GET"]),
         *(Route(path, docs, methods=["GET"]) for path in DOCS_PATHS),
         Route("/v1/status", _Endpoint(handlers.status), methods=["GET"]),
         Route("/v1/models", _Endpoint(handlers.models), methods=["GET"]),

@@ -25,7 +25,7 @@ class Status:
     def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
         self._models = models
         self._choice = ModelChoice(models, config)
-        self._gpus = GpuReader()
+        self._gpus = GpuLoadReader()
 
     async def read(self) -> dict[str, Any]:
         """Return the status. languages: codes for a translation that no model of translation limits.
@@ -58,7 +58,7 @@ def _model(backend: Backend) -> dict[str, Any]:
     }
 
 
-class GpuReader:
+class GpuLoadReader:
     """Reads memory and utilization of all GPUs through NVML, at most about once per second."""
 
     def __init__(self) -> None:

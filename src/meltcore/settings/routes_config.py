@@ -25,7 +25,7 @@ def language_models(languages: object) -> Iterator[tuple[str, str, str]]:
 
 
 @dataclass(frozen=True)
-class TranslationRule:
+class TranslationRoute:
     """Names the model for a direction of translation, by language codes or names. "*" is every language."""
 
     source: str
@@ -43,7 +43,7 @@ class RoutesConfig:
 
     order: tuple[str, ...] = ()  # first names of models, as fleet.yaml has them; others follow in the order of adding
 
-    translation: tuple[TranslationRule, ...] = ()  # the first that matches decides
+    translation: tuple[TranslationRoute, ...] = ()  # the first that matches decides
     transcription: dict[str, str] = field(default_factory=dict)  # language to model; "*" is every other language
     synthesis: dict[str, str] = field(default_factory=dict)
     # Languages that models may not know: what they get instead, the first of these that the model knows.

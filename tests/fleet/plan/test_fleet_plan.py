@@ -26,7 +26,7 @@ from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan import nearest as nearest_plan
 from meltcore.fleet.plan import needs
 from meltcore.fleet.plan.context_memory import ASSUMED, context_table, find_contexts
-from meltcore.fleet.plan.first_fit import Engine, Gpu, place
+from meltcore.fleet.plan.first_fit import FilledGpu, PlannedEngine, place
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import changed_text
 from meltcore.fleet.plan.needs import named_needs
@@ -49,16 +49,16 @@ SIZES = st.integers(CONTEXT_BYTES + 1, 40 * GIB)
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> list[Engine]:
+def engines(draw: st.DrawFn) -> list[PlannedEngine]:
     count = draw(st.integers(1, 8))
     models = [f"m{draw(st.integers(0, 3))}" for _ in range(count)]
     return [
-        Engine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
+        PlannedEngine(model, index, draw(SIZES), draw(st.sampled_from((1, 1, 1, 2))), (), draw(st.booleans()))
         for index, model in enumerate(models)
     ]
 
 
-def place_plainly(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
+def place_plainly(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[FilledGpu, ...] | None:
     """First-fit that looks at every GPU for every engine."""
     placed = list(gpus)
     there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
@@ -91,7 +91,7 @@ def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject)
     sizes = st.integers(1, 6)
     cards = data.draw(st.lists(st.tuples(st.integers(4, 20), st.sampled_from("abc")), min_size=1, max_size=10))
     gpus = [
-        Gpu(number, size * GIB, (), GIB // 2, node if data.draw(st.booleans()) else "a")
+        FilledGpu(number, size * GIB, (), GIB // 2, node if data.draw(st.booleans()) else "a")
         for number, (size, node) in enumerate(cards)
     ]
     found = []
@@ -99,7 +99,7 @@ def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject)
         size, ranks, sleeps = data.draw(st.tuples(sizes, st.sampled_from((1, 1, 2)), st.booleans()))
         for replica in range(data.draw(st.integers(1, 6))):
             only = data.draw(st.sampled_from([(), (), tuple(range(0, len(gpus), 2))]))
-            found.append(Engine(model, replica, size * GIB, ranks, only, sleeps, GIB // 2))
+            found.append(PlannedEngine(model, replica, size * GIB, ranks, only, sleeps, GIB // 2))
     stay, to_place = found[::5], [each for at, each in enumerate(found) if at % 5]
     for each in stay:
         at = data.draw(st.integers(0, len(gpus) - 1))
@@ -110,8 +110,8 @@ def test_engines_are_placed_as_if_each_looked_at_every_card(data: st.DataObject)
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(engines(), st.lists(st.integers(10 * GIB, 150 * GIB), min_size=1, max_size=4))
-def test_placed_engines_never_take_more_than_a_card(found: list[Engine], cards: list[int]) -> None:
-    gpus = place(found, [Gpu(number, size) for number, size in enumerate(cards)])
+def test_placed_engines_never_take_more_than_a_card(found: list[PlannedEngine], cards: list[int]) -> None:
+    gpus = place(found, [FilledGpu(number, size) for number, size in enumerate(cards)])
     if gpus is None:
         resident = sum(each.size_bytes * each.gpus for each in found)
         # On one card nothing that fits is refused; on several, not what the largest card alone would hold.
@@ -126,9 +126,9 @@ def test_placed_engines_never_take_more_than_a_card(found: list[Engine], cards: 
 
 
 def test_replicas_go_to_different_cards_and_named_ones_where_the_file_says() -> None:
-    cards = [Gpu(0, 80 * GIB), Gpu(1, 80 * GIB)]
-    twins = [Engine("a", replica, 20 * GIB, 1, (), False) for replica in range(2)]
-    placed = place([*twins, Engine("b", 0, 10 * GIB, 1, (1,), False)], cards)
+    cards = [FilledGpu(0, 80 * GIB), FilledGpu(1, 80 * GIB)]
+    twins = [PlannedEngine("a", replica, 20 * GIB, 1, (), False) for replica in range(2)]
+    placed = place([*twins, PlannedEngine("b", 0, 10 * GIB, 1, (1,), False)], cards)
     assert placed is not None
     assert [sorted(each.model for each in gpu.engines) for gpu in placed] == [["a"], ["a", "b"]]
 

@@ -10,7 +10,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.sizes import GIB
 from meltcore.fleet.plan.cluster import Cluster
-from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, place, place_on_hosts
+from meltcore.fleet.plan.first_fit import FilledGpu, Host, PlannedEngine, place, place_on_hosts
 from meltcore.fleet.plan.plan import describe_plan, plan_fleet
 from meltcore.fleet.plan.planned import does_not_fit, find_plan
 from meltcore.fleet.plan.site import OneMachine
@@ -29,15 +29,17 @@ def cluster(*gpus: int) -> Cluster:
 
 
 def test_ranks_of_an_engine_are_on_one_node_and_replicas_on_different_ones() -> None:
-    cards = [Gpu(number, 80 * GIB, node=node) for number, node in enumerate(("a", "b", "b", "a", "a"))]
-    pairs = [Engine("m", replica, 30 * GIB, 2, (), False) for replica in range(2)]
+    cards = [FilledGpu(number, 80 * GIB, node=node) for number, node in enumerate(("a", "b", "b", "a", "a"))]
+    pairs = [PlannedEngine("m", replica, 30 * GIB, 2, (), False) for replica in range(2)]
     placed = place(pairs, cards)
     assert placed is not None
     nodes = [{gpu.node for gpu in placed if engine in gpu.engines} for engine in pairs]
     assert nodes == [{"a"}, {"b"}]
     # Each node has room on one card only: two cards with room are not enough.
-    full = [Engine(f"x{node}", 0, 70 * GIB, 1, (number,), False) for number, node in ((1, "b"), (0, "a"), (4, "a"))]
-    assert place([*full, Engine("m", 0, 30 * GIB, 2, (), False)], cards) is None
+    full = [
+        PlannedEngine(f"x{node}", 0, 70 * GIB, 1, (number,), False) for number, node in ((1, "b"), (0, "a"), (4, "a"))
+    ]
+    assert place([*full, PlannedEngine("m", 0, 30 * GIB, 2, (), False)], cards) is None
 
 
 def test_engines_on_cpus_go_where_memory_is_free_and_replicas_apart() -> None:

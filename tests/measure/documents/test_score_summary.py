@@ -3,11 +3,11 @@
 import pytest
 from sample_scores import sample_device, sample_health, sample_scored_run
 
-from meltcore.measure.documents.score import Expectation, GpuScore, MetricRow, Spread
+from meltcore.measure.documents.score import GpuScore, MetricRow, Spread, WindowExpectation
 from meltcore.measure.documents.values.score_summary import expectations, totals, totals_line
 
 
-def judged(*devices: GpuScore) -> list[Expectation]:
+def judged(*devices: GpuScore) -> list[WindowExpectation]:
     return expectations(sample_scored_run(list(devices)).score)
 
 

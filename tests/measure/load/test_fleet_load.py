@@ -15,7 +15,7 @@ from task_server import serve_tasks
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.fleet_load import FleetLoad, LoadedModel
+from meltcore.measure.documents.fleet_load import FleetLoad, ModelUnderLoad
 from meltcore.measure.documents.schema import Distribution, FleetLevel, LevelResult, StreamLoad
 from meltcore.measure.load.config import IntRange, Timeouts
 from meltcore.measure.load.fleet.fleet_config import (
@@ -272,7 +272,7 @@ def test_health_counts_what_is_lost_and_holds_p95_against_limits() -> None:
             )
             for number, p95 in enumerate((first_ms, 900.0))
         ]
-        models = [LoadedModel(name="a", task="generation", workload="", share=1.0)]
+        models = [ModelUnderLoad(name="a", task="generation", workload="", share=1.0)]
         result = FleetLoad(
             status="complete", started="2026-01-01T00:00:00+00:00", duration_s=1, fingerprint=take_fingerprint(),
             settings={}, models=models, levels=mixed,

@@ -9,13 +9,13 @@ from sample_scores import sample_device, sample_scored_run
 
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.gaps import GapReport, GapTotal, Profile
+from meltcore.measure.documents.gaps import GapReport, GapTotal, GpuProfile
 from meltcore.measure.documents.schema import EvalScore, Fingerprint, Gate, RunResult
 from meltcore.measure.documents.score import SM_ACTIVE, ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.starts import StartSet
 from meltcore.measure.documents.tuning import Tuning, TuningPoint
-from meltcore.measure.documents.values.documents import Content, Document
+from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.report.comparisons.compare_starts import compare_starts
 
 LOAD: dict[str, Any] = {"workload": "random:in=64,out=64", "concurrency": [32], "seed": 0}
@@ -89,7 +89,7 @@ def comparison(rate: float = 1240.0, starts: int = 6, new_command: str = FASTER,
     return compare_starts(taken("A", SHIPPED, 1000.0), taken("B", new_command, rate), control=control, order="ABBA")
 
 
-def profile(untrusted: tuple[str, ...] = ()) -> Profile:
+def profile(untrusted: tuple[str, ...] = ()) -> GpuProfile:
     report = GapReport(
         device=0,
         window_us=1000.0,
@@ -103,16 +103,16 @@ def profile(untrusted: tuple[str, ...] = ()) -> Profile:
         recoverable_share=0.1,
         untrusted=list(untrusted),
     )
-    return Profile(source="trace.json", taken="2026-11-21T12:40:00+00:00", reports=[report])
+    return GpuProfile(source="trace.json", taken="2026-11-21T12:40:00+00:00", reports=[report])
 
 
-def document(content: Content, name: str = "run") -> Document:
-    names = {Snapshot: "machine.json", Certificate: "certificate.json", Tuning: "tuning.json", Profile: "gaps.json",
+def document(content: Content, name: str = "run") -> DocumentFile:
+    names = {Snapshot: "machine.json", Certificate: "certificate.json", Tuning: "tuning.json", GpuProfile: "gaps.json",
              ComparisonResult: "comparison.json"}  # fmt: skip
-    return Document(Path(name) / names.get(type(content), "result.json"), content)
+    return DocumentFile(Path(name) / names.get(type(content), "result.json"), content)
 
 
-def whole_node(folder: Path) -> list[Document]:
+def whole_node(folder: Path) -> list[DocumentFile]:
     """Everything a card can hold, all of it good."""
     certified = scripted_certificate(folder)
     contents = [certified.snapshot, certified, benchmark(), evaluation(), tuning(), profile(), comparison()]

@@ -31,7 +31,7 @@ from meltcore.measure.documents.card import REQUIRED, Card
 from meltcore.measure.documents.schema import EvalScore, Gate, Gpu
 from meltcore.measure.documents.score import Spread
 from meltcore.measure.documents.served_model import command_model
-from meltcore.measure.documents.values.documents import Content, Document
+from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.report.comparisons.comparison import changed_arguments, side_names
 from meltcore.measure.report.comparisons.tuning import points_table
 from meltcore.measure.report.nodes.card import card_page, conflicting_snapshots, make_card, newest_documents, save_card
@@ -303,7 +303,7 @@ def test_console_ends_in_the_verdict(tmp_path: Path) -> None:
 
 def test_document_tells_its_folder_or_its_own_name() -> None:
     assert document(evaluation(), "20261121T120000Z-eval").source == "20261121T120000Z-eval"
-    assert Document(Path("kept/machine.json"), evaluation()).source == "machine.json"
+    assert DocumentFile(Path("kept/machine.json"), evaluation()).source == "machine.json"
 
 
 def test_command_joins_folders_and_exits_as_nagios_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from waiting import WAIT_S
 from meltcore.measure.documents.score import ScoreLevel
 from meltcore.measure.score import engine_process
 from meltcore.measure.score.device import Device, DeviceRun
-from meltcore.measure.score.engine_process import EngineError, EngineProcess
+from meltcore.measure.score.engine_process import EngineError, ScoredEngine
 from meltcore.protocol.json_lines import Generate
 
 FAST = 0.002
@@ -147,7 +147,7 @@ def test_interruption_ends_a_run(tmp_path: Path) -> None:
 def test_prompts_larger_than_a_pipe_are_sent_while_tokens_arrive(tmp_path: Path) -> None:
     """Neither side blocks: the pipes hold 64 KiB, the prompts are 7 MB."""
     engine_process.ENGINE_COMMAND = program(tmp_path / "emitted", period_s=0.0)
-    with EngineProcess({}, tmp_path / "log") as process:
+    with ScoredEngine({}, tmp_path / "log") as process:
         process.wait_ready(never)
         for number in range(2_000):
             process.send(Generate(number, [139_999] * 500, 3))
@@ -161,7 +161,7 @@ def test_prompts_larger_than_a_pipe_are_sent_while_tokens_arrive(tmp_path: Path)
 
 def test_idle_engine_may_send_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "STALL_LIMIT_S", 0.2)
-    with EngineProcess({}, tmp_path / "log") as process:
+    with ScoredEngine({}, tmp_path / "log") as process:
         process.wait_ready(never)
         time.sleep(0.4)
         process.send(Generate(0, [5], 1))
@@ -172,7 +172,7 @@ def test_idle_engine_may_send_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_engine_that_is_never_ready_is_an_error(tmp_path: Path) -> None:
     engine_process.ENGINE_COMMAND = ("sleep", "60")
-    process = EngineProcess({}, tmp_path / "log")
+    process = ScoredEngine({}, tmp_path / "log")
     try:
         with pytest.raises(EngineError, match="not ready within 0 s"):
             process.wait_ready(never, limit_s=0.2)

@@ -18,7 +18,7 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import start_ticks
-from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.gaps import GpuProfile
 from meltcore.measure.experiments.servers.process import free_port, is_healthy
 from meltcore.measure.trace.nsys import nsys_command, record
 
@@ -99,7 +99,7 @@ def test_command_is_recorded_exported_and_analyzed(folder: Path, capsys: pytest.
         *("trace.nsys-rep", "trace.sqlite", "nsys.log", "gaps.html", "gaps.json")
     }
     assert "hello" in (run / "nsys.log").read_text()
-    assert msgspec.json.decode((run / "gaps.json").read_bytes(), type=Profile).fingerprint is not None
+    assert msgspec.json.decode((run / "gaps.json").read_bytes(), type=GpuProfile).fingerprint is not None
     profile, export = calls(folder)
     assert profile[:4] == ["profile", "--trace=cuda,nvtx,osrt", "--cuda-graph-trace=node", "--sample=none"]
     assert not [each for each in profile if "capture-range" in each]

@@ -15,7 +15,7 @@ from waiting import wait_until
 from meltcore.common.errors import ConfigError
 from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
 from meltcore.settings.config import EngineConfig, ForeignConfig, ServerConfig
-from meltcore.settings.routes_config import RoutesConfig, TranslationRule
+from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
 
 ROUTES = RoutesConfig(
     chat_prompt="In {language}:",
@@ -113,7 +113,7 @@ def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
     for routes, key in [
         (RoutesConfig(translate_model="x"), "routes.translate_model is 'x'"),
         (RoutesConfig(synthesis={"kn": "x"}), "routes.synthesis.kn is 'x'"),
-        (RoutesConfig(translation=(TranslationRule("*", "kn", "x"),)), r"routes.translation\[0\].model is 'x'"),
+        (RoutesConfig(translation=(TranslationRoute("*", "kn", "x"),)), r"routes.translation\[0\].model is 'x'"),
     ]:
         with pytest.raises(ConfigError, match=f"{key}, which is no model of this server: scripted"):
             dataclasses.replace(config, routes=routes).check_routes()

@@ -117,7 +117,7 @@ def test_a_driver_that_hangs_costs_one_thread_and_no_answer(monkeypatch: pytest.
     monkeypatch.setattr(status, "_QUERY_LIMIT_S", 0.05)
 
     async def read() -> list[list[dict[str, Any]]]:
-        reader = status.GpuReader()
+        reader = status.GpuLoadReader()
         early = [await reader.read() for _ in range(3)]
         await asyncio.sleep(0.3)
         return [*early, await reader.read()]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.serve.http.gate import Gate, read_terms
+from meltcore.serve.http.gate import RequestGate, read_terms
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.paths import OPEN_PATHS
 from meltcore.serve.requests import keys as keys_module
@@ -197,7 +197,7 @@ def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
         sent.append(message)
 
     log: Any = SimpleNamespace(write=lambda event, **fields: lines.append(fields))
-    gate = Gate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
+    gate = RequestGate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
 
     async def scenario() -> None:
         await gate(scope(x_api_key="secret"), None, send)  # type: ignore[arg-type]

@@ -355,7 +355,7 @@ def test_connections_are_kept_and_a_closed_one_is_replaced() -> None:
 
 def test_retry_only_before_the_first_byte_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request has a connection of its own: on one that was kept, a close is no failure of the server."""
-    monkeypatch.setattr(http_replica.Replica, "release", lambda _, connection: connection.abort())
+    monkeypatch.setattr(http_replica.UpstreamReplica, "release", lambda _, connection: connection.abort())
 
     async def check() -> None:
         bad, good = Upstream(sends(then="close")), Upstream(sends(stream(EVENT, DONE, b"")))

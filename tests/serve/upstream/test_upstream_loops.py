@@ -21,7 +21,7 @@ from meltcore.common.errors import RequestError
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
 from meltcore.serve.upstream.foreign_process import free_port
-from meltcore.serve.upstream.http_replica import Replica
+from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.config import EngineConfig, ForeignConfig, ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -160,7 +160,7 @@ def test_upstream_that_lists_its_models_under_our_name_is_not_used(*, is_whole: 
     async def check() -> None:
         upstream = Upstream(sends(b""))
         await upstream.start()
-        replica = Replica(0, upstream.url, far("far", upstream.url), None)
+        replica = UpstreamReplica(0, upstream.url, far("far", upstream.url), None)
         for lists, state in ((True, "starting"), (False, "up"), (True, "down"), (False, "up")):
             named = fields if is_whole else {"models": {"meta": fields}}
             upstream.health = answer(json.dumps(named if lists else {**fields, "server": "other"}, indent=1).encode())

@@ -28,7 +28,7 @@ def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> l
     return [*(shape for shape in buckets if shape < max_cost), max_cost]
 
 
-class Waiting(NamedTuple, Generic[Request]):
+class WaitingRequest(NamedTuple, Generic[Request]):
     """One waiting request with its cost, and the shape that it is padded to."""
 
     order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
@@ -43,9 +43,9 @@ class WaitingQueue(Generic[Request]):
     def __init__(self, shapes: Sequence[int]) -> None:
         """Create an empty queue. shapes: in increasing order; the last one is the largest cost of a request."""
         self._shapes = list(shapes)
-        self._heaps: dict[int, list[Waiting[Request]]] = {}
+        self._heaps: dict[int, list[WaitingRequest[Request]]] = {}
         self._deadlines: list[tuple[float, str]] = []
-        self._waiting: dict[str, Waiting[Request]] = {}  # ended requests remain in the heaps until they surface
+        self._waiting: dict[str, WaitingRequest[Request]] = {}  # ended requests remain in the heaps until they surface
         self._num_added = 0
         self.cost = 0
 
@@ -60,14 +60,14 @@ class WaitingQueue(Generic[Request]):
         self._num_added += 1
         deadline_s = float("inf") if request.deadline_s is None else request.deadline_s
         shape = self._shapes[bisect_left(self._shapes, cost)]
-        waiting = Waiting((request.priority, deadline_s, self._num_added), request, cost, shape)
+        waiting = WaitingRequest((request.priority, deadline_s, self._num_added), request, cost, shape)
         self._waiting[request.request_id] = waiting
         self.cost += cost
         heapq.heappush(self._heaps.setdefault(shape, []), waiting)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
-    def remove(self, request_id: str) -> Waiting[Request] | None:
+    def remove(self, request_id: str) -> WaitingRequest[Request] | None:
         """Remove and return a request; None if it does not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
@@ -83,7 +83,7 @@ class WaitingQueue(Generic[Request]):
                 requests.append(waiting.request)
         return requests
 
-    def take(self, max_cost: int, bound: int | None = None) -> list[Waiting[Request]]:
+    def take(self, max_cost: int, bound: int | None = None) -> list[WaitingRequest[Request]]:
         """Remove and return the next batch; empty if the first request does not fit.
 
         The request first in order decides the shape. Requests of that shape follow in order, then those of smaller
@@ -94,7 +94,7 @@ class WaitingQueue(Generic[Request]):
         if first is None or first.shape > max_cost:
             return []
         max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.shape)
-        batch: list[Waiting[Request]] = []
+        batch: list[WaitingRequest[Request]] = []
         for shape in sorted(self._heaps, reverse=True):
             if not first.shape >= shape > first.shape / _MAX_PADDING:
                 continue
@@ -104,7 +104,7 @@ class WaitingQueue(Generic[Request]):
                 batch.append(top)
         return batch
 
-    def _top(self, shape: int) -> Waiting[Request] | None:
+    def _top(self, shape: int) -> WaitingRequest[Request] | None:
         """Return the first waiting request of a shape, without the ended ones before it."""
         heap = self._heaps[shape]
         while heap:

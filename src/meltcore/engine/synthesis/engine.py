@@ -49,8 +49,8 @@ from meltcore.settings.config import EngineConfig
 from meltcore.text.synthesis.chunks import (
     MAX_REFERENCE_S,
     MAX_TEXT,
-    Chunk,
     ReferenceText,
+    TextChunk,
     plan_chunks,
 )
 from meltcore.text.synthesis.vocabulary import load_vocabulary
@@ -73,7 +73,7 @@ class _Speech:
     """A request that has begun."""
 
     request: Synthesize
-    chunks: list[Chunk]
+    chunks: list[TextChunk]
     mels: torch.Tensor
     reference_frames: int
     noise: torch.Generator
@@ -137,7 +137,7 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         with self._building():
             self._sampler = SpeechSampler(self.model, max_batch_frames, graph_limits)
         self._voices = self._load_voices(config, checkpoint.folder if not is_dummy else None)
-        self._plans: dict[str, tuple[_Speaker, list[Chunk]]] = {}  # of requests that wait
+        self._plans: dict[str, tuple[_Speaker, list[TextChunk]]] = {}  # of requests that wait
         self._running: dict[str, _Speech] = {}
         self._load_s = time.monotonic() - start_s
 

@@ -28,7 +28,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, RequestError, SleepError
 from meltcore.common.tasks import Task
-from meltcore.engine.core.waiting import Waiting, WaitingQueue, shape_buckets
+from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, shape_buckets
 from meltcore.engine.host.shell import Outputs
 from meltcore.engine.host.sleep import Slept
 from meltcore.engine.host.step_pacing import StepTurn
@@ -247,7 +247,7 @@ class BatchEngine(Generic[Request, Result]):
         self.task.start([waiting.request for waiting in batch], shape)
         return shape * len(batch)
 
-    def _hold(self, waiting: Waiting[Request], shape: int, now_s: float) -> None:
+    def _hold(self, waiting: WaitingRequest[Request], shape: int, now_s: float) -> None:
         self._running[waiting.request.request_id] = _Running(shape, waiting.request.arrived_s or now_s, now_s)
         self._running_cost += shape
         self._cost += waiting.cost

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from meltcore.fleet.plan.context_memory import ASSUMED
 
 
-class Engine(NamedTuple):
+class PlannedEngine(NamedTuple):
     """One replica of a model to place. size_bytes: on each of its GPUs, with `resident_bytes`.
 
     resident_bytes: the context of its process, and of a model that takes turns what it holds besides while it sleeps.
@@ -32,12 +32,12 @@ class Engine(NamedTuple):
         return self.size_bytes - self.resident_bytes if self.sleeps else 0
 
 
-class Gpu(NamedTuple):
+class FilledGpu(NamedTuple):
     """A GPU and the engines on it. One sleeping model at a time is awake: the largest counts."""
 
     number: int
     total_bytes: int
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[PlannedEngine, ...] = ()
     driver_bytes: int = ASSUMED.driver_bytes
     node: str = ""  # of a cluster; "": this machine
 
@@ -85,13 +85,13 @@ class Host(NamedTuple):
 class _Room:
     """A GPU while engines are placed on it."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: FilledGpu) -> None:
         self.gpu, self._engines = gpu, list(gpu.engines)
         self._models = {engine.model for engine in gpu.engines}
         self._resident_bytes = gpu.driver_bytes + sum(engine.size_bytes - engine.awake_bytes for engine in gpu.engines)
         self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
 
-    def fits(self, engine: Engine) -> bool:
+    def fits(self, engine: PlannedEngine) -> bool:
         """Return whether it has room for one more engine, by `Gpu.used_bytes`."""
         awake_bytes = engine.awake_bytes
         resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
@@ -100,18 +100,18 @@ class _Room:
     def has(self, model: str) -> bool:
         return model in self._models
 
-    def add(self, engine: Engine) -> None:
+    def add(self, engine: PlannedEngine) -> None:
         awake_bytes = engine.awake_bytes
         self._engines.append(engine)
         self._models.add(engine.model)
         self._resident_bytes += engine.size_bytes - awake_bytes
         self._awake_bytes = max(self._awake_bytes, awake_bytes)
 
-    def filled(self) -> Gpu:
+    def filled(self) -> FilledGpu:
         return self.gpu._replace(engines=tuple(self._engines))
 
 
-def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | None:
+def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[FilledGpu, ...] | None:
     """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
 
     All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
@@ -126,7 +126,7 @@ def place(engines: Sequence[Engine], gpus: Sequence[Gpu]) -> tuple[Gpu, ...] | N
     return tuple(room.filled() for room in rooms)
 
 
-def _place_alike(engines: Sequence[Engine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
+def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
     """Place engines that differ in their replica alone; returns whether all fit. replicas: by node and model.
 
     Each GPU is looked at one time, and after each engine the GPUs of its node again: nothing has changed on the others.
@@ -163,9 +163,11 @@ def _place_alike(engines: Sequence[Engine], rooms: Sequence[_Room], replicas: Co
     return True
 
 
-def keep(engines: Iterable[Engine], gpus: Sequence[Gpu], kept: Kept) -> tuple[list[Engine], list[Gpu]]:
+def keep(
+    engines: Iterable[PlannedEngine], gpus: Sequence[FilledGpu], kept: Kept
+) -> tuple[list[PlannedEngine], list[FilledGpu]]:
     """Return the engines to place, and the GPUs with those that stay."""
-    stay: dict[int, list[Engine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
+    stay: dict[int, list[PlannedEngine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
     to_place = []
     for engine in engines:
         key = engine.model, engine.replica

@@ -18,7 +18,7 @@ from meltcore.settings.config import (
     SharingConfig,
 )
 from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
-from meltcore.settings.routes_config import RoutesConfig, TranslationRule
+from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
 
 _ENGINE_FIELDS = (
     *("tokenizer", "chat_template", "special_tokens_in_messages"),
@@ -87,7 +87,7 @@ def routes_config(spec: FleetSpec) -> RoutesConfig:
     prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
     return RoutesConfig(
         order=tuple(spec.models),
-        translation=tuple(TranslationRule(rule.source, rule.target, rule.model) for rule in languages.translation),
+        translation=tuple(TranslationRoute(rule.source, rule.target, rule.model) for rule in languages.translation),
         transcription=languages.transcription,
         synthesis=languages.synthesis,
         substitute=languages.substitute_lists,

@@ -13,7 +13,17 @@ import msgspec
 
 from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
-from meltcore.fleet.plan.first_fit import Engine, Gpu, Host, Kept, Lacking, keep, keep_on_hosts, place, place_on_hosts
+from meltcore.fleet.plan.first_fit import (
+    FilledGpu,
+    Host,
+    Kept,
+    Lacking,
+    PlannedEngine,
+    keep,
+    keep_on_hosts,
+    place,
+    place_on_hosts,
+)
 from meltcore.fleet.plan.nearest import nearest
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.plan.placement import replica_gpus
@@ -33,7 +43,7 @@ class Plan(NamedTuple):
     search was over, and fewer changes may be enough.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[FilledGpu, ...]
     on_cpu: tuple[str, ...]
     needs: dict[str, EngineNeeds]
     sleeping: tuple[str, ...]
@@ -96,13 +106,13 @@ def plan_fleet(
 
 def empty_gpus(
     spec: FleetSpec, gpu_bytes: Sequence[int], contexts: ContextMemory, gpu_nodes: Sequence[str] | None = None
-) -> list[Gpu]:
+) -> list[FilledGpu]:
     """Return the GPUs that a fleet may use, within its limits, without those that are gone."""
     numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
     return [
-        Gpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
+        FilledGpu(number, min(total, limits.get(number) or total), (), contexts.driver_bytes, nodes[number])
         for number, total in zip(numbers, gpu_bytes, strict=False)
         if total > 0
     ]
@@ -110,7 +120,7 @@ def empty_gpus(
 
 def _try(
     spec: FleetSpec,
-    gpus: Sequence[Gpu],
+    gpus: Sequence[FilledGpu],
     contexts: ContextMemory,
     hosts: Sequence[Host],
     known: dict[str, EngineNeeds],
@@ -149,7 +159,7 @@ def gpu_engines(
     sleeping: Sequence[str],
     contexts: ContextMemory,
     lacking: Lacking | None = None,
-) -> Iterator[Engine]:
+) -> Iterator[PlannedEngine]:
     """Yield the engines on GPUs, those of the models in `sleeping` as such that take turns."""
     for name, model in spec.models.items():
         if model.device == "cpu" or model.kind == "url":
@@ -161,7 +171,9 @@ def gpu_engines(
             resident_bytes += needs[name].asleep_bytes
         nodes = (lacking or {}).get(name, frozenset())
         for replica, only in enumerate(replica_gpus(model)):
-            yield Engine(name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes)
+            yield PlannedEngine(
+                name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes
+            )
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
@@ -173,7 +185,7 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
     found = []
     for layout in MIG_LAYOUTS:
         slices = [
-            Gpu(index, total_bytes * MIG_PROFILES[name][0] // 8, (), plan.contexts.driver_bytes)
+            FilledGpu(index, total_bytes * MIG_PROFILES[name][0] // 8, (), plan.contexts.driver_bytes)
             for index, name in enumerate(layout)
         ]
         is_alone = all(engine.gpus == 1 for engine in engines)
@@ -260,7 +272,7 @@ def describe_plan(
     )
 
 
-def _parts(gpu: Gpu) -> Iterator[PlannedPart]:
+def _parts(gpu: FilledGpu) -> Iterator[PlannedPart]:
     yield PlannedPart(name="driver", size_bytes=gpu.driver_bytes)
     awake = max((engine.awake_bytes for engine in gpu.engines), default=0)
     for engine in gpu.engines:

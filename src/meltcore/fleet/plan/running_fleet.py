@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meltcore.fleet.plan.cluster import absolute_path
 from meltcore.fleet.plan.context_memory import ContextMemory
-from meltcore.fleet.plan.first_fit import Gpu, Host, Place, keep, place, place_on_hosts
+from meltcore.fleet.plan.first_fit import FilledGpu, Host, Place, keep, place, place_on_hosts
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.plan.placement import replica_gpus
@@ -66,7 +66,7 @@ def unchanged_models(
 def place_engine(
     spec: FleetSpec,
     engine: tuple[str, int],
-    gpus: Sequence[Gpu],
+    gpus: Sequence[FilledGpu],
     hosts: Sequence[Host],
     kept: Mapping[tuple[str, int], Place],
     contexts: ContextMemory,

@@ -9,7 +9,7 @@ import msgspec
 from meltcore.common.files import SCHEMA_VERSION
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.gaps import GpuProfile
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
@@ -88,7 +88,7 @@ class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
     benchmark: ScoredRun | None = None
     runs: list[RunResult] = msgspec.field(default_factory=list)
     tunings: list[Tuning] = msgspec.field(default_factory=list)
-    profiles: list[Profile] = msgspec.field(default_factory=list)
+    profiles: list[GpuProfile] = msgspec.field(default_factory=list)
     comparisons: list[ComparisonResult] = msgspec.field(default_factory=list)
 
     @property

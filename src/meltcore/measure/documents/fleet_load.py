@@ -9,7 +9,7 @@ import msgspec
 from meltcore.measure.documents.schema import FleetLevel, Gate, RunEnvelope, StreamLoad
 
 
-class LoadedModel(msgspec.Struct, kw_only=True):
+class ModelUnderLoad(msgspec.Struct, kw_only=True):
     """One model of the fleet: its name, its task, what is sent to it, and facts of /v1/models such as `weights`."""
 
     name: str
@@ -45,7 +45,7 @@ class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load
     `health` has a line per model and one of the fleet. `gpu_note` says how GPUs were measured, or why they were not.
     """
 
-    models: list[LoadedModel]
+    models: list[ModelUnderLoad]
     levels: list[FleetLevel] = msgspec.field(default_factory=list)
     interference: list[Interference] = msgspec.field(default_factory=list)
     experiment: FleetExperiment | None = None

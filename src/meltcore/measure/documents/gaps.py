@@ -104,7 +104,7 @@ class GapReport(msgspec.Struct, kw_only=True):
     untrusted: list[str] = msgspec.field(default_factory=list)
 
 
-class Profile(msgspec.Struct, kw_only=True, tag_field="document", tag="profile"):
+class GpuProfile(msgspec.Struct, kw_only=True, tag_field="document", tag="profile"):
     """A `gaps.json`: one report per GPU. `source` is the file name of the trace, `taken` the time it was read.
 
     `fingerprint` is None for a trace from a file, which does not say on which machine it was recorded.

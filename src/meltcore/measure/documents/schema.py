@@ -306,7 +306,7 @@ class Fingerprint(msgspec.Struct, kw_only=True):
     taken: str
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class DemoSample(msgspec.Struct, kw_only=True):
     """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio.
 
     A `task` of None is a message of a chat, whose answer has no expected text.
@@ -366,4 +366,4 @@ class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
     mixed: list[FleetLevel] = msgspec.field(default_factory=list)
     weighted_throughput: WeightedThroughput | None = None
     eval_score: EvalScore | None = None
-    samples: list[Sample] = msgspec.field(default_factory=list)
+    samples: list[DemoSample] = msgspec.field(default_factory=list)

@@ -175,7 +175,7 @@ class Totals(msgspec.Struct, kw_only=True):
     output_tokens: int
 
 
-class Expectation(msgspec.Struct, kw_only=True):
+class WindowExpectation(msgspec.Struct, kw_only=True):
     """One expectation of the sustained window: what was expected, what was seen, and the rule of the verdict."""
 
     name: str
@@ -241,7 +241,7 @@ class Score(msgspec.Struct, kw_only=True):
     devices: list[GpuScore]
     not_comparable: list[str] = msgspec.field(default_factory=list)
     totals: Totals | None = None
-    expectations: list[Expectation] = msgspec.field(default_factory=list)
+    expectations: list[WindowExpectation] = msgspec.field(default_factory=list)
     references: list[ReferenceRatio] = msgspec.field(default_factory=list)
     grid: SweepGrid | None = None
     prompt_file: PromptFile | None = None

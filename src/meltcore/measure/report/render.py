@@ -12,12 +12,12 @@ from meltcore.measure.documents.card import Card
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.gaps import GpuProfile
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.tuning import Tuning
-from meltcore.measure.documents.values.documents import PAGE_FILES, Document
+from meltcore.measure.documents.values.documents import PAGE_FILES, DocumentFile
 from meltcore.measure.report.comparisons.backends import backends_page
 from meltcore.measure.report.comparisons.comparison import comparison_page
 from meltcore.measure.report.comparisons.tuning import tuning_page
@@ -36,7 +36,7 @@ _PAGE_BUILDERS: dict[type, Callable[[Any], Page]] = {
     ScoredRun: score_page,
     Certificate: certificate_page,
     Tuning: tuning_page,
-    Profile: profile_page,
+    GpuProfile: profile_page,
     ComparisonResult: comparison_page,
     BackendComparison: backends_page,
     Card: card_page,
@@ -55,7 +55,7 @@ def save_run(folder: RunFolder, result: RunResult | FleetLoad) -> None:
     write_page(folder.report_path, _PAGE_BUILDERS[type(result)](result))
 
 
-def export_document(document: Document, path: Path) -> Path:
+def export_document(document: DocumentFile, path: Path) -> Path:
     """Write the charts of a document's page to `path`, an SVG or PNG file, and return the path.
 
     Raises ConfigError for a document without a page, a page without charts, and a path that cannot be written.
@@ -64,7 +64,7 @@ def export_document(document: Document, path: Path) -> Path:
     return path
 
 
-def render_document(document: Document, path: Path | None = None) -> Path:
+def render_document(document: DocumentFile, path: Path | None = None) -> Path:
     """Write a document's page to `path`, by default to its usual name beside the document, and return the path.
 
     Raises ConfigError for a snapshot, which has no page.
@@ -74,7 +74,7 @@ def render_document(document: Document, path: Path | None = None) -> Path:
     return write_page(path or page_path, builder(document.content))
 
 
-def _page_builder(document: Document) -> Callable[[Any], Page]:
+def _page_builder(document: DocumentFile) -> Callable[[Any], Page]:
     if type(document.content) not in _PAGE_BUILDERS:
         raise ConfigError(
             f"{document.path} is a snapshot, which has no page of its own: give it with others for a card"

@@ -17,7 +17,7 @@ from meltcore.measure.node.monitor.recording import Recording
 from meltcore.measure.score import workload
 from meltcore.measure.score.counting import DRIFT_LIMIT, rates_over_time, spread
 from meltcore.measure.score.device import DeviceRun
-from meltcore.measure.score.plan import Plan
+from meltcore.measure.score.plan import ScorePlan
 from meltcore.measure.score.telemetry import gpu_health, power_w, time_series, utilization
 from meltcore.protocol.json_lines import ReadyLine
 
@@ -38,7 +38,7 @@ class MonitoredRun:
 def assemble(
     runs: Sequence[DeviceRun],
     monitored: MonitoredRun | None,
-    plan: Plan,
+    plan: ScorePlan,
     *,
     began_s: float,
     concurrencies: Sequence[int],
@@ -151,7 +151,7 @@ def _time_series(
 
 
 def _not_comparable(
-    ready: ReadyLine, runs: Sequence[DeviceRun], plan: Plan, concurrencies: Sequence[int], is_complete: bool
+    ready: ReadyLine, runs: Sequence[DeviceRun], plan: ScorePlan, concurrencies: Sequence[int], is_complete: bool
 ) -> list[str]:
     """Return the reasons why this result is not comparable with others."""
     reasons = []

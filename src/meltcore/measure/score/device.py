@@ -14,7 +14,7 @@ import numpy as np
 from meltcore.measure.documents.score import ScoreLevel, SweepGrid
 from meltcore.measure.score import workload
 from meltcore.measure.score.counting import LevelWindow, StepCounter, best_level, score_level
-from meltcore.measure.score.engine_process import EngineError, EngineProcess, RunInterruptedError
+from meltcore.measure.score.engine_process import EngineError, RunInterruptedError, ScoredEngine
 from meltcore.protocol.json_lines import Abort, Generate, ReadyLine, StepLine
 
 # Prompts of a level are numbered from a million times its index, so that no two levels share one.
@@ -54,7 +54,7 @@ class LevelRun:
     from the time of a step to our reading of it.
     """
 
-    process: EngineProcess
+    process: ScoredEngine
     concurrency: int
     max_num_seqs: int
     prompt: Callable[[int], list[int]]
@@ -170,7 +170,7 @@ class DeviceRun:
     lag_p99_ms: float | None = None
     step_s: list[np.ndarray] = field(default_factory=list)
     step_tokens: list[np.ndarray] = field(default_factory=list)
-    _process: EngineProcess | None = None
+    _process: ScoredEngine | None = None
 
     def __enter__(self) -> DeviceRun:
         return self
@@ -183,7 +183,7 @@ class DeviceRun:
         """Start the engine and run a few requests, so that nothing compiles later. Errors go to `failure`."""
         started_s = time.monotonic()
         try:
-            self._process = EngineProcess(self.device.settings, self.log_path, environment=self.device.environment)
+            self._process = ScoredEngine(self.device.settings, self.log_path, environment=self.device.environment)
             self.ready = self._process.wait_ready(self.is_interrupted)
             self._level_run(_NUM_WARMUPS, index=-1).run_once()
             if self.grid is not None:  # sampling has kernels of its own

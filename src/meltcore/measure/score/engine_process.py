@@ -48,7 +48,7 @@ class RunInterruptedError(Exception):
     """The user interrupted the run."""
 
 
-class EngineProcess:
+class ScoredEngine:
     """A context manager: the engine runs inside the block and has ended after it.
 
     `config` are EngineConfig's fields. `environment` is added to ours, to select the GPU.
@@ -79,7 +79,7 @@ class EngineProcess:
         self._selector.register(self._output, selectors.EVENT_READ)
         self._writing = False
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> ScoredEngine:
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ SWEEP_PROMPT_TOKENS = workload.MIN_PROMPT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ScorePlan:
     """The workload of a score. Only results of equal `name` rank. `prompt`: (number, vocabulary) to tokens.
 
     `grid`: the cells of a sweep, None for a score. `prompt_file`: set if the prompts come from a file.
@@ -34,13 +34,13 @@ class Plan:
         return max(workload.CONTEXT, max_prompt_tokens + workload.OUTPUT_TOKENS)
 
 
-def make_plan(config: BenchConfig) -> Plan:
+def make_plan(config: BenchConfig) -> ScorePlan:
     """Return the plan of a run: the score, a file of prompts, or a sweep. Raises ConfigError for an unusable file."""
     precision = workload.PRECISIONS[config.precision]
     if config.prompts is not None:
         return _prompts_plan(load_prompts(config.prompts, config.model, cpu=config.cpu), precision)
     if not config.sweep:
-        return Plan(name=precision.name, precision=precision)
+        return ScorePlan(name=precision.name, precision=precision)
     grid = SweepGrid(
         concurrency=list(config.sweep_concurrency),
         output_lens=list(config.sweep_output_lens),
@@ -48,12 +48,14 @@ def make_plan(config: BenchConfig) -> Plan:
         prompt_tokens=SWEEP_PROMPT_TOKENS,
         cell_s=SWEEP_FRACTION * config.duration_s / config.sweep_cells,
     )
-    return Plan(name=precision.name.replace("score", "sweep"), precision=precision, prompt=_sweep_prompt, grid=grid)
+    return ScorePlan(
+        name=precision.name.replace("score", "sweep"), precision=precision, prompt=_sweep_prompt, grid=grid
+    )
 
 
-def _prompts_plan(prompts: Prompts, precision: Precision) -> Plan:
+def _prompts_plan(prompts: Prompts, precision: Precision) -> ScorePlan:
     lengths = [len(tokens) for tokens in prompts.tokens]
-    return Plan(
+    return ScorePlan(
         name=f"{precision.name.replace('score', 'prompts')}+{prompts.digest}",
         precision=precision,
         prompt=prompts.prompt,

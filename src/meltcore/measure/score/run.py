@@ -29,7 +29,7 @@ from meltcore.measure.score.assemble import MonitoredRun, assemble
 from meltcore.measure.score.config import BenchConfig
 from meltcore.measure.score.device import Device, DeviceRun
 from meltcore.measure.score.engine_process import EngineError
-from meltcore.measure.score.plan import Plan, make_plan
+from meltcore.measure.score.plan import ScorePlan, make_plan
 from meltcore.measure.score.telemetry import memory_in_use_bytes, total_memory_bytes
 
 SAMPLES_FILE = "samples.jsonl"
@@ -173,7 +173,7 @@ def _cpu(config: BenchConfig, name: str) -> Device:
 
 def _device_run(
     config: BenchConfig,
-    plan: Plan,
+    plan: ScorePlan,
     device: Device,
     levels: Sequence[int],
     folder: RunFolder,
@@ -193,7 +193,7 @@ def _device_run(
     )
 
 
-def _announcement(config: BenchConfig, plan: Plan, devices: Sequence[Device]) -> str:
+def _announcement(config: BenchConfig, plan: ScorePlan, devices: Sequence[Device]) -> str:
     first = devices[0]
     weights = "random weights" if first.settings.get("load_format") == "dummy" else "its weights"
     names = ", ".join(f"{device.label} ({device.name})" for device in devices)

@@ -49,7 +49,7 @@ from meltcore.models.decoders.tensor_names import (
 _ALIGNMENT_BYTES = 16
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Runs attention or Gated DeltaNet, then a feed-forward. Both add their output to the residual stream."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
@@ -120,7 +120,7 @@ def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:
     return sorted(chosen)
 
 
-def _kind(block: Block) -> Hashable:
+def _kind(block: DecoderBlock) -> Hashable:
     """Return a value that is equal for blocks that launch the same kernels: their modules' settings and shapes."""
     settings: list[Hashable] = [block.kv_cache_spec()]
     for name, module in block.named_modules():
@@ -209,7 +209,7 @@ class Decoder(Model):
         self.embedding = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, config.stream_scale, rounds_scale=config.rounds_embedding_scale
         )
-        self.blocks = nn.ModuleList(Block(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(DecoderBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = config.norm(config.hidden_size)
         tie_word_embeddings = config.tie_word_embeddings
         self.lm_head = self.embedding if tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size)
@@ -357,7 +357,7 @@ class Decoder(Model):
         """Return whether `name` is the copy of a tied output head, which is not read."""
         return self.config.tie_word_embeddings and name == "lm_head.weight"
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[DecoderBlock]:
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, DecoderBlock)
             yield block

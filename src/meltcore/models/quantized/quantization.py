@@ -20,7 +20,7 @@ from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.linear import LinearBase
 from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
-from meltcore.models.decoders.decoder import Block, Decoder
+from meltcore.models.decoders.decoder import Decoder, DecoderBlock
 from meltcore.models.decoders.model import Model
 
 
@@ -108,7 +108,7 @@ def tensors_of_layers(
     if not model.config.tie_word_embeddings:
         yield model.lm_head, ("lm_head.weight",)
     for index, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         attention, mlp, prefix = block.attention, block.mlp, f"{model.prefix}layers.{index}"
         if isinstance(attention, Attention):
             yield attention.qkv_proj, tuple(f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv")

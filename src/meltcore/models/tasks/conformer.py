@@ -75,7 +75,7 @@ class Subsampling(nn.Module):
         return subsampled
 
 
-class FeedForward(nn.Module):
+class ConformerFeedForward(nn.Module):
     """Two linear layers with SiLU between them."""
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -150,10 +150,10 @@ class ConformerLayer(nn.Module):
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.norm_feed_forward1, self.feed_forward1 = nn.LayerNorm(size), FeedForward(config)
+        self.norm_feed_forward1, self.feed_forward1 = nn.LayerNorm(size), ConformerFeedForward(config)
         self.norm_self_att, self.self_attn = nn.LayerNorm(size), RelativeAttention(config)
         self.norm_conv, self.conv = nn.LayerNorm(size), ConvolutionModule(config)
-        self.norm_feed_forward2, self.feed_forward2 = nn.LayerNorm(size), FeedForward(config)
+        self.norm_feed_forward2, self.feed_forward2 = nn.LayerNorm(size), ConformerFeedForward(config)
         self.norm_out = nn.LayerNorm(size)
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:

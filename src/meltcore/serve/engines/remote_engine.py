@@ -40,7 +40,7 @@ class RemoteRun(NamedTuple):
     ended: asyncio.Future[RunEnded]
 
 
-class Cluster(Protocol):
+class EngineCluster(Protocol):
     """What starts engines on other nodes."""
 
     async def start_engine(
@@ -68,7 +68,7 @@ class RemoteEngineProcess(EngineProcess):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: EngineCluster,
         start: StartEngine,
         on_message: Callable[[FromEngine], None],
         directory: Path,

@@ -59,7 +59,7 @@ def _class(value: bytes) -> PriorityClass:
     raise RequestError(f"X-Priority-Class must be one of {', '.join(CLASSES)}; got {shorten(text)!r}")
 
 
-class Gate:
+class RequestGate:
     """Passes requests on to `app`.
 
     It refuses a request that comes from another site's page, lacks a valid key or exceeds the key's rate, and one that

@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("page.html")
 _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
-class Page:
+class ChatPage:
     """The page as a raw ASGI application. It needs no API key: it holds nothing of a user or of a model."""
 
     def __init__(self) -> None:

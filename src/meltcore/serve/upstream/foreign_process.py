@@ -24,7 +24,7 @@ from meltcore.common.process import LoggedProcess, describe_exit
 from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
-from meltcore.serve.upstream.http_replica import Replica
+from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.config import ForeignConfig
 
 _GUARD = (sys.executable, "-m", "meltcore.common.guard")
@@ -51,7 +51,7 @@ class ForeignProcess:
         self._config = config
         self._command = foreign_command(config, replica, port)
         self._name = f"the server of {config.names[0]}" + (f" (replica {replica})" if config.replicas > 1 else "")
-        self._upstream = Replica(replica, self.url, config, upstream_api_key(config))
+        self._upstream = UpstreamReplica(replica, self.url, config, upstream_api_key(config))
         self._log_path = log_path
         self._report = report
         self._process: LoggedProcess | None = None

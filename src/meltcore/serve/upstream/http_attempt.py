@@ -20,7 +20,7 @@ from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
-from meltcore.serve.upstream.http_replica import Replica
+from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.config import ForeignConfig
 
 # An answer that is no stream is sent once it is whole, up to this size: until then its failure is a plain error.
@@ -96,7 +96,7 @@ class UpstreamTicket(Ticket[UpstreamChild]):
             self.turn = asyncio.get_running_loop().create_future()
             await self.turn
 
-    async def connect(self, replica: Replica) -> UpstreamConnection:
+    async def connect(self, replica: UpstreamReplica) -> UpstreamConnection:
         """Open a connection, unless the client disconnects meanwhile. Raises UpstreamError."""
         self._connecting = asyncio.create_task(replica.connect())
         try:
@@ -165,7 +165,7 @@ class Attempt:
         self,
         request: ForwardedRequest,
         ticket: UpstreamTicket,
-        replica: Replica,
+        replica: UpstreamReplica,
         *,
         stats: ModelStats,
         server: str,

@@ -30,7 +30,7 @@ from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutco
 from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
-from meltcore.serve.upstream.http_replica import Replica
+from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.config import ForeignConfig
 
 MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
@@ -49,7 +49,7 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 class ForeignHealth(Health):
     """Whether a foreign model can be served: one of its replicas answers, and its breaker is not open."""
 
-    def __init__(self, name: str, stats: ModelStats, replicas: list[Replica]) -> None:
+    def __init__(self, name: str, stats: ModelStats, replicas: list[UpstreamReplica]) -> None:
         super().__init__(stats)
         self._name = name
         self._replicas = replicas
@@ -111,7 +111,7 @@ class HttpBackend:
         self.names = config.names
         self.paths = config.paths
         self.stats = stats
-        self.replicas = [Replica(index, url, config, key) for index, url in enumerate(config.urls)]
+        self.replicas = [UpstreamReplica(index, url, config, key) for index, url in enumerate(config.urls)]
         for replica in self.replicas:
             stats.set_answers(replica.index, False)
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
@@ -158,7 +158,7 @@ class HttpBackend:
         """End every open request, or every one of `replica`, with an error."""
         self.tickets.end_all(error, outcome, replica)
 
-    async def _watch_health(self, replica: Replica) -> None:
+    async def _watch_health(self, replica: UpstreamReplica) -> None:
         while True:
             await replica.check_health()
             self.stats.set_answers(replica.index, replica.state == "up")
@@ -283,13 +283,13 @@ class HttpBackend:
                 replica.num_open -= 1
                 self.tickets.leave(ticket.child)
 
-    def _ended(self, ticket: UpstreamTicket, replica: Replica) -> ForwardOutcome:
+    def _ended(self, ticket: UpstreamTicket, replica: UpstreamReplica) -> ForwardOutcome:
         """Return the outcome of a request that was ended before its answer began. Raises RequestError."""
         if ticket.error is not None and not ticket.is_gone:
             raise ticket.error
         return ForwardOutcome(499, replica.index, "client_closed")
 
-    def _choose(self, tried: set[int]) -> Replica:
+    def _choose(self, tried: set[int]) -> UpstreamReplica:
         """Return the replica with the fewest open requests of all API servers. Raises RequestError (429, 503)."""
         usable = self._usable(tried)
         free = [each for each in usable if each.num_open < MAX_CONNECTIONS]
@@ -307,7 +307,7 @@ class HttpBackend:
         turn, count = self._turn, len(self.replicas)
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
-    def _usable(self, tried: set[int]) -> list[Replica]:
+    def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
         """Return the replicas that requests may be sent to. The supervisor leaves out those it starts or drains."""
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [

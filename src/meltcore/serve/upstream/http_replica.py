@@ -24,7 +24,7 @@ KEEP_ALIVE_S = 4.0  # of an idle connection; vLLM, SGLang and llama.cpp close th
 ReplicaState = Literal["starting", "up", "down"]
 
 
-class Replica:
+class UpstreamReplica:
     """One server of a foreign model, as one process uses it. `index`: among the replicas of the model."""
 
     def __init__(self, index: int, url: str, config: ForeignConfig, api_key: str | None) -> None:

@@ -56,7 +56,7 @@ class ReferenceText(NamedTuple):
         return cls(text, token_ids, frames, seconds)
 
 
-class Chunk(NamedTuple):
+class TextChunk(NamedTuple):
     """A part of a text: its ids after the reference's ids, and the frames of reference and speech together."""
 
     text: str
@@ -66,7 +66,7 @@ class Chunk(NamedTuple):
 
 def plan_chunks(
     text: str, reference: ReferenceText, vocabulary: Vocabulary, *, speed: float, max_speech_s: float = MAX_SPEECH_S
-) -> list[Chunk]:
+) -> list[TextChunk]:
     """Return the chunks of a text. A chunk is spoken at the rate of the reference, in bytes of UTF-8 per second.
 
     speed: 2 is twice as fast; max_speech_s: the longest chunk with the reference. Raises RequestError for empty text,
@@ -90,7 +90,7 @@ def plan_chunks(
         spoken = int(reference.frames / reference_bytes * len(part.encode()) / speed)
         # At least one frame more than the characters and the reference's spectrogram, which has one frame more.
         frames = max(reference.frames + spoken, len(token_ids) + 1, reference.frames + 2)
-        chunks.append(Chunk(part, token_ids, frames))
+        chunks.append(TextChunk(part, token_ids, frames))
     return chunks
 
 

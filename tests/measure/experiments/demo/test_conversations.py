@@ -11,7 +11,7 @@ import yaml
 from sample_results import sample_run
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.schema import Sample
+from meltcore.measure.documents.schema import DemoSample
 from meltcore.measure.experiments.demo.config import DemoConfig
 from meltcore.measure.experiments.demo.conversations import CONVERSATIONS, converse
 from meltcore.measure.experiments.demo.fleet import write_fleet
@@ -62,7 +62,7 @@ def test_wrong_missing_and_refused_answers_fail(api: ScriptedApi, failed: int, d
 
 
 def test_page_shows_questions_and_answers_as_text() -> None:
-    html = render(sample_run(samples=[Sample(given="Who?", answer="<b>Ada</b>")]))
+    html = render(sample_run(samples=[DemoSample(given="Who?", answer="<b>Ada</b>")]))
     assert "Conversations" in html
     assert "&lt;b&gt;Ada&lt;/b&gt;" in html
     assert "Translations and transcripts" not in html

@@ -15,7 +15,7 @@ from task_server import SPEECH, serve_tasks
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.options import add_options, from_options
-from meltcore.measure.documents.schema import CheckResult, Evaluation, LevelResult, Sample
+from meltcore.measure.documents.schema import CheckResult, DemoSample, Evaluation, LevelResult
 from meltcore.measure.experiments.demo.config import DemoConfig, parse_tasks
 from meltcore.measure.experiments.demo.tasks import run_step, speak
 from meltcore.measure.experiments.demo.verdict import judge
@@ -29,7 +29,7 @@ STEPS = {name: task.step for name, task in tasks().items() if task.step is not N
 SPEAKER = tasks()["synthesis"]
 
 
-def run(task: str, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list[Sample]]:
+def run(task: str, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list[DemoSample]]:
     """The step against a server that answers all problems right but the last `num_wrong`."""
     step = STEPS[task]
     problems = step.make_problems(7)
@@ -105,8 +105,8 @@ def test_tasks_are_chosen_by_name() -> None:
 def test_page_plays_clips_beside_their_transcripts() -> None:
     audio = b"RIFF...."
     samples = [
-        Sample(task="translation", given="A dog runs.", answer="<b>", expected="<b>"),
-        Sample(task="transcription", given="clip 1", answer="abc", expected="abd", audio_wav=audio),
+        DemoSample(task="translation", given="A dog runs.", answer="<b>", expected="<b>"),
+        DemoSample(task="transcription", given="clip 1", answer="abc", expected="abd", audio_wav=audio),
     ]
     html = render(sample_run(samples=samples))
     assert "&lt;b&gt;" in html, "answers are text, not markup"

@@ -13,7 +13,7 @@ from meltcore.measure.documents.card import CARD_FILE, CARD_PAGE, Card, Evidence
 from meltcore.measure.documents.certificate import CERTIFICATE_FILE, CERTIFICATE_PAGE, Certificate
 from meltcore.measure.documents.comparison import COMPARISON_FILE, ComparisonResult
 from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.gaps import GAPS_FILE, GAPS_PAGE, Profile
+from meltcore.measure.documents.gaps import GAPS_FILE, GAPS_PAGE, GpuProfile
 from meltcore.measure.documents.runfolder import REPORT_FILE, RESULT_FILE
 from meltcore.measure.documents.schema import Fingerprint, RunResult
 from meltcore.measure.documents.score import ScoredRun
@@ -21,10 +21,10 @@ from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import TUNING_FILE, Tuning
 
 Content = (
-    Snapshot | Certificate | RunResult | Tuning | Profile | ComparisonResult | BackendComparison | Card | FleetLoad
+    Snapshot | Certificate | RunResult | Tuning | GpuProfile | ComparisonResult | BackendComparison | Card | FleetLoad
 )
 DOCUMENT_TYPES = (
-    *(Snapshot, Certificate, RunResult, ScoredRun, Tuning, Profile, ComparisonResult, BackendComparison, Card),
+    *(Snapshot, Certificate, RunResult, ScoredRun, Tuning, GpuProfile, ComparisonResult, BackendComparison, Card),
     FleetLoad,
 )
 SNAPSHOT_FILE = "snapshot.json"  # of `meltcore snapshot --json`, which makes no run folder
@@ -40,7 +40,7 @@ PAGE_FILES = {
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentFile:
     """A document that was read from `path`, with its parsed `content`."""
 
     path: Path
@@ -78,7 +78,7 @@ class Document:
         return None if isinstance(content, Card) else content.fingerprint
 
 
-def find_documents(path: Path) -> list[Document]:
+def find_documents(path: Path) -> list[DocumentFile]:
     """Read the documents of a file, a run folder, or a folder of run folders and a snapshot.
 
     Raises ConfigError where there is no document.
@@ -101,9 +101,9 @@ def find_documents(path: Path) -> list[Document]:
     return [open_document(file) for file in files]
 
 
-def open_document(path: Path) -> Document:
+def open_document(path: Path) -> DocumentFile:
     """Read a document of any type from its file. Raises ConfigError for a file that is no valid document."""
-    return Document(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
+    return DocumentFile(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
 
 
 def _documents_in(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.score import ANY_KERNEL, SM_ACTIVE, Expectation, GpuScore, Score, Totals
+from meltcore.measure.documents.score import ANY_KERNEL, SM_ACTIVE, GpuScore, Score, Totals, WindowExpectation
 from meltcore.measure.documents.values.formatting import format_number
 from meltcore.measure.documents.verdicts import CheckVerdict
 
@@ -36,7 +36,7 @@ def totals_line(sums: Totals) -> str:
     )
 
 
-def expectations(score: Score) -> list[Expectation]:
+def expectations(score: Score) -> list[WindowExpectation]:
     """Judge the three expectations, each by the device with the worst value.
 
     NOT MEASURED where any device lacks the value and none fails. The expectations change neither the score nor the
@@ -45,14 +45,14 @@ def expectations(score: Score) -> list[Expectation]:
     return [_judge_utilization(score.devices), _judge_temperature(score.devices), _judge_stability(score.devices)]
 
 
-def _judge_utilization(devices: Sequence[GpuScore]) -> Expectation:
+def _judge_utilization(devices: Sequence[GpuScore]) -> WindowExpectation:
     sm_active = [_sustained_mean(device, SM_ACTIVE) for device in devices]
     measured = [value for value in sm_active if value is not None]
     observed_text = f"{min(measured):.1f} %" if measured else "not measured"
     nvml_utilization = [value for device in devices if (value := _sustained_mean(device, ANY_KERNEL)) is not None]
     if nvml_utilization:
         observed_text += f" (NVML GPU utilization {format_number(min(nvml_utilization))} %, which is not judged)"
-    return Expectation(
+    return WindowExpectation(
         name="utilization",
         expected=f"above {MIN_SM_ACTIVE_PERCENT:g} %",
         seen=observed_text,
@@ -61,10 +61,10 @@ def _judge_utilization(devices: Sequence[GpuScore]) -> Expectation:
     )
 
 
-def _judge_temperature(devices: Sequence[GpuScore]) -> Expectation:
+def _judge_temperature(devices: Sequence[GpuScore]) -> WindowExpectation:
     temperatures_c = [_highest_temperature_c(device) for device in devices]
     measured = [value for value in temperatures_c if value is not None]
-    return Expectation(
+    return WindowExpectation(
         name="temperature",
         expected=f"below {TEMPERATURE_LIMIT_C:g} °C",
         seen=f"{max(measured):g} °C" if measured else "not measured",
@@ -73,7 +73,7 @@ def _judge_temperature(devices: Sequence[GpuScore]) -> Expectation:
     )
 
 
-def _judge_stability(devices: Sequence[GpuScore]) -> Expectation:
+def _judge_stability(devices: Sequence[GpuScore]) -> WindowExpectation:
     spreads = [device.spread if device.sustained is not None else None for device in devices]
     measured = [spread for spread in spreads if spread is not None and spread.change is not None]
     observed_text = "not measured"
@@ -84,7 +84,7 @@ def _judge_stability(devices: Sequence[GpuScore]) -> Expectation:
         )
     elif any(spreads):
         observed_text = "not measured: the sustained window is too short for a trend"
-    return Expectation(
+    return WindowExpectation(
         name="throughput",
         expected="stable",
         seen=observed_text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.measure.documents.schema import CheckResult, Sample
+from meltcore.measure.documents.schema import CheckResult, DemoSample
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.tasks.generation import CHAT_PATH
 
@@ -34,7 +34,7 @@ CONVERSATIONS = (
 )
 
 
-def converse(api: Api, model: str) -> tuple[list[CheckResult], list[Sample]]:
+def converse(api: Api, model: str) -> tuple[list[CheckResult], list[DemoSample]]:
     """Hold the conversations; return a check of each, and all questions with their answers.
 
     A check passes where each answer is text and the last one holds what is expected.
@@ -48,7 +48,7 @@ def converse(api: Api, model: str) -> tuple[list[CheckResult], list[Sample]]:
             checks.append(CheckResult(name=name, status="FAIL", detail=str(error)))
             continue
         samples += [
-            Sample(given=given, answer=answer) for given, answer in zip(conversation.messages, answers, strict=True)
+            DemoSample(given=given, answer=answer) for given, answer in zip(conversation.messages, answers, strict=True)
         ]
         right = all(answers) and conversation.expected in answers[-1]
         checks.append(CheckResult(name=name, status="PASS" if right else "FAIL", detail=answers[-1][:120]))

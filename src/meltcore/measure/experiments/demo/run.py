@@ -20,12 +20,12 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import (
     CheckResult,
+    DemoSample,
     Evaluation,
     Fingerprint,
     FleetLevel,
     LevelResult,
     RunResult,
-    Sample,
 )
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
@@ -72,7 +72,7 @@ class _Measurements:
     checks: list[CheckResult] = field(default_factory=list)
     evaluation: Evaluation | None = None
     levels: list[LevelResult] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[DemoSample] = field(default_factory=list)
     mixed: list[FleetLevel] = field(default_factory=list)
     read_back: LevelResult | None = None
 

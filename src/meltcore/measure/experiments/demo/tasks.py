@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meltcore.common.errors import MeltcoreError
-from meltcore.measure.documents.schema import LevelResult, Sample
+from meltcore.measure.documents.schema import DemoSample, LevelResult
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
@@ -27,9 +27,9 @@ def run_step(
     folder: Path,
     records_path: Path,
     on_progress: OnProgress,
-) -> tuple[LevelResult, list[Sample]]:
+) -> tuple[LevelResult, list[DemoSample]]:
     """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too."""
-    samples: list[Sample] = []
+    samples: list[DemoSample] = []
     assert task.step is not None
     concurrency = min(task.step.concurrency, len(problems))
     config = LoadConfig(
@@ -49,7 +49,7 @@ def run_step(
         for record in answered[:NUM_SAMPLES]:
             problem = problems[(concurrency + record.index) % len(problems)]  # warm-ups have sent the first
             samples.append(
-                Sample(
+                DemoSample(
                     task=task.name,
                     given=problem.given,
                     answer=record.text or "",

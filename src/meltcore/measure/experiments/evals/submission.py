@@ -33,14 +33,14 @@ _SERVER_SETTINGS = ("model", "weights", "weight_dtypes", "kv_cache_dtype", "dtyp
                     "replicas", "max_model_len", "tokenizer", "debug")  # fmt: skip
 
 
-class Evidence(NamedTuple):
+class SubmissionEvidence(NamedTuple):
     """Holds the chosen runs, and one result that combines them."""
 
     runs: list[SubmittedRun]
     result: RunResult
 
 
-def find_evidence(paths: Sequence[str]) -> Evidence:
+def find_evidence(paths: Sequence[str]) -> SubmissionEvidence:
     """Choose the newest finished GSM8K and throughput runs among `paths`: run folders, or folders of run folders.
 
     Raises ConfigError where one of them is missing, which names the command that makes it, and where the runs cannot be
@@ -60,7 +60,7 @@ def find_evidence(paths: Sequence[str]) -> Evidence:
                 + "".join(f"; skipped {skipped_run}" for skipped_run in skipped_runs)
             )
     runs = _newest_runs(gsm8k_runs, throughput_runs)
-    return Evidence(runs, score_runs([run.path for run in runs]))
+    return SubmissionEvidence(runs, score_runs([run.path for run in runs]))
 
 
 def _newest_runs(gsm8k_runs: Sequence[SubmittedRun], throughput_runs: Sequence[SubmittedRun]) -> list[SubmittedRun]:
@@ -117,7 +117,7 @@ def _result_paths(paths: Sequence[str]) -> Iterable[Path]:
             yield from sorted(folder for folder in path.iterdir() if (folder / RESULT_FILE).is_file())
 
 
-def collect(folder: Path, evidence: Evidence, config: SubmissionConfig) -> Submission:
+def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig) -> Submission:
     """Write the submission into `folder`, which must be new or empty. The caller adds the report.
 
     Where a rule does not hold, only the record of the checks is written. Raises ConfigError where `folder` is not
@@ -153,7 +153,7 @@ def find_source(source_option: str | None) -> Path:
 
 def _write_record(
     folder: Path,
-    evidence: Evidence,
+    evidence: SubmissionEvidence,
     config: SubmissionConfig,
     gates: list[Gate],
     verdict: Verdict,

@@ -15,8 +15,8 @@ from meltcore.measure.documents.weights import missing_concurrencies, weighted_s
 from meltcore.measure.experiments.evals.config import ThroughputConfig
 from meltcore.measure.experiments.evals.throughput_prompts import (
     NUM_WARMUPS,
-    Plan,
     PlannedRequest,
+    PromptPlan,
     TextGenerator,
     make_plan,
 )
@@ -116,7 +116,7 @@ def load_config(config: ThroughputConfig, model: str, folder: Path) -> LoadConfi
 
 def _run_levels(
     config: ThroughputConfig,
-    plan: Plan,
+    plan: PromptPlan,
     folder: Path,
     model: str,
     generator: TextGenerator | None,

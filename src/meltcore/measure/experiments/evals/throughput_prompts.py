@@ -91,7 +91,7 @@ class PlannedRequest(NamedTuple):
     check: SpotCheck | None = None
 
 
-class Plan(NamedTuple):
+class PromptPlan(NamedTuple):
     """Holds all requests: `warmups[i]` and `levels[i]` are those of level i, in the order they are sent."""
 
     warmups: list[list[PlannedRequest]]
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> Plan:
+def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> PromptPlan:
     """Build the requests of all levels. The same seed gives the same requests.
 
     Raises ConfigError where the tokenizer yields no text of the required length.
@@ -121,7 +121,7 @@ def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> Plan
     rng = random.Random(f"throughput/{config.seed}")  # noqa: S311 - must repeat for a seed
     make_request = _request_factory(config, generator, rng)
     shared_requests = [make_request() for _ in range(NUM_REUSED_PROMPTS)] if config.reuse_prompts else []
-    plan = Plan([], [])
+    plan = PromptPlan([], [])
     for _ in config.levels:
         checks = [] if config.speed_only else [_spot_check(config, rng) for _ in range(NUM_SPOT_CHECKS)]
         num_random = config.num_prompts - len(checks)

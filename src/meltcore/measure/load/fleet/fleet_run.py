@@ -11,7 +11,7 @@ from pathlib import Path
 import uvloop
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.fleet_load import FleetLoad, Interference, LoadedModel
+from meltcore.measure.documents.fleet_load import FleetLoad, Interference, ModelUnderLoad
 from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.verdicts import Verdict, worst
@@ -38,7 +38,7 @@ OnFleetLevel = Callable[[FleetLevel], None]
 class _Plan:
     """What a run will do: models with what is sent to them, and the experiment on interference."""
 
-    models: list[LoadedModel]
+    models: list[ModelUnderLoad]
     experiment: ExperimentSpec | None = None
     experiment_streams: list[Stream]
 
@@ -140,7 +140,7 @@ class _FleetRun:
         served = await find_models(target, config.models)
         shares = shares_of(served, config.mix)
         models = [
-            LoadedModel(
+            ModelUnderLoad(
                 name=model.name,
                 task=model.task,
                 workload=tasks()[model.task].default_workload(model, config.sizes),
@@ -185,7 +185,7 @@ class _FleetRun:
         elif "interference" in config.parts:
             await self._run_pairs()
 
-    async def _run_ladder(self, model: LoadedModel) -> None:
+    async def _run_ladder(self, model: ModelUnderLoad) -> None:
         """Run a model's own levels, until one leaves a queue that takes longer than the limit."""
         config = self._config
         for position, connections in enumerate(config.levels):
@@ -249,5 +249,5 @@ class _FleetRun:
         return None if self._runner.has_ended else level
 
 
-def _stream(model: LoadedModel, connections: int) -> Stream:
+def _stream(model: ModelUnderLoad, connections: int) -> Stream:
     return Stream(name=model.name, model=model.name, workload=model.workload, connections=connections)

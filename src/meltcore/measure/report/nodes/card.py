@@ -12,13 +12,13 @@ from meltcore.common.files import write_document
 from meltcore.measure.documents.card import CARD_FILE, CARD_PAGE, COMMANDS, REQUIRED, Card, Evidence, EvidenceType
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.gaps import GpuProfile
 from meltcore.measure.documents.schema import Fingerprint, RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import model_text
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
-from meltcore.measure.documents.values.documents import Document
+from meltcore.measure.documents.values.documents import DocumentFile
 from meltcore.measure.documents.values.formatting import format_counts, format_number, format_time
 from meltcore.measure.documents.values.score_summary import expectations
 from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst
@@ -54,9 +54,9 @@ _MAX_REASONS = 6
 _TYPE_ORDER: list[EvidenceType] = list(COMMANDS)
 
 
-def newest_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+def newest_documents(documents: Sequence[DocumentFile]) -> tuple[list[DocumentFile], list[DocumentFile]]:
     """Return the newest document of each subject, and all older ones, both in the order of a card's evidence."""
-    by_subject: dict[tuple[str, ...], list[Document]] = {}
+    by_subject: dict[tuple[str, ...], list[DocumentFile]] = {}
     for document in sorted(documents, key=_document_time, reverse=True):
         if document.type is not None:
             by_subject.setdefault(_subject_key(document), []).append(document)
@@ -65,13 +65,13 @@ def newest_documents(documents: Sequence[Document]) -> tuple[list[Document], lis
     return sorted(newest, key=_evidence_order), sorted(older, key=_evidence_order)
 
 
-def _evidence_order(document: Document) -> tuple[int, datetime]:
+def _evidence_order(document: DocumentFile) -> tuple[int, datetime]:
     """Return the sort key of a card's evidence: the type's place in `COMMANDS`, then the time."""
     assert document.type is not None, "only documents with a type are evidence"
     return _TYPE_ORDER.index(document.type), _document_time(document)
 
 
-def conflicting_snapshots(documents: Sequence[Document]) -> tuple[Snapshot, Snapshot] | None:
+def conflicting_snapshots(documents: Sequence[DocumentFile]) -> tuple[Snapshot, Snapshot] | None:
     """Return the certificate's snapshot and the separate snapshot, the older first; None if either is missing."""
     by_time = {
         document.type: (
@@ -88,8 +88,8 @@ def conflicting_snapshots(documents: Sequence[Document]) -> tuple[Snapshot, Snap
 
 
 def make_card(
-    documents: Sequence[Document],
-    older_documents: Sequence[Document] = (),
+    documents: Sequence[DocumentFile],
+    older_documents: Sequence[DocumentFile] = (),
     *,
     changed_facts: Sequence[str] = (),
     required: Sequence[EvidenceType] = REQUIRED,
@@ -127,7 +127,7 @@ def make_card(
         benchmark=next((content for content in contents if isinstance(content, ScoredRun)), None),
         runs=[content for content in contents if isinstance(content, RunResult) and not isinstance(content, ScoredRun)],
         tunings=tunings,
-        profiles=[content for content in contents if isinstance(content, Profile)],
+        profiles=[content for content in contents if isinstance(content, GpuProfile)],
         comparisons=comparisons,
     )
 
@@ -147,7 +147,7 @@ def _overall_verdict(
     return "INCOMPLETE" if missing_types else "WARN" if verdict == "WARN" else "PASS"
 
 
-def _find_machine_mismatches(documents: Sequence[Document]) -> list[str]:
+def _find_machine_mismatches(documents: Sequence[DocumentFile]) -> list[str]:
     """Return one line per machine with its documents if there are several machines, else an empty list.
 
     A document without a fingerprint fits every machine.
@@ -162,7 +162,7 @@ def _find_machine_mismatches(documents: Sequence[Document]) -> list[str]:
     return [f"{', '.join(document_names)}: {' '.join(key)}" for key, document_names in machine_items]
 
 
-def _subject_key(document: Document) -> tuple[str, ...]:
+def _subject_key(document: DocumentFile) -> tuple[str, ...]:
     """Return the key of a document's subject; the card uses only the newest document per subject."""
     content, name = document.content, str(document.type)
     if isinstance(content, ComparisonResult):
@@ -174,14 +174,14 @@ def _subject_key(document: Document) -> tuple[str, ...]:
     return (name,)
 
 
-def _document_time(document: Document) -> datetime:
+def _document_time(document: DocumentFile) -> datetime:
     """Return the time of a document in UTC; a document without a time is older than all others."""
     if not document.taken:
         return datetime.min.replace(tzinfo=UTC)
     return datetime.fromisoformat(document.taken).astimezone(UTC)
 
 
-def _machine_name(documents: Sequence[Document]) -> str:
+def _machine_name(documents: Sequence[DocumentFile]) -> str:
     """Return the GPU names of the certificate or snapshot, else of the first fingerprint; its CPU without GPUs."""
     for document in documents:
         if isinstance(document.content, Certificate | Snapshot):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from meltcore.measure.documents.card import Evidence
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
-from meltcore.measure.documents.gaps import Profile
+from meltcore.measure.documents.gaps import GpuProfile
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.served_model import command_model, model_text
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
-from meltcore.measure.documents.values.documents import Content, Document
+from meltcore.measure.documents.values.documents import Content, DocumentFile
 from meltcore.measure.documents.values.formatting import (
     eval_score_line,
     evaluation_line,
@@ -32,7 +32,7 @@ from meltcore.measure.report.nodes.profile import profile_headline
 EvidenceParts = tuple[CheckVerdict, str, list[str]]  # verdict, summary, reasons
 
 
-def evidence_of(document: Document, changed_facts: Sequence[str] = ()) -> Evidence:
+def evidence_of(document: DocumentFile, changed_facts: Sequence[str] = ()) -> Evidence:
     """Return a document as evidence of a card.
 
     `changed_facts` are the differences between the snapshot and the certificate.
@@ -63,7 +63,7 @@ def _judge(content: Content) -> EvidenceParts:
         failures = [] if content.answered else ["no setting ran and kept to the limits"]
         line = _join(f"tune {content.kind}", command_model(content.command))
         return "FAIL" if failures else "PASS", f"{line}: {content.finding}", failures
-    if isinstance(content, Profile):
+    if isinstance(content, GpuProfile):
         line = " ".join(f"GPU {report.device}: {profile_headline(report)}" for report in content.reports)
         reasons = [f"GPU {report.device}: {reason}" for report in content.reports for reason in report.untrusted]
         return "UNKNOWN" if reasons else "PASS", line, reasons

@@ -9,7 +9,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from meltcore.common.files import write_document
-from meltcore.measure.documents.gaps import CAUSES, NOT_COMPUTING, BudgetRow, GapReport, GapTotal, Profile
+from meltcore.measure.documents.gaps import CAUSES, NOT_COMPUTING, BudgetRow, GapReport, GapTotal, GpuProfile
 from meltcore.measure.documents.values.formatting import NOT_MEASURED, format_percent, format_time
 from meltcore.measure.report.page.charts import stacked_bar
 from meltcore.measure.report.page.html import write_page
@@ -30,13 +30,13 @@ _MAX_NAME_CHARS = 44  # characters kept of a kernel's name on the console
 _ARGUMENTS = re.compile(r"(?<=\w)[<(].*", re.DOTALL)
 
 
-def save_profile(page_path: Path, profile: Profile) -> None:
+def save_profile(page_path: Path, profile: GpuProfile) -> None:
     """Write the page of a profile to `page_path`, and the document to the same path with the suffix `.json`."""
     write_document(page_path.with_suffix(".json"), profile)
     write_page(page_path, profile_page(profile))
 
 
-def profile_page(profile: Profile) -> Page:
+def profile_page(profile: GpuProfile) -> Page:
     """Build the page: for each GPU the warnings, result, causes, step budget, gap sizes and kernel pairs."""
     is_untrusted = any(report.untrusted for report in profile.reports)
     return Page(

@@ -24,7 +24,7 @@ from meltcore.serve.tasks.generation.text_model import TextModel, load_text_mode
 from meltcore.settings.config import ModelConfig
 
 
-class ServedModel(NamedTuple):
+class ReadyModel(NamedTuple):
     """The served model, once it is loaded."""
 
     text: TextModel
@@ -41,7 +41,7 @@ class LocalEngine(EngineBackend):
     def __init__(self, config: ModelConfig, server: ServerStats, stats: ModelStats, **settings: Any) -> None:
         super().__init__(config, server, stats, **settings)
         self._time_limit: RequestTimeLimit[Generation] = RequestTimeLimit(self._limit_s, self._end_overdue)
-        self._model: ServedModel | None = None
+        self._model: ReadyModel | None = None
 
     # --- life cycle
 
@@ -52,7 +52,7 @@ class LocalEngine(EngineBackend):
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         self._created = created
-        self._model = ServedModel(text, engine)
+        self._model = ReadyModel(text, engine)
         queue = self._new_queue(engine.max_num_seqs, lambda: self.stats.total("waiting_prompt_tokens"))
         self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
 
@@ -142,7 +142,7 @@ class LocalEngine(EngineBackend):
         }
         return self._card(name, model.engine, facts)
 
-    def _loaded(self) -> ServedModel:
+    def _loaded(self) -> ReadyModel:
         return self._when_ready(self._model)
 
     async def _chat_prompt(
@@ -158,7 +158,7 @@ class LocalEngine(EngineBackend):
         )
 
     async def _echoes(
-        self, model: ServedModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
+        self, model: ReadyModel, request: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[Echo | None]:
         """Return the prompts that the answers begin with, where the request asks for `echo`."""
         if not isinstance(request, CompletionRequest) or not request.echo:
