@@ -114,8 +114,9 @@ def strategies(args: argparse.Namespace) -> list[Strategy]:
 def measure(strategy: Strategy, args: argparse.Namespace) -> Measured:
     """Start, warm up and time a strategy's workers, and end them in every case. Raises StrategyError."""
     with tempfile.TemporaryFile("w+") as log:
-        workers = [start(strategy, process, args, log) for process in range(strategy.processes)]
-        try:
+        workers: list[subprocess.Popen[str]] = []
+        try:  # around the starts as well: an interruption there must leave no worker behind
+            workers.extend(start(strategy, process, args, log) for process in range(strategy.processes))
             for worker in workers:
                 expect(worker, "warm", WARM_LIMIT_S, log)
             for worker in workers:

@@ -28,8 +28,7 @@ if kind == "dies":
     sys.exit("CUDA out of memory")
 print("warm", flush=True)
 if kind == "interrupts" and place == 1:
-    while not os.path.exists("interrupts.0.pid") or not os.path.getsize("interrupts.0.pid"):
-        time.sleep(0.01)
+    sys.stdin.readline()  # both have been started
     os.kill(os.getppid(), 2)
     time.sleep(60)
 sys.stdin.readline()

@@ -47,7 +47,7 @@ def in_float32(folder: Path) -> PreTrainedModel:
 
 def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_weights, "supports_half_weights", lambda: False)
-    for place in ("meltcore.engine.memory.memory_needs", half_sizes.__name__):
+    for place in ("meltcore.engine.generation.memory", half_sizes.__name__):
         monkeypatch.setattr(f"{place}.processor_packs_half", lambda: False)
 
 
