@@ -14,7 +14,7 @@ import pytest
 from meltcore.cli.main import main
 from meltcore.fleet import daemon, supervisor
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL
-from meltcore.text.tokenizer import Tokenizer
+from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
 FIELDS = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256}
 
@@ -180,14 +180,23 @@ def test_broken_files_of_a_folder_are_among_all_its_reasons(
     assert "3 reasons" in line
 
 
-@pytest.mark.parametrize("tokens", [["a", "b", "a"], ["a", "b", "c"]], ids=["a token twice", "a merge of others"])
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        (["a", "b", "a"], "has 'a' twice"),
+        ([*byte_alphabet()], "the tokenizer cannot be built"),  # the merge is of others
+        (["a", "b"], "has 2 tokens and none for 94 of the 96 characters of plain ASCII text"),
+        ([*byte_alphabet(), "x" * 3_000_000], "a token, id 256, of 3000000 characters; the limit is 512"),
+    ],
+    ids=["a token twice", "a merge of others", "letters are missing", "a long token"],
+)
 def test_tokenizer_of_a_gguf_file_that_cannot_be_built_is_a_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[str], reason: str
 ) -> None:
     path = write(tmp_path / "m.gguf", "rwkv7", ["F16"], "qwen2", tokens=tokens, merges=["x y"])
     line = refusal([str(path)], capsys)
     assert "2 reasons: (1) general.architecture is 'rwkv7'" in line
-    assert ("has 'a' twice" if tokens[2] == "a" else "the tokenizer cannot be built") in line
+    assert reason in line
 
 
 @pytest.mark.parametrize("name", ["owner/usual", "owner/one-GGUF", "owner/several-GGUF:Q8_0"])

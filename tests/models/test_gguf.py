@@ -630,6 +630,19 @@ def test_attention_scale_gives_the_published_scalar(tmp_path: Path, scale: float
     assert config["query_pre_attn_scalar"] == pytest.approx(scalar)
 
 
+@pytest.mark.parametrize("wrong", [2, float("nan"), -1])
+def test_pattern_of_windows_is_of_true_and_false(tmp_path: Path, wrong: float) -> None:
+    writer = new_writer(tmp_path / "gemma.gguf", reference_of("gemma3_text").config)
+    key, pattern = "gemma3.attention.sliding_window_pattern", [1, 0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
+    layers = writer.kv_data[0]["gemma3.block_count"].value
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, [wrong, *map(type(wrong), pattern[1:layers])], GGUFValueType.ARRAY)
+    add_tokenizer(writer, tokens=["a", "b"])
+    add_tensors(writer, reference_of("gemma3_text"))
+    with pytest.raises(ConfigError, match=rf"{key} must be true or false for each layer; got {wrong}"):
+        read_config(GGUFModel(finish(writer, tmp_path / "gemma.gguf")))
+
+
 def write_gemma(path: Path, scale: float) -> Path:
     """Write a Gemma 3 whose attention has a scale of 64 bits, or a flag instead."""
     reference = reference_of("gemma3_text")

@@ -22,7 +22,7 @@ from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, find_gguf, find_task, open_checkpoint
 from meltcore.models.checkpoints.gguf.gguf_config import read_config
-from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFModel
+from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFModel, gguf_checkpoints
 
 F32 = int(GGMLQuantizationType.F32)
 TEXT, ARRAY, UINT32 = (int(each) for each in (GGUFValueType.STRING, GGUFValueType.ARRAY, GGUFValueType.UINT32))
@@ -74,8 +74,20 @@ HOSTILE = {
         "a.b takes 9223372036854775808 bytes",
     ),
     "long array of texts": (
+        file_of(text("a.b") + struct.pack("<IIQ", ARRAY, TEXT, 2**21), values=1, data=64),
+        "text [0-9]+ of 2097152 in a.b",
+    ),
+    "2^61 texts": (
         file_of(text("a.b") + struct.pack("<IIQ", ARRAY, TEXT, 2**61), values=1, data=64),
-        "text [0-9]+ of 2305843009213693952 in a.b",
+        "the arrays up to a.b have 2305843009213693952 texts; at most 2097152 are read",
+    ),
+    "many texts in two arrays": (
+        file_of(
+            text("a.b") + struct.pack("<IIQQ", ARRAY, TEXT, 1, 0),
+            text("a.c") + struct.pack("<IIQ", ARRAY, TEXT, 2**21),
+            values=2,
+        ),
+        "the arrays up to a.c have 2097153 texts; at most 2097152 are read",
     ),
     "text in an array beyond the end": (
         file_of(text("a.b") + struct.pack("<IIQQ", ARRAY, TEXT, 2, 2**63), values=1),
@@ -167,19 +179,32 @@ def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_header_is_bounded_in_a_file_of_any_size(tmp_path: Path) -> None:
-    """2^40 empty texts in a sparse file of 8 TiB: the walk ends at 64 MiB."""
+    """A sparse file of 8 TiB: as many empty texts as are read, then numbers beyond the 64 MiB of a header."""
     path = tmp_path / "model.gguf"
-    path.write_bytes(file_of(text("a.b") + struct.pack("<IIQ", ARRAY, TEXT, 2**40), values=1))
+    texts = text("a.a") + struct.pack("<IIQ", ARRAY, TEXT, 2**21) + bytes(8 * 2**21)
+    path.write_bytes(file_of(texts, text("a.b") + struct.pack("<IIQ", ARRAY, UINT32, 2**40), values=2))
     with path.open("r+b") as file:
         file.truncate(2**43)
     started = time.process_time()
-    with pytest.raises(ConfigError, match=r"in a\.b takes 8 bytes from byte [0-9]+ on; a header may have 67108864"):
+    with pytest.raises(
+        ConfigError, match=r"a\.b takes 4398046511104 bytes from byte [0-9]+ on; a header may have 6710"
+    ):
         GGUFFile(path)
     assert time.process_time() - started < LIMIT_S
 
 
-def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32", tokens: bool = True) -> Path:
-    """Write the header of a Qwen3 of one layer. change: metadata to replace, None to leave a key out."""
+def write(
+    path: Path,
+    change: dict[str, Any] | None = None,
+    *,
+    kind: str = "F32",
+    tokens: bool = True,
+    extra: str | None = None,
+) -> Path:
+    """Write the header of a Qwen3 of one layer. change: metadata to replace, None to leave a key out.
+
+    extra: the name of one more tensor.
+    """
     metadata: dict[str, Any] = {
         "context_length": 128,
         "embedding_length": HIDDEN,
@@ -202,6 +227,8 @@ def write(path: Path, change: dict[str, Any] | None = None, *, kind: str = "F32"
     block, block_bytes = gguf.GGML_QUANT_SIZES[raw]
     writer.add_tensor("token_embd.weight", np.zeros((VOCAB, HIDDEN), dtype=np.float32))
     writer.add_tensor("blk.0.attn_q.weight", np.zeros((256, 256 // block * block_bytes), dtype=np.uint8), raw_dtype=raw)
+    if extra is not None:
+        writer.add_tensor(extra, np.zeros(4, dtype=np.float32))
     return finish(writer, path)
 
 
@@ -352,6 +379,24 @@ def test_parts_are_found_by_any_of_them(tmp_path: Path) -> None:
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(parts[2].read_bytes())
     with pytest.raises(ConfigError, match=r"m-00002-of-00003\.gguf: split.no is 2, and the file's name asks for 1"):
         GGUFModel(parts[0])
+
+
+@pytest.mark.parametrize("number", ["00000", "00002", "00003"])
+def test_part_above_the_count_is_not_taken_for_the_first(tmp_path: Path, number: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "w.gguf", "qwen3")
+    writer.add_tensor("w", np.zeros(4, dtype=np.float32))
+    finish(writer, tmp_path / "w.gguf").rename(tmp_path / "m-00001-of-00001.gguf")
+    path = tmp_path / f"m-{number}-of-00001.gguf"
+    with pytest.raises(ConfigError, match=rf"{path.name} is named part {int(number)} of 1; parts are numbered from 1"):
+        GGUFModel(path)
+    names = [path.name, "m-00001-of-00001.gguf"]
+    assert gguf_checkpoints(names) == {name: [name] for name in names}
+
+
+@pytest.mark.parametrize("name", ["blk", "blk.\u00b2.x", f"blk.{'9' * 5000}.x"])
+def test_tensor_whose_name_has_no_layer_is_none_of_the_network(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", extra=name)
+    assert read_config(GGUFModel(path))["num_hidden_layers"] == 1
 
 
 KINDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -73,6 +73,13 @@ def test_requests_cannot_replace_what_the_server_sets() -> None:
         render(CHATML, messages=[])
 
 
+@pytest.mark.parametrize("source", ["{{ messages }}" * 10_000, "x" * (2**17 + 1)])
+def test_template_that_takes_long_to_compile_is_refused_by_its_length(source: str) -> None:
+    """Jinja takes 12 s per million characters of expressions, and a GGUF file may have 64 MiB of them."""
+    with pytest.raises(ConfigError, match=rf"has {len(source)} characters; at most 131072 are compiled"):
+        ChatTemplate(source)
+
+
 def test_template_with_bad_syntax_is_found_at_start_up() -> None:
     with pytest.raises(ConfigError, match="line 2"):
         ChatTemplate("ok\n{% if %}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 from gguf.constants import TokenType
 from gguf_tools import add_tokenizer, export_tokenizer, finish
 from places import SHARED
+from test_gguf_file import ARRAY, TEXT, file_of
+from test_gguf_file import text as packed
 
 from meltcore.common.errors import ConfigError
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, open_checkpoint
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.models.checkpoints.gguf.gguf_tokens import read_token_ids
+from meltcore.text import gguf_tokenizer
 from meltcore.text.chat_template import ChatTemplate
-from meltcore.text.gguf_tokenizer import broken_reasons, special_tokens
+from meltcore.text.gguf_tokenizer import broken_reasons, merges_from_scores, special_tokens
 from meltcore.text.tokenizer import Tokenizer, byte_alphabet
 
 QWEN = SHARED / "data" / "qwen3-tokenizer"
@@ -34,6 +38,17 @@ TEXTS = [
     "<|im_start|> <|im_end|",
 ]
 NORMAL, CONTROL, UNKNOWN, USER, BYTE = 1, 3, 2, 4, 6
+LETTERS = [*byte_alphabet(), "ab"]
+BYTES = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+MANY = [f"{index:0512d}" for index in range(8200)]
+
+
+def needed(model: str, without: str = "") -> tuple[list[str], list[int]]:
+    """Return tokens that a vocabulary needs, with their types: bytes, and an unknown token beside SentencePiece's."""
+    if model == "llama":
+        return BYTES, [UNKNOWN, *[BYTE] * 256]
+    letters = [each for each in byte_alphabet() if each not in without]
+    return letters, [NORMAL] * len(letters)
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
@@ -208,9 +223,9 @@ def test_turn_tokens_of_another_type_are_control_tokens(
 ) -> None:
     """As llama.cpp overrides them. None: the file has no types at all."""
     turns = ["<|im_start|>", "<|im_end|>", "[INST]", "<|user|>", "<|stop|>"]
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))] if model == "llama" else []
+    words, kinds = needed(model, without="a<>")
     tokens = [*words, "a", "<", ">", *turns, "<b>"]
-    types = [*[UNKNOWN, *[BYTE] * 256][: len(words)], NORMAL, NORMAL, NORMAL, *[wrong or NORMAL] * len(turns), NORMAL]
+    types = [*kinds, NORMAL, NORMAL, NORMAL, *[wrong or NORMAL] * len(turns), NORMAL]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
     parts = {"merges": ["< >"]} if model == "gpt2" else {"scores": [-float(i) for i in range(len(tokens))]}
     if model == "gpt2":
@@ -236,9 +251,9 @@ def test_turn_tokens_of_another_type_are_control_tokens(
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("has_types", [True, False])
 def test_normal_tokens_around_reasoning_are_read_whole(tmp_path: Path, model: str, has_types: bool) -> None:
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))] if model == "llama" else []
+    words, kinds = needed(model, without="<>/thinka")
     tokens = [*words, *"<>/thinka", "th", "<think>", "</think>"]
-    types = [*[UNKNOWN, *[BYTE] * 256][: len(words)], *[NORMAL] * (len(tokens) - len(words))]
+    types = [*kinds, *[NORMAL] * (len(tokens) - len(words))]
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2")
     parts = {"merges": ["t h"]} if model == "gpt2" else {"scores": [-float(i) for i in range(len(tokens))]}
     add_tokenizer(writer, tokens=tokens, types=types, model=model, **parts)
@@ -251,25 +266,28 @@ def test_normal_tokens_around_reasoning_are_read_whole(tmp_path: Path, model: st
     assert ours.special_ids.isdisjoint(marks)
 
 
-@pytest.mark.parametrize("value", [5, 999_999, 2**32 - 1, -1])
+@pytest.mark.parametrize("value", [259, 999_999, 2**32 - 1, -1])
 @pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom", "unknown", "padding"])
 def test_special_token_beyond_the_vocabulary_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
 ) -> None:
     """As in llama.cpp, with one line. A turn then ends at the tokens that are known by their texts."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
-    add_tokenizer(writer, tokens=["a", "b", "ab", "<|im_end|>", "<s>"], types=[1, 1, 1, 3, 3], merges=["a b"], eos=3)
-    writer.add_bos_token_id(4)
+    words, kinds = needed("gpt2", without="ab")
+    tokens, types = [*words, "a", "b", "ab", "<|im_end|>", "<s>"], [*kinds, NORMAL, NORMAL, NORMAL, CONTROL, CONTROL]
+    joined, end, start = len(words) + 2, len(words) + 3, len(words) + 4
+    add_tokenizer(writer, tokens=tokens, types=types, merges=["a b"], eos=end)
+    writer.add_bos_token_id(start)
     writer.add_add_bos_token(True)
     writer.kv_data[0].pop(f"tokenizer.ggml.{name}_token_id", None)
     writer.add_key_value(f"tokenizer.ggml.{name}_token_id", value, gguf.GGUFValueType.INT64)
-    writer.add_tensor("token_embd.weight", np.zeros((5, 1), dtype=np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 1), dtype=np.float32))
     model = GGUFModel(finish(writer, tmp_path / "m.gguf"))
     ours = tokenizer_of(model.path)
-    assert ours.encode("ab", add_special_tokens=True) == ([2] if name == "bos" else [4, 2])
-    note = f"special tokens beyond the vocabulary of 5: {name}_token_id {value} (taken: None)"
+    assert ours.encode("ab", add_special_tokens=True) == ([joined] if name == "bos" else [start, joined])
+    note = f"special tokens beyond the vocabulary of 259: {name}_token_id {value} (taken: None)"
     assert capsys.readouterr().err == f"meltcore: {model.path}: {note}\n"
-    assert read_token_ids(model, model.texts("tokenizer.ggml.tokens"))["eos_token_id"] == [3]
+    assert read_token_ids(model, model.texts("tokenizer.ggml.tokens"))["eos_token_id"] == [end]
     assert (f"{name}_token" in special_tokens(model)) is False
 
 
@@ -341,17 +359,103 @@ def test_named_tokenizer_replaces_that_of_a_folder(tmp_path: Path) -> None:
         ({"merges": ["a zz"]}, "the tokenizer cannot be built: .*zz"),
         ({"tokens": ["a", "b", "a"]}, "tokenizer.ggml.tokens has 'a' twice"),
         ({"merges": None}, "lacks tokenizer.ggml.merges"),
-        ({"model": "llama"}, "lacks tokenizer.ggml.scores"),
-        ({"model": "llama", "scores": [1.0]}, "tokenizer.ggml.scores has 1 values for 3 tokens"),
+        ({"model": "llama", "scores": None}, "lacks tokenizer.ggml.scores"),
+        ({"model": "llama", "scores": [1.0]}, "tokenizer.ggml.scores has 1 values for 258 tokens"),
+        # Values of another type, which no truth or number may be made of.
+        *(
+            ({"model": model, key: value}, f"tokenizer.ggml.{key} must be true or false; got {shown}")
+            for model in ("gpt2", "llama")
+            for key, value, shown in (
+                ("add_bos_token", "false", "'false'"),
+                ("add_bos_token", [False], "an array of 1 BOOL"),
+                ("add_eos_token", 0, "0"),
+                ("add_space_prefix", "false", "'false'"),
+            )
+            if model == "llama" or key != "add_space_prefix"
+        ),
+        ({"model": "llama", "scores": [float("nan")] * 258}, "scores must be finite numbers; got nan for token 0"),
+        ({"model": "llama", "scores": [0.0] * 257 + [float("inf")]}, "must be finite numbers; got inf for token 257"),
+        ({"token_type": [float("nan")] * 257}, "token_type must be whole numbers; got an array of 257 FLOAT32"),
+        ({"token_type": [1.0] * 257}, "token_type must be whole numbers; got an array of 257 FLOAT32"),
+        ({"token_type": [99] * 257}, "token_type must be from 1 to 6; got 99 for token 0"),
+        ({"token_type": [1] * 256 + [0]}, "token_type must be from 1 to 6; got 0 for token 256"),
+        ({"tokens": ["a"], "token_type": [1]}, "has 1 tokens and none for 95 of the 96 characters of plain ASCII"),
+        ({"tokens": LETTERS[1:], "token_type": [1] * 256}, "has 256 tokens and none for 1 of the 96 .*such as '!'"),
+        ({"model": "llama", "tokens": ["<unk>"], "token_type": [2]}, "has 1 tokens and none for 96 of the 96"),
+        # What would take minutes.
+        ({"tokens": [*LETTERS, "x" * 513], "token_type": [1] * 258}, "a token, id 257, of 513 characters; .* 512$"),
+        ({"model": "llama", "tokens": [*BYTES, "x" * 200_000]}, "a token, id 257, of 200000 characters"),
+        ({"tokens": [*LETTERS, *MANY], "token_type": [1] * 8457}, "tokens of [0-9]+ characters; the limit is 4194304"),
+        (
+            {"model": "llama", "tokens": [*BYTES, *MANY], "token_type": [1] * 8457},
+            "tokens of [0-9]+ characters; the limit is 4194304",
+        ),
+        ({"tokens": [*LETTERS, *MANY[:2100]], "token_type": [1] * 257 + [3] * 2100}, "control .* limit is 1048576"),
+        ({"model": "llama", "tokens": [*BYTES, *MANY[:2100]], "token_type": [4] * 2357}, "user-defined .* is 1048576"),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_built_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3")
-    add_tokenizer(writer, **({"tokens": ["a", "b", "ab"], "merges": ["a b"]} | changes))
-    writer.add_tensor("token_embd.weight", np.zeros((3, 1), dtype=np.float32))
+    values: dict[str, Any] = {"model": "gpt2", "pre": "qwen2", "tokens": LETTERS, "merges": ["a b"]}
+    if changes.get("model") == "llama":
+        values = {"tokens": [*BYTES, "ab"], "token_type": [UNKNOWN, *[BYTE] * 256, NORMAL], "scores": [0.0] * 258}
+    path = write_values(tmp_path / "m.gguf", values | changes)
     with pytest.raises(ConfigError, match=message) as error:
-        tokenizer_of(finish(writer, tmp_path / "m.gguf"))
+        tokenizer_of(path)
     assert "m.gguf" in str(error.value)
+    if "supported: " not in message:  # `serve` refuses it before a process starts
+        assert broken_reasons(path) == [str(error.value).removeprefix(f"{path}: ").removeprefix(f"{path} ")]
+
+
+def write_values(path: Path, values: dict[str, Any]) -> Path:
+    """Write a file with these values of the tokenizer. None leaves a key out."""
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for key, value in values.items():
+        if value is not None:
+            kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(f"tokenizer.ggml.{key}", value, kind)
+    writer.add_tensor("token_embd.weight", np.zeros((1, 1), dtype=np.float32))
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_vocabulary_of_no_tokens_is_named(tmp_path: Path, model: str) -> None:
+    path = tmp_path / "m.gguf"
+    values = [
+        packed(f"tokenizer.ggml.{key}") + struct.pack("<I", TEXT) + packed(value)
+        for key, value in (("model", model), ("pre", "qwen2"))
+    ]
+    tokens = packed("tokenizer.ggml.tokens") + struct.pack("<IIQ", ARRAY, TEXT, 0)
+    path.write_bytes(file_of(*values, tokens, values=3))
+    with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer\.ggml\.tokens has 0 tokens and none for 96 of the 96"):
+        tokenizer_of(path)
+
+
+def test_vocabulary_without_bytes_that_texts_rarely_have_is_read(tmp_path: Path) -> None:
+    """As SmolLM2's, which lacks 21. The file has neither types nor flags."""
+    lacking = (*range(0xF1, 0x100), 0xC0, 0xC1, 0x04, 0x06, 0x13, 0x14, 0x16, 0x1D)
+    tokens = [*(letter for letter, byte in byte_alphabet().items() if byte not in lacking), "ab"]
+    values = {"model": "gpt2", "pre": "smollm", "tokens": tokens, "merges": ["a b"]}
+    path = write_values(tmp_path / "m.gguf", values)
+    assert broken_reasons(path) == []
+    ids = tokenizer_of(path).encode("ab!\n", add_special_tokens=True)
+    assert ids == [tokens.index(each) for each in ("ab", "!", "Ċ")]
+
+
+@pytest.mark.parametrize("letters", ["x", "xyz"])
+def test_work_for_merges_of_scores_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: str) -> None:
+    """Each token of n equal letters splits into two tokens in n - 1 ways."""
+    chains = [letter * count for letter in letters for count in range(1, 65)]
+    values = {"model": "llama", "tokens": [*BYTES, *chains], "scores": [0.0] * (257 + len(chains))}
+    path = write_values(tmp_path / "m.gguf", values)
+    vocab = {token: token_id for token_id, token in enumerate(chains)}
+    given = vocab, np.zeros(len(chains)), np.full(len(chains), NORMAL)
+    assert len(merges_from_scores(*given)) == len(letters) * sum(range(64))
+    assert tokenizer_of(path).encode("x" * 64, add_special_tokens=False)
+    monkeypatch.setattr(gguf_tokenizer, "MAX_MERGES", 100)
+    assert 100 < len(merges_from_scores(*given)) < 100 + 64
+    with pytest.raises(ConfigError, match=r"m\.gguf: tokenizer\.ggml\.tokens gives more than 100 merges"):
+        tokenizer_of(path)
 
 
 @pytest.mark.slow

@@ -18,10 +18,18 @@ from tokenizers import decoders, models, normalizers, processors
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
-from meltcore.models.checkpoints.gguf.gguf_tokens import ids_beyond, special_id, token_types
+from meltcore.models.checkpoints.gguf.gguf_tokens import ids_beyond, read_flag, special_id, token_types
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 _MAX_IDS_SHOWN = 5
+# A token of n characters splits into two in n - 1 ways. Published tokens have up to 128 characters, and those of a
+# vocabulary up to 1.5 million (Gemma 3, with 513,511 merges). With these limits a hostile vocabulary costs seconds.
+MAX_TOKEN_CHARS, _MAX_VOCABULARY_CHARS, MAX_MERGES = 512, 2**22, 2**20
+_MAX_ADDED_CHARS = 2**20  # of tokens that are matched whole, for which an automaton is built
+_ADDED_TYPES = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
+# Published vocabularies may lack bytes: SmolLM2's lacks 21, such as 0xF1 and those that UTF-8 never has.
+_REQUIRED_CHARACTERS = [*map(chr, range(0x20, 0x7F)), "\n"]
+_BYTE_LEVEL_LETTERS = {" ": "Ġ", "\n": "Ċ"}  # others stand for themselves
 SPACE = "▁"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 _KINDS = ("gpt2", "llama")
@@ -76,6 +84,8 @@ def broken_reasons(path: Path) -> list[str]:
         return []
     try:
         vocab, types, _ = _read_vocabulary(gguf)
+        for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+            read_flag(gguf, key, default=False)
         if gguf.metadata[f"{PREFIX}model"] == "gpt2":
             _read_merges(gguf, vocab)
         else:
@@ -112,7 +122,8 @@ def template_source(gguf: GGUFModel) -> str | None:
 def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, Any], list[str]]:
     """Return the ids of tokens, the types of all rows, and what is read otherwise than the file has it.
 
-    Raises ConfigError for a token that occurs twice, over which llama.cpp ends. Empty tokens get names.
+    Raises ConfigError for a token that occurs twice, over which llama.cpp ends, for more characters than the limits,
+    and where texts in English have no tokens. Empty tokens get names.
     """
     tokens = gguf.texts(f"{PREFIX}tokens")
     types, retyped = token_types(gguf, tokens)
@@ -126,7 +137,8 @@ def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, A
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         twice = next(token for token_id, token in enumerate(tokens) if vocab[token] != token_id)
-        raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {twice!r} twice")
+        raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {describe_value(twice)} twice")
+    _check_tokens(gguf, vocab, types)
     notes = {
         "control tokens, though of another type": retyped,
         f"special tokens beyond the vocabulary of {len(types)}": beyond,
@@ -138,6 +150,31 @@ def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, A
     return vocab, types, [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
 
 
+def _check_tokens(gguf: GGUFModel, vocab: dict[str, int], types: np.ndarray[Any, Any]) -> None:
+    """Raise ConfigError for tokens beyond the limits of length, and for a vocabulary that lacks printable ASCII."""
+    lengths = np.fromiter(map(len, vocab), dtype=np.int64, count=len(vocab))
+    added = int(lengths[np.isin(types[: len(vocab)], _ADDED_TYPES)].sum())
+    longest = int(lengths.argmax()) if len(lengths) else 0
+    for count, limit, what in (
+        (int(lengths.max(initial=0)), MAX_TOKEN_CHARS, f"a token, id {longest},"),
+        (int(lengths.sum()), _MAX_VOCABULARY_CHARS, "tokens"),
+        (added, _MAX_ADDED_CHARS, "control and user-defined tokens"),
+    ):
+        if count > limit:
+            raise ConfigError(f"{gguf.path}: {PREFIX}tokens has {what} of {count} characters; the limit is {limit}")
+    is_byte_level = gguf.metadata[f"{PREFIX}model"] == "gpt2"
+    letters = _BYTE_LEVEL_LETTERS if is_byte_level else {" ": SPACE}
+    missing = [each for each in _REQUIRED_CHARACTERS if letters.get(each, each) not in vocab]
+    if not is_byte_level:
+        missing = [each for each in missing if f"<0x{ord(each):02X}>" not in vocab]
+    if missing:
+        shown = ", ".join(map(repr, missing[:_MAX_IDS_SHOWN]))
+        raise ConfigError(
+            f"{gguf.path}: {PREFIX}tokens has {len(vocab)} tokens and none for {len(missing)} of the "
+            f"{len(_REQUIRED_CHARACTERS)} characters of plain ASCII text, such as {shown}"
+        )
+
+
 def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """Return the merges of a byte-level vocabulary. Raises ConfigError for a wrong one."""
     if f"{PREFIX}merges" not in gguf.metadata:
@@ -146,24 +183,32 @@ def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]
     for merge in gguf.texts(f"{PREFIX}merges"):
         left, space, right = merge.partition(" ")
         if not space:
-            raise ConfigError(f"{gguf.path}: {PREFIX}merges has {merge!r}; a merge is two tokens with a space between")
+            raise ConfigError(
+                f"{gguf.path}: {PREFIX}merges has {describe_value(merge)}; a merge is two tokens with a space between"
+            )
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise ConfigError(
-                f"{gguf.path}: the tokenizer cannot be built: {PREFIX}merges has {merge!r}, which has or makes a token "
-                f"that {PREFIX}tokens lacks"
+                f"{gguf.path}: the tokenizer cannot be built: {PREFIX}merges has {describe_value(merge)}, which has or "
+                f"makes a token that {PREFIX}tokens lacks"
             )
         merges.append((left, right))
     return merges
 
 
 def _read_scores(gguf: GGUFModel, types: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the scores of a SentencePiece vocabulary. Raises ConfigError where they are missing, or another number."""
+    """Return the scores of a SentencePiece vocabulary in float64.
+
+    Raises ConfigError where they are missing, for another number of them, and for one that is not finite.
+    """
     key = f"{PREFIX}scores"
     if key not in gguf.metadata:
         raise ConfigError(f"{gguf.path} lacks {key}; name a tokenizer with --tokenizer")
-    scores = gguf.numbers(key)
+    scores = gguf.numbers(key).astype(np.float64)  # unsigned numbers have no negatives to sort by
     if len(scores) != len(types):
         raise ConfigError(f"{gguf.path}: {key} has {len(scores)} values for {len(types)} tokens")
+    if not np.isfinite(scores).all():
+        first = int(np.isfinite(scores).argmin())
+        raise ConfigError(f"{gguf.path}: {key} must be finite numbers; got {scores[first]} for token {first}")
     return scores
 
 
@@ -188,11 +233,12 @@ def _sentencepiece(
     scores = _read_scores(gguf, types)
     unknown = special_id(gguf, "unknown", len(types)) or 0
     unknown_token = next((token for token, token_id in vocab.items() if token_id == unknown), None)
-    bpe = models.BPE(
-        vocab, merges_from_scores(vocab, scores, types), unk_token=unknown_token, fuse_unk=True, byte_fallback=True
-    )
+    merges = merges_from_scores(vocab, scores, types)
+    if len(merges) > MAX_MERGES:
+        raise ConfigError(f"{gguf.path}: {PREFIX}tokens gives more than {MAX_MERGES} merges, which is the limit")
+    bpe = models.BPE(vocab, merges, unk_token=unknown_token, fuse_unk=True, byte_fallback=True)
     tokenizer = tokenizers.Tokenizer(bpe)
-    add_space = bool(gguf.metadata.get(f"{PREFIX}add_space_prefix", True))  # Llama 2 does, Gemma does not
+    add_space = read_flag(gguf, "add_space_prefix", default=True)  # Llama 2 does, Gemma does not
     tokenizer.normalizer = space_normalizer(add_space=add_space)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     steps += [decoders.Strip(" ", 1, 0)] if add_space else []
@@ -213,6 +259,7 @@ def merges_from_scores(
 
     Tokens of equal score are joined in the order of their ids, those of one token with the longest left neighbor first,
     as in published tokenizer.json files. Control tokens, bytes and others that are matched whole result from no merge.
+    The list ends with the token that brings it above MAX_MERGES.
     """
     by_score = np.argsort(-scores[: len(vocab)], kind="stable")
     tokens = list(vocab)
@@ -220,7 +267,11 @@ def merges_from_scores(
     for token_id in by_score[types[by_score] == TokenType.NORMAL].tolist():
         token = tokens[token_id]
         pairs = ((token[:end], token[end:]) for end in range(len(token) - 1, 0, -1))
-        merges += (pair for pair in pairs if pair[0] in vocab and pair[1] in vocab)
+        found = (pair for pair in pairs if pair[0] in vocab and pair[1] in vocab)
+        # The texts of the vocabulary are taken, since copies of a million halves would take gigabytes.
+        merges += ((tokens[vocab[left]], tokens[vocab[right]]) for left, right in found)
+        if len(merges) > MAX_MERGES:
+            break
     return merges
 
 
@@ -228,9 +279,9 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
     """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
     tokens = special_tokens(gguf)
     template, used = ["$A"], []
-    if gguf.metadata.get(f"{PREFIX}add_bos_token", add_bos) and tokens.get("bos_token"):
+    if read_flag(gguf, "add_bos_token", default=add_bos) and tokens.get("bos_token"):
         template, used = [tokens["bos_token"], *template], [tokens["bos_token"]]
-    if gguf.metadata.get(f"{PREFIX}add_eos_token", False) and tokens.get("eos_token"):
+    if read_flag(gguf, "add_eos_token", default=False) and tokens.get("eos_token"):
         template, used = [*template, tokens["eos_token"]], [*used, tokens["eos_token"]]
     if used:
         ids = [(token, tokenizer.token_to_id(token)) for token in used]

@@ -7,6 +7,7 @@ the published configuration give it. This module does not import torch.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,7 @@ GRANITE_KEYS = {
     "logits_scaling": "logit_scale",
 }
 _OWN_KEYS = {"gemma3": ("attention.scale",), "granite": tuple(GRANITE_KEYS.values())}  # which a family computes
+_LAYER_NAME = re.compile(r"blk\.([0-9]{1,9})\.")
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)  # parts of the configuration
@@ -241,7 +243,7 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
         shape = "is missing" if embedding is None else f"has shape {list(embedding.shape)}"
         raise ConfigError(f"{model.path}: {EMBEDDING} {shape}; it must be [vocabulary, {config['hidden_size']}]")
     names = (*model.tensors, *model.unknown_types)
-    layers = {int(parts[1]) for name in names if (parts := name.split("."))[0] == "blk" and parts[1].isdigit()}
+    layers = {int(match[1]) for name in names if (match := _LAYER_NAME.match(name))}
     if layers != set(range(config["num_hidden_layers"])):
         raise ConfigError(
             f"{model.path}: block_count is {config['num_hidden_layers']}; the file has tensors of {len(layers)} layers"
@@ -364,6 +366,8 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
         sliding = keys.model.numbers(f"gemma3.{key}").tolist()
         if len(sliding) != layers:
             raise keys.error(key, f"must have a value for each of {layers} layers; got {len(sliding)}")
+        if wrong := [each for each in sliding if each not in (0, 1)]:
+            raise keys.error(key, f"must be true or false for each layer; got {wrong[0]}")
         return fields | {"layer_types": ["sliding_attention" if each else "full_attention" for each in sliding]}
     return fields | {"sliding_window_pattern": keys.optional("sliding_window_pattern", key, GEMMA_PATTERN)}
 

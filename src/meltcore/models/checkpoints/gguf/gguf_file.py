@@ -28,6 +28,8 @@ _VERSIONS = (2, 3)  # version 1 has shorter counts; no published file of these a
 _MAX_HEADER_BYTES = 2**26
 # Published models have up to some 2,500 tensors and 60 metadata values. Reading 65,536 of each takes half a second.
 _MAX_COUNT = 2**16
+# A vocabulary of 262,144 tokens with 513,511 merges has 775,655 texts. Walking and decoding this many takes a second.
+_MAX_TEXTS = 2**21
 _MAX_DIMS = 4
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 2**16
 _ALIGNMENT_KEY = "general.alignment"
@@ -214,6 +216,7 @@ class _HeaderParser:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.position = 0
+        self._num_texts = 0  # of all arrays
         self._path, self._data, self._end = path, data, min(len(data), _MAX_HEADER_BYTES)
 
     def counts(self) -> tuple[int, int]:
@@ -288,6 +291,9 @@ class _HeaderParser:
             raise self._error(f"{key} is an array of arrays, which is not supported")
         if value_type != GGUFValueType.STRING:
             return GGUFArray(value_type, count, self._skip(count * np.dtype(_NUMBERS[value_type]).itemsize, key))
+        self._num_texts += count
+        if self._num_texts > _MAX_TEXTS:
+            raise self._error(f"the arrays up to {key} have {self._num_texts} texts; at most {_MAX_TEXTS} are read")
         start = position = self.position
         data, end, unpack = self._data, self._end, _UINT64.unpack_from
         for index in range(count):
@@ -330,16 +336,18 @@ class _HeaderParser:
 def split_paths(path: Path) -> list[Path]:
     """Return the parts of a split checkpoint by any of its parts, else the file itself.
 
-    Raises ConfigError that names the missing parts.
+    Raises ConfigError that names the missing parts, and for a number of the part that is not from 1 to theirs.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    count = int(match[4])
+    number, count = int(match[2]), int(match[4])
+    if not 1 <= number <= count:
+        raise ConfigError(f"{path} is named part {number} of {count}; parts are numbered from 1 to their count")
     parts = [path.with_name(f"{match[1]}{index:05d}{match[3]}") for index in range(1, count + 1)]
     missing = [part.name for part in parts if not part.exists()]
-    if missing or not parts:
-        raise ConfigError(f"{path} is one of {count} parts; missing: {', '.join(missing[:5]) or 'all'}")
+    if missing:
+        raise ConfigError(f"{path} is one of {count} parts; missing: {', '.join(missing[:5])}")
     return parts
 
 
@@ -348,7 +356,8 @@ def gguf_checkpoints(names: Iterable[str]) -> dict[str, list[str]]:
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(names):
         match = _SPLIT_NAME.fullmatch(name)
-        first = name if match is None else f"{match[1]}00001{match[3]}"
+        is_part = match is not None and 1 <= int(match[2]) <= int(match[4])
+        first = f"{match[1]}00001{match[3]}" if is_part else name
         checkpoints.setdefault(first, []).append(name)
     return checkpoints
 

@@ -40,7 +40,9 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     """
     key = "tokenizer.ggml.token_type"
     if key in model.metadata:
-        types = model.numbers(key).copy()
+        types = model.numbers(key)
+        if types.dtype.kind not in "iu":
+            raise ConfigError(f"{model.path}: {key} must be whole numbers; got {describe_value(model.metadata[key])}")
     else:
         types = np.full(len(tokens), int(TokenType.NORMAL))
     if len(types) != len(tokens):
@@ -52,6 +54,12 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
     candidates |= {i for i in stated if _is_in_brackets(tokens[i]) and types[i] != TokenType.UNKNOWN}
     wrong = [i for i in sorted(candidates) if types[i] != TokenType.CONTROL]
     types[wrong] = TokenType.CONTROL
+    if (unknown := np.flatnonzero(~np.isin(types, list(TokenType)))).size:
+        first = int(unknown[0])
+        raise ConfigError(
+            f"{model.path}: {key} must be from {min(TokenType)} to {max(TokenType)}; "
+            f"got {types[first]} for token {first}"
+        )
     return types, [tokens[i] for i in wrong]
 
 
@@ -68,6 +76,15 @@ def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
         return token_id
     default = _SENTENCEPIECE_IDS.get(name) if model.metadata.get("tokenizer.ggml.model") == "llama" else None
     return None if default is None or default >= num_tokens else default
+
+
+def read_flag(model: GGUFModel, name: str, *, default: bool) -> bool:
+    """Return a setting of the tokenizer, `default` where the file states none. Raises ConfigError for another type."""
+    key = f"tokenizer.ggml.{name}"
+    value = model.metadata.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{model.path}: {key} must be true or false; got {describe_value(value)}")
+    return value
 
 
 def ids_beyond(model: GGUFModel, num_tokens: int) -> list[str]:
