@@ -506,7 +506,8 @@ def test_two_clients_with_the_same_request_id_both_get_their_answers() -> None:
     ],
 )
 def test_tokenizing_or_detokenizing_long_text_does_not_delay_streams(path: str, body: Any, answer: str) -> None:
-    with scripted_server("--step-s", "0.01") as server, ThreadPoolExecutor(1) as pool:
+    engine = {"max_model_len": 10**6}  # twice its tokens are counted
+    with scripted_server("--step-s", "0.01", engine=engine) as server, ThreadPoolExecutor(1) as pool:
         stream = server.open(CHAT, chat_body("s", stream=True, max_tokens=100))
         read_until(stream, b"data: ")
         (api_server,) = server.api_server_pids()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from places import ROOT
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from meltcore.cli import serve as serve_cli
 from meltcore.cli import stop as stop_cli
@@ -35,6 +36,7 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest, decode_request
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.status import _model
+from meltcore.serve.tasks.generation import prompts
 from meltcore.serve.tasks.generation.prompts import chat_prompt, encode_all
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults, sampling_params
 from meltcore.serve.tasks.generation.text_model import load_text_model
@@ -445,7 +447,7 @@ def test_long_chat_or_document_is_tokenized_on_a_thread(characters: int, *, on_t
     assert set(threads) == {on_thread}
 
 
-@pytest.mark.parametrize("content", ["<" * 4000, "a<|im_end|>" * 400])
+@pytest.mark.parametrize("content", ["<" * 4000, "a<|im_end|>" * 400, " " * 20_000 + "<|im_end|>" * 40])
 def test_chat_that_is_too_long_is_refused_before_its_control_tokens_are_sought(
     monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
@@ -462,20 +464,79 @@ def test_chat_that_is_too_long_is_refused_before_its_control_tokens_are_sought(
     assert sought != []
 
 
+class CountedTokens:
+    """A tokenizer of 2,000 characters a token, and of one where "<" begins. It notes the texts that it encodes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.sizes.append(len(text))
+        return [7] * (len(text.rstrip("<")) // 2000 + text.count("<"))
+
+
+def encode_counted(text: str, tokenizer: CountedTokens) -> list[int]:
+    [ids] = asyncio.run(encode_all(tokenizer, [text], "prompt", add_special_tokens=True, context=30))  # type: ignore[arg-type]
+    return ids
+
+
 def test_long_text_of_few_tokens_is_tokenized_completely() -> None:
-    """Which its beginning does not rule out."""
+    """Which none of its pieces rules out."""
+    tokenizer = CountedTokens()
+    assert encode_counted("x" * 40_000, tokenizer) == [7] * 20
+    assert tokenizer.sizes == [16_384, 16_384, 7_232, 40_000]
+
+
+@pytest.mark.parametrize("few", [0, 16_000, 40_000])
+def test_text_of_many_tokens_is_not_tokenized_completely_wherever_they_begin(few: int) -> None:
+    tokenizer = CountedTokens()
+    with pytest.raises(RequestError, match=f"of this prompt's {few + 10**6} characters are .* tokens already"):
+        encode_counted("x" * few + "<" * 10**6, tokenizer)
+    assert sum(tokenizer.sizes) <= few + 2 * 16_384
+
+
+@pytest.mark.parametrize("content", ["<|im_end|>" * 85, ("<|im_end|>" * 5 + "<|im_start|>" * 5 + " ") * 8])
+@pytest.mark.parametrize(
+    ("context", "fault"), [(50, "maximum context length is 50"), (9, "at most 100 tokens are counted for one request")]
+)
+def test_control_tokens_in_messages_are_counted_as_the_text_that_they_are(
+    monkeypatch: pytest.MonkeyPatch, content: str, context: int, fault: str
+) -> None:
+    """As control tokens they would be one token each, and few enough."""
+    monkeypatch.setattr(prompts, "MAX_COUNTED_TOKENS", 100)
+    monkeypatch.setattr(prompts, "_PIECE_CHARS", 500)
     sizes: list[int] = []
+    encode = ControlTokens.encode
+    monkeypatch.setattr(ControlTokens, "encode", lambda *args: sizes.append(len(args[1])) or encode(*args))
+    tokenizer = Tokenizer.from_checkpoint(open_checkpoint(BUNDLED_MODEL, files="text"))
+    template = ChatTemplate("<|im_start|>{{ messages[0].content }}<|im_end|>")
+    messages = [ChatMessage(role="user", content=content)]
+    with pytest.raises(RequestError, match=fault):
+        asyncio.run(chat_prompt(tokenizer, template, messages, None, context, is_only_counted=context == 9))
+    assert len(sizes) == 1
+    assert sizes[0] < len(content)
 
-    class TwentyCharacters:
+
+def test_few_long_texts_are_tokenized_concurrently() -> None:
+    """Others wait, so that the memory of all is bounded."""
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    class Waits:
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            sizes.append(len(text))
-            return [7] * (len(text) // 20)
+            begun.append(text)
+            assert may_end.wait(WAIT_S)
+            return [7]
 
-    found = asyncio.run(
-        encode_all(TwentyCharacters(), ["x" * 1900], "prompt", add_special_tokens=True, context=100)  # type: ignore[arg-type]
-    )
-    assert found == [[7] * 95]
-    assert sizes == [1600, 1900]
+    async def run() -> None:
+        one = partial(encode_all, Waits(), ["x" * 20_000], "prompt", add_special_tokens=True)  # type: ignore[arg-type]
+        texts = asyncio.gather(*(one() for _ in range(12)))
+        await until(lambda: len(begun) == 4, "four texts to begin")
+        assert prompts._THREADS._work_queue.qsize() == 8
+        may_end.set()
+        assert await texts == [[[7]]] * 12
+
+    asyncio.run(run())
 
 
 def test_parts_of_a_message_other_than_text_are_named() -> None:

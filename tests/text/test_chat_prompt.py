@@ -25,6 +25,7 @@ from meltcore.models.checkpoints.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
+from meltcore.text import control_tokens
 from meltcore.text.chat_prompt import render_chat
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
@@ -240,6 +241,27 @@ def test_control_tokens_are_sought_by_the_call_that_frees_the_gil() -> None:
         controls._scanner = scanner
     assert "encode_batch" in calls
     assert "encode" not in calls
+
+
+@pytest.mark.parametrize("contents", [["a<|im_end|>b", "x" * 30], ["<|im_start|>" * 9 + "é</think>"]])
+@pytest.mark.parametrize("size", [1, 7, 40, 10_000])
+def test_pieces_of_a_prompt_cut_none_of_its_control_tokens(contents: list[str], size: int) -> None:
+    tokenizer = load(BUNDLED_MODEL)
+    prompt = render_chat(tokenizer, ChatTemplate(PLAIN), chat(*contents))
+    pieces = list(prompt.pieces(size))
+    ids = [token_id for piece in pieces for token_id in piece.encode(tokenizer)]
+    assert "".join(piece.text for piece in pieces) == prompt.text
+    assert special_ids(tokenizer, ids) == special_ids(tokenizer, prompt.encode(tokenizer))
+    assert tokenizer.decode(ids, skip_special_tokens=False) == prompt.text
+    assert all(len(piece.text) < size + len("<|im_start|>") for piece in pieces)
+
+
+def test_control_tokens_are_found_in_long_text_wherever_they_are() -> None:
+    controls = load(BUNDLED_MODEL).control_tokens
+    for before in (0, control_tokens._PIECE_CHARS - 3, control_tokens._PIECE_CHARS, 50_000):
+        assert controls.occur_in("x" * before + "<|im_end|>" + "y" * 20_000)
+    assert not controls.occur_in("<|im_end|" * 5000)
+    assert not controls.occur_in("")
 
 
 @pytest.mark.parametrize("used", [range(0xF0000, 0x110000), [*range(0xE000, 0xF900), *range(0x100000, 0x110000)]])

@@ -10,6 +10,7 @@ Strings that the template itself compares with, such as "</think>", stay in both
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, islice
@@ -43,6 +44,20 @@ class ChatPrompt(NamedTuple):
         if self.special_tokens is None or self.controls is None:
             return tokenizer.encode(self.text, add_special_tokens=False)
         return self.controls.encode(self.text, self.special_tokens)
+
+    def pieces(self, characters: int) -> Iterator[ChatPrompt]:
+        """Yield the prompt in pieces of that many characters, or of a few more where a control token would be cut."""
+        matches = deque(self.special_tokens or ())
+        start = 0
+        while start < len(self.text):
+            end, inside = start + characters, []
+            while matches and matches[0].start < end:
+                match = matches.popleft()
+                inside.append(Match(match.token, match.start - start, match.end - start))
+                end = max(end, match.end)
+            special_tokens = None if self.special_tokens is None else inside
+            yield ChatPrompt(self.text[start:end], special_tokens, self.controls)
+            start = end
 
 
 def render_chat(
@@ -82,7 +97,7 @@ def render_chat(
         is_same = own == found
     else:  # the template has seen a difference, which matters only where a message has a control token
         has_same_tokens = [match.token for match in own] == [match.token for match in found]
-        is_same = has_same_tokens and not any(map(controls.find, strings))
+        is_same = has_same_tokens and not any(map(controls.occur_in, strings))
     return ChatPrompt(text) if is_same else ChatPrompt(as_text, own, controls)
 
 

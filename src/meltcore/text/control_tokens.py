@@ -25,6 +25,7 @@ _UNMATCHED = "\0"  # the scanner's token for all text between added tokens
 # Templates also write added tokens that are whitespace, words or quotes, which are common in messages.
 _BRACKETS = frozenset("<>[]{}()|｜")
 _MIN_BRACKETED_CHARS = 3
+_PIECE_CHARS = 16_384
 
 
 class Match(NamedTuple):
@@ -92,6 +93,14 @@ class ControlTokens:
             for token, offsets in zip(tokens, found.offsets, strict=True)
             if token is not None and token in self._ids
         ]
+
+    def occur_in(self, text: str) -> bool:
+        """Return whether encoding `text` as a whole would find a control token.
+
+        The text is searched piece by piece, since each token that is found takes a kilobyte.
+        """
+        overlap = max(map(len, self.texts), default=1)
+        return any(self.find(text[at : at + _PIECE_CHARS + overlap]) for at in range(0, len(text), _PIECE_CHARS))
 
     def overlaps(self, string: str) -> bool:
         """Return whether a string contains a control token, or begins or ends in the middle of one."""

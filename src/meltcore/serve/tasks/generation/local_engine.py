@@ -78,7 +78,7 @@ class LocalEngine(EngineBackend):
         reasoning_parser = None
         if isinstance(request, ChatRequest):
             reasoning_parser = text.reasoning_parser
-            prompts = [await self._chat_prompt(text, request, limit)]
+            prompts = [await self._chat_prompt(text, request, limit, is_only_counted=False)]
         else:
             prompts = await completion_prompts(text.tokenizer, model.engine.vocab_size, request, limit)
         params = [
@@ -110,15 +110,17 @@ class LocalEngine(EngineBackend):
         model = self._loaded()
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
-        text = model.text
+        text, limit = model.text, model.engine.max_model_len
         if request.messages is not None:
-            tokens = await self._chat_prompt(text, request)
+            tokens = await self._chat_prompt(text, request, limit, is_only_counted=True)
         else:
-            add_special_tokens = request.add_special_tokens
             (tokens,) = await encode_all(
-                text.tokenizer, [request.prompt or ""], "prompt", add_special_tokens=add_special_tokens
+                *(text.tokenizer, [request.prompt or ""], "prompt"),
+                add_special_tokens=request.add_special_tokens,
+                context=limit,
+                is_only_counted=True,
             )
-        return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids."""
@@ -146,7 +148,7 @@ class LocalEngine(EngineBackend):
         return self._when_ready(self._model)
 
     async def _chat_prompt(
-        self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int | None = None
+        self, text: TextModel, request: ChatRequest | TokenizeRequest, context: int, *, is_only_counted: bool
     ) -> list[int]:
         return await chat_prompt(
             text.tokenizer,
@@ -155,6 +157,7 @@ class LocalEngine(EngineBackend):
             request.chat_template_kwargs,
             context,
             special_tokens_in_messages=self.config.engine.special_tokens_in_messages,
+            is_only_counted=is_only_counted,
         )
 
     async def _echoes(

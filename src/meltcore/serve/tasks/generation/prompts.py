@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.protocol import ChatMessage, CompletionRequest
-from meltcore.text.chat_prompt import render_chat
+from meltcore.text.chat_prompt import ChatPrompt, render_chat
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.detokenizer import text_to_continue
 from meltcore.text.tokenizer import Tokenizer
@@ -17,10 +19,16 @@ from meltcore.text.tokenizer import Tokenizer
 # delay the streams of others.
 INLINE_CHARS = 16_384
 MAX_PROMPTS = 1024  # in one completion request
-# Of a text with more than _HEAD_CHARS characters per token of the context, that many are tokenized first. Most
-# languages have four characters per token, and megabytes that are refused in the end would take seconds. When the head
-# alone has _TOO_LONG times the context, the whole is too long, wherever the head was cut.
-_HEAD_CHARS, _TOO_LONG = 16, 2
+# The tokens of a text with more than _LONG_BYTES bytes per token of the context are counted first, piece by piece. Most
+# languages have three to nine bytes per token. Megabytes of text would take seconds, and 150 bytes per token. When the
+# pieces so far have _TOO_LONG times the context, the whole is too long, wherever they were cut.
+_LONG_BYTES, _TOO_LONG = 16, 2
+_PIECE_CHARS = 16_384
+MAX_COUNTED_TOKENS = 2**18  # of a text that is only tokenized, where the context is not longer
+# An API server process tokenizes four long texts concurrently, and others wait: this bounds the memory that they take.
+_THREADS = ThreadPoolExecutor(4, thread_name_prefix="tokenizer")
+
+_Result = TypeVar("_Result")
 
 
 async def chat_prompt(
@@ -31,18 +39,19 @@ async def chat_prompt(
     context: int | None = None,
     *,
     special_tokens_in_messages: bool = False,
+    is_only_counted: bool = False,
 ) -> list[int]:
     """Return the token ids of a chat, up to where the answer begins.
 
-    `context`: see `encode_all`; `special_tokens_in_messages`: see `render_chat`. Raises RequestError (400).
+    `context` and `is_only_counted`: see `encode_all`; `special_tokens_in_messages`: see `render_chat`. Raises
+    RequestError (400).
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
     template_messages = [_with_system_role(message) for message in messages]
 
-    def check_text(text: str) -> None:
-        if context is not None:
-            _check_head(tokenizer, text, "messages", context)
+    def check(prompt: ChatPrompt) -> None:
+        _check_length(tokenizer, prompt, "messages", context, is_only_counted=is_only_counted)
 
     def work() -> list[int]:
         prompt = render_chat(
@@ -51,13 +60,15 @@ async def chat_prompt(
             template_messages,
             kwargs,
             special_tokens_in_messages=special_tokens_in_messages,
-            check_text=check_text,
+            check_text=lambda text: check(ChatPrompt(text)),
         )
+        if prompt.special_tokens is not None:  # control tokens in messages are text, which has more tokens
+            check(prompt)
         return prompt.encode(tokenizer)
 
     characters = sum(len(text) for message in template_messages for text in message.values())
     characters += len(str(kwargs))  # the template may write any of it, such as retrieved documents
-    ids = work() if characters <= INLINE_CHARS else await asyncio.to_thread(work)
+    ids = work() if characters <= INLINE_CHARS else await _on_thread(work)
     return _require_tokens(ids, "messages")
 
 
@@ -101,43 +112,72 @@ async def prompt_texts(tokenizer: Tokenizer, request: CompletionRequest, prompts
     def work() -> list[str]:
         return [text_to_continue(tokenizer, ids, skip_special_tokens=skip) for ids in prompts]
 
-    return work() if sum(map(len, prompts)) <= INLINE_CHARS else await asyncio.to_thread(work)
+    return work() if sum(map(len, prompts)) <= INLINE_CHARS else await _on_thread(work)
 
 
 async def encode_all(
-    tokenizer: Tokenizer, texts: list[str], param: str, *, add_special_tokens: bool, context: int | None = None
+    tokenizer: Tokenizer,
+    texts: list[str],
+    param: str,
+    *,
+    add_special_tokens: bool,
+    context: int | None = None,
+    is_only_counted: bool = False,
 ) -> list[list[int]]:
     """Tokenize `texts`; much text on a thread, so that the event loop continues to serve.
 
-    context: the length of the model's context in tokens. Raises RequestError (400) naming `param` for a text that has
-    many more, before all of it is tokenized; the ids of one that is slightly too long are returned.
+    Raises RequestError (400) naming `param` for a text that has many more tokens than the context, before all of it is
+    tokenized; the ids of one that is slightly too long are returned.
+
+    context: the length of the model's context in tokens; None takes a text of any length. is_only_counted: whether no
+    answer follows, so that MAX_COUNTED_TOKENS are taken where the context is shorter.
     """
 
     def work() -> list[list[int]]:
         encoded = []
         for text in texts:
-            if context is not None:
-                _check_head(tokenizer, text, param, context)
+            _check_length(tokenizer, ChatPrompt(text), param, context, is_only_counted=is_only_counted)
             encoded.append(tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return encoded
 
     if sum(map(len, texts)) <= INLINE_CHARS:
         return work()
-    return await asyncio.to_thread(work)
+    return await _on_thread(work)
 
 
-def _check_head(tokenizer: Tokenizer, text: str, param: str, context: int) -> None:
-    text_start = text[: _HEAD_CHARS * context]
-    if len(text_start) == len(text):
+def _check_length(
+    tokenizer: Tokenizer, prompt: ChatPrompt, param: str, context: int | None, *, is_only_counted: bool
+) -> None:
+    """Raise RequestError (400) for a prompt that is far too long, after a part of it has been tokenized."""
+    if context is None:
         return
-    tokens = len(tokenizer.encode(text_start, add_special_tokens=False))
-    if tokens > _TOO_LONG * context:
+    unchecked, limit = _LONG_BYTES * context, _TOO_LONG * context
+    if is_only_counted:
+        unchecked = limit = max(MAX_COUNTED_TOKENS, limit)
+    if len(prompt.text.encode(errors="replace")) <= unchecked:
+        return
+    characters = tokens = 0
+    for piece in prompt.pieces(_PIECE_CHARS):
+        characters += len(piece.text)
+        tokens += len(piece.encode(tokenizer))
+        if tokens > limit:
+            break
+    else:
+        return
+    found = f"the first {characters} of this prompt's {len(prompt.text)} characters are {tokens} tokens already"
+    if is_only_counted:
         raise RequestError(
-            f"this model's maximum context length is {context} tokens, so a prompt may have at most {context - 1}; "
-            f"the first {len(text_start)} of this prompt's {len(text)} characters are {tokens} tokens already",
-            param=param,
-            code="context_length_exceeded",
+            f"at most {limit} tokens are counted for one request; {found}; send it in parts", param=param
         )
+    raise RequestError(
+        f"this model's maximum context length is {context} tokens, so a prompt may have at most {context - 1}; {found}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+async def _on_thread(work: Callable[[], _Result]) -> _Result:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, copy_context().run, work)
 
 
 async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
@@ -145,7 +185,7 @@ async def decode(tokenizer: Tokenizer, ids: list[int], vocab_size: int) -> str:
     _check_ids(ids, vocab_size, "tokens")
     if len(ids) <= INLINE_CHARS:
         return tokenizer.decode(ids, skip_special_tokens=False)
-    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=False)
+    return await _on_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _check_ids(ids: Sequence[Any], vocab_size: int, param: str) -> None:
