@@ -6,14 +6,14 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_harness import MODEL, RunningServer, scripted_server
-from waiting import WAIT_S, wait_until
+from waiting import WAIT_S, until, wait_until
 
 from meltcore.serve.http import http_protocol, http_server
 from meltcore.serve.http.http import read_body, send_bytes
@@ -119,9 +119,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     ids=["nothing", "half a head", "half a body", "a whole request", "half a second request"],
 )
 def test_stalled_request_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, sent: bytes, stays: bool) -> None:
-    monkeypatch.setattr(http_protocol, "SILENT_LIMIT_S", 0.1)
-    monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.02)
-    answer = exchange(sent)
+    answer = exchange(monkeypatch, sent, stays=stays, SILENT_LIMIT_S=0.1)
     assert (answer is None) == stays
     is_late = sent.startswith(POST) and sent.count(POST) == 1 and not stays
     assert (answer or b"").startswith(b"HTTP/1.1 408 Request Timeout\r\n") == is_late
@@ -142,10 +140,8 @@ def test_stalled_request_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, s
 def test_slowly_sent_request_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes, stays: bool
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_LIMIT_S", 0.5)
-    monkeypatch.setattr(http_protocol, "REQUEST_LIMIT_S", 0.7)
-    monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.02)
-    answer = exchange(sent, [piece] * (4 if stays else 1000))
+    pieces = [piece] * (4 if stays else 100_000)
+    answer = exchange(monkeypatch, sent, pieces, stays=stays, HEAD_LIMIT_S=0.5, REQUEST_LIMIT_S=0.7)
     assert (answer is None) == stays
     limit = {b"x: y\r\n": "the request's headers took too long to arrive: the limits are 0.5 s, and 60 s without data"}
     limit[b"a"] = "the request's headers and body took too long to arrive: the limits are 0.7 s, and 60 s without data"
@@ -163,8 +159,23 @@ def test_slowly_sent_request_is_disconnected(
         assert b"408" not in (answer or b"")
 
 
-def exchange(sent: bytes, pieces: Sequence[bytes] = ()) -> bytes | None:
-    """The data received until the server disconnects; None without a disconnect. `pieces` are sent every 20 ms."""
+def exchange(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, pieces: Sequence[bytes] = (), *, stays: bool, **limits_s: float
+) -> bytes | None:
+    """The data received until the server disconnects. `pieces` are sent every 20 ms.
+
+    Where the client stays connected, it sends all before the limits are 0, and the server has looked at it since: None.
+    """
+    checks: list[bool] = []
+    is_late = http_protocol.HttpProtocol.is_late
+
+    def noted_is_late(self: Any, now_s: float) -> bool:
+        checks.append(is_late(self, now_s))
+        return checks[-1]
+
+    def set_limits(found_s: dict[str, float]) -> None:
+        for name, limit_s in found_s.items():
+            monkeypatch.setattr(http_protocol, name, limit_s)
 
     async def send_pieces(connection: socket.socket) -> None:
         with suppress(ConnectionError):  # closed by the server, whose response can still be read
@@ -172,33 +183,72 @@ def exchange(sent: bytes, pieces: Sequence[bytes] = ()) -> bytes | None:
                 await asyncio.sleep(0.02)
                 await asyncio.get_running_loop().sock_sendall(connection, piece)
 
-    async def run() -> bytes | None:
-        server = http_server.HttpServer(echo, ServerStats())
-        serving = asyncio.create_task(server.serve())
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setblocking(False)
-        server.add_connection(theirs)
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(ours, sent)
-        sending = asyncio.create_task(send_pieces(ours))
+    async def receive(connection: socket.socket) -> bytes | None:
         came = b""
-        try:
-            async with asyncio.timeout(2.0 if pieces else 1.0):
-                while data := await loop.sock_recv(ours, 1000):
-                    came += data
-        except TimeoutError:
-            return None if came.endswith(b"abc") else came
-        except ConnectionError:
-            pass
-        finally:
-            sending.cancel()
-            ours.close()
-            server.stop()
-            await serving
+        with suppress(ConnectionError):
+            while data := await asyncio.get_running_loop().sock_recv(connection, 1000):
+                came += data
+                if stays and came.endswith(b"abc"):
+                    set_limits(dict.fromkeys(limits_s, 0.0))
+                    checks.clear()
+                    await until(lambda: len(checks) >= 3, "checks for late clients")
+                    return came if any(checks) else None
         return came
 
+    monkeypatch.setattr(http_protocol.HttpProtocol, "is_late", noted_is_late)
+    monkeypatch.setattr(http_server, "LATE_CHECK_S", 0.02)
+    set_limits({} if stays else limits_s)
+
+    async def run() -> bytes | None:
+        async with connected(echo) as ours:
+            await asyncio.get_running_loop().sock_sendall(ours, sent)
+            sending = asyncio.create_task(send_pieces(ours))
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    return await receive(ours)
+            finally:
+                sending.cancel()
+
     return asyncio.run(run())
+
+
+@asynccontextmanager
+async def connected(app: Any) -> AsyncIterator[socket.socket]:
+    """A client's end of a connection to a server of `app`."""
+    server = http_server.HttpServer(app, ServerStats())
+    serving = asyncio.create_task(server.serve())
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(False)
+    server.add_connection(theirs)
+    try:
+        yield ours
+    finally:
+        ours.close()
+        server.stop()
+        await serving
+
+
+@pytest.mark.parametrize("body", [b"", b"abc"])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
+def test_half_close_is_a_disconnect_on_each_route(body: bytes, path: bytes) -> None:
+    ends: list[str] = []
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        await read_body(scope, receive, 1000)
+        ends.append((await receive())["type"])
+
+    async def run() -> None:
+        async with connected(waits) as ours, asyncio.timeout(WAIT_S):
+            loop = asyncio.get_running_loop()
+            head = b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % (path, len(body))
+            await loop.sock_sendall(ours, head + body)
+            ours.shutdown(socket.SHUT_WR)
+            assert await loop.sock_recv(ours, 1000) == b""
+            await until(lambda: ends, "the end of the request")
+
+    asyncio.run(run())
+    assert ends == ["http.disconnect"]
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -13,7 +13,9 @@ import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+from waiting import WAIT_S
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import read_body, send_bytes, send_error
@@ -79,11 +81,13 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
-def talk(pieces: Sequence[bytes], *, pauses: Callable[[int], bool] = lambda index: True) -> Transport:
+def talk(
+    pieces: Sequence[bytes], *, pauses: Callable[[int], bool] = lambda index: True, app: Any = application
+) -> Transport:
     """What comes back for the pieces. pauses: whether the server answers before the piece with this index arrives."""
 
     async def run() -> Transport:
-        config = uvicorn.Config(application, interface="asgi3", lifespan="off", ws="none", log_config=None)
+        config = uvicorn.Config(app, interface="asgi3", lifespan="off", ws="none", log_config=None)
         config.load()
         transport, protocol = Transport(), HttpProtocol(config, ServerState(), ServerStats())
         protocol.connection_made(transport)
@@ -97,7 +101,7 @@ def talk(pieces: Sequence[bytes], *, pauses: Callable[[int], bool] = lambda inde
             await asyncio.sleep(0)
         is_closed = transport.is_closed
         protocol.connection_lost(None)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*protocol.tasks)
         transport.is_closed = is_closed
         return transport
@@ -174,6 +178,11 @@ def test_offer_that_ends_the_connection_ends_it() -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nHost: a\r\n\r\n", 400),
         (b"GET / HTTP/2.0\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
+        (b"GET /stream\r\n\r\n", 400),
+        (b"GET http://localhost/\r\n\r\n", 400),
+        (b"GET http://[::1/live HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"POST http://a:99999999/ HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc", 400),
+        (b"GET http://[::1/live HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", 400),
         (b"GET / HTTP/1.2\r\nHost: a\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
@@ -207,8 +216,53 @@ def test_bytes_that_are_no_request_are_refused_after_the_answers_before_them(
     assert statuses(transport) == [200] * before + [status]
     error = json.loads(bodies(transport)[-1])["error"]
     assert error["type"] in ("invalid_request_error", "server_error")
+    assert "object" not in error["message"], "an error of Python"
     last_head = transport.written.rpartition(b"HTTP/1.1")[2]
     assert re.search(rb"x-request-id: \w+", last_head)
+    assert transport.is_closed
+
+
+@pytest.mark.parametrize("offer", [b"", OFFERS[0]])
+@pytest.mark.parametrize(
+    ("target", "path", "query"),
+    [
+        (b"http://localhost:8743", "/", b""),
+        (b"http://localhost:8743?x=1", "/", b"x=1"),
+        (b"http://[::1]?", "/", b""),
+        (b"http://localhost/live?x=1", "/live", b"x=1"),
+        (b"/live%20?", "/live ", b""),
+    ],
+)
+def test_target_may_be_an_address_also_without_a_path(offer: bytes, target: bytes, path: str, query: bytes) -> None:
+    scopes: list[Any] = []
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+        await application(scope, receive, send)
+
+    sent = b"POST " + target + b" HTTP/1.1\r\nHost: a\r\n" + offer + b"Content-Length: 3\r\n\r\nabc"
+    transport = talk([request(b"first") + sent, request(b"last")], app=noting)
+    assert bodies(transport) == [b"POST first", b"POST abc", b"POST last"]
+    assert (scopes[1]["path"], scopes[1]["query_string"]) == (path, query)
+
+
+@pytest.mark.parametrize("before", [b"", request(b"first")])
+@pytest.mark.parametrize("callback", ["on_url", "on_headers_complete", "on_body"])
+def test_fault_of_the_server_while_it_reads_is_500_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, before: bytes, callback: str
+) -> None:
+    original = getattr(HttpToolsProtocol, callback)
+
+    def fail(self: Any, *args: bytes) -> None:
+        original(self, *args)
+        if self.url.startswith(b"/fail"):
+            raise AttributeError("'NoneType' object has no attribute 'decode'")
+
+    monkeypatch.setattr(HttpToolsProtocol, callback, fail)
+    transport = talk([before, request(b"x", path="/fail")])
+    assert statuses(transport) == ([200, 500] if before else [500])
+    assert b"NoneType" not in transport.written
+    assert "NoneType" in caplog.text
     assert transport.is_closed
 
 
@@ -243,12 +297,6 @@ def test_stream_to_http_1_0_has_no_chunk_sizes_and_ends_with_the_connection(conn
     assert b"transfer-encoding" not in head.lower()
     assert b"connection: close" in head
     assert body == b"data: POST x\n\ndata: chunk\n\ndata: [DONE]\n\n"
-    assert transport.is_closed
-
-
-def test_http_0_9_gets_no_chunk_sizes_either() -> None:
-    transport = talk([b"GET /stream\r\n\r\n"])
-    assert transport.written.endswith(b"\r\n\r\ndata: GET \n\ndata: chunk\n\ndata: [DONE]\n\n")
     assert transport.is_closed
 
 

@@ -154,9 +154,11 @@ class HttpProtocol(HttpToolsProtocol):
                 data = self._head_without_offer() + data[offer.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+            except httptools.HttpParserCallbackError as error:  # a fault of this server's, not of the request
+                self.logger.error("a request could not be read", exc_info=error)
+                self._reject(RequestError("the server has failed to read the request", status=500))
             except httptools.HttpParserError as error:
-                reason = error.__context__ or error  # of an error in a callback, such as a URL that is none
-                self._reject(RequestError(f"the request is not valid HTTP: {shorten(str(reason))}"))
+                self._reject(RequestError(f"the request is not valid HTTP: {shorten(str(error))}"))
             else:
                 return
 
@@ -185,16 +187,29 @@ class HttpProtocol(HttpToolsProtocol):
         """Start the request, unless its head offers another protocol: then it is parsed again."""
         if self.parser.get_method() == b"CONNECT":
             self._reject(RequestError("CONNECT: this server is no proxy", status=405))
-        elif (version := self.parser.get_http_version()) == "2.0":  # of all others the parser refuses those above 1.1
+        elif (version := self.parser.get_http_version()) not in ("1.0", "1.1"):  # the parser lets 0.9 and 2.0 pass
             self._reject(RequestError(f"the version of HTTP is {version}; this server has 1.0 and 1.1"))
         elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._reject_long_head()  # its end came with the data that made it too long
+        else:
+            self._check_target()
         if self._is_rejected or self.parser.should_upgrade():
             return
-        self._in_head = False
         super().on_headers_complete()
+        self._in_head = False
         if self._on_lost is not None and len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn stops reading here; the end of the connection would go unseen
+
+    def _check_target(self) -> None:
+        """Reject a request target that is no path and no address; one without a path means "/" (RFC 9112, 3.2.2)."""
+        try:
+            target = httptools.parse_url(self.url)
+        except httptools.HttpParserInvalidURLError:
+            url = shorten(self.url.decode("latin-1"))
+            self._reject(RequestError(f"the request target {url!r} is neither a path nor an address"))
+            return
+        if target.path is None:
+            self.url = b"/?" + target.query if target.query else b"/"
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body for the application."""
@@ -236,16 +251,20 @@ class HttpProtocol(HttpToolsProtocol):
         """Return whether a response of our own would be the answer to what is arriving."""
         if self.pipeline:
             return False
-        if self._receiving and not self._in_head:
+        if self._has_begun():
             return not self.cycle.response_started
         return self.cycle is None or self.cycle.response_complete
+
+    def _has_begun(self) -> bool:
+        """Return whether `cycle` is of the request that is arriving: its headers are complete."""
+        return self._receiving and self.cycle is not None and self.cycle.scope is self.scope
 
     def _reject(self, error: RequestError) -> None:
         """Answer bytes that are no request, after the requests before them, and disconnect."""
         self._is_rejected = True
         if self._can_refuse():
             self._refuse(error)
-        elif self._receiving and not self._in_head:
+        elif self._has_begun():
             self._drop_body(error)
         else:
             refusal: Any = Refusal(error)
