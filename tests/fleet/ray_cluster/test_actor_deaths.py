@@ -14,14 +14,13 @@ import pytest
 from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster, noted, starts
 from scripted_fleet import POLICY, fleet, rows, states
 from server_harness import RunningServer
-from waiting import wait_until
+from waiting import WAIT_S, wait_until
 
 from meltcore.common.process import start_ticks
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet
 from meltcore.protocol.cluster import EngineEnded, KillEngine
 from meltcore.protocol.tcp import FIRST_CLIENT_S, ORPHAN_S
-from meltcore.serve.engines.engine_process import EXIT_LIMIT_S
 
 pytestmark = pytest.mark.slow
 MODELS = "  gpu: {LOAD, memory: 30GiB, replicas: 2}\n"
@@ -90,9 +89,8 @@ def test_restarted_engine_exits_by_itself(tmp_path: Path) -> None:
 def test_restart_ends_an_engine_without_an_actor_first(tmp_path: Path) -> None:
     with one_engine(tmp_path) as (server, before):
         lose_actors(server)
-        began_s = time.monotonic()
         restart(server)
-        assert time.monotonic() - began_s < EXIT_LIMIT_S + ORPHAN_S, "it is asked to end"
+        assert "its server cannot be reached" not in server.stderr, "it is asked to end"
         assert start_ticks(before) is None
         assert pid_on(server, "a") not in (None, before)
 
@@ -108,7 +106,7 @@ def test_restart_waits_for_an_engine_without_an_actor_that_hangs(tmp_path: Path)
             assert starts(tmp_path, "gpu") == ["a"], "the first one has its memory"
         finally:
             os.kill(before, signal.SIGKILL)
-        restarted.result(ORPHAN_S / 2)
+        restarted.result(WAIT_S)
         assert pid_on(server, "a") not in (None, before)
 
 
@@ -131,9 +129,9 @@ def test_engine_that_does_not_end_is_waited_for(tmp_path: Path) -> None:
         # It hangs, so it keeps its GPU memory; ZeroMQ notices after 4 s.
         os.kill(before, signal.SIGSTOP)
         try:
+            died_s = time.monotonic()
             kill_actor(cluster, "a")
             wait_until(lambda: "its actor has died" in server.stderr, "the death")
-            died_s = time.monotonic()
             wait_until(lambda: pid_on(server, "a") not in (None, before), "another engine")
             waited_s = time.monotonic() - died_s
         finally:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,19 +86,15 @@ def test_silent_node_and_those_with_other_gpus_or_code_have_a_problem(tmp_path: 
             file.write("# other code\n")
         add_node(cluster, tmp_path, [40], packages=tmp_path / "other")
         cluster.wait_for_nodes(60)
-        question = msgspec.json.encode(ReadNodes(limit_s=15)) + b"\n"
         with subprocess.Popen(
             [sys.executable, "-m", DRIVER_MODULE, cluster.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as driver:
             assert driver.stdin is not None
             assert driver.stdout is not None
-            took_s: list[float] = []
-            for _ in range(2):
-                asked_s = time.monotonic()
-                driver.stdin.write(question)
+            for limit_s in (15, 10**6):  # the silent node is not waited for again: the second answer comes
+                driver.stdin.write(msgspec.json.encode(ReadNodes(limit_s=limit_s)) + b"\n")
                 driver.stdin.flush()
                 answer = msgspec.json.decode(driver.stdout.readline(), type=FromDriver)
-                took_s.append(time.monotonic() - asked_s)
                 assert isinstance(answer, Nodes)
                 found = sorted((node.problem, len(node.machine.gpus)) for node in answer.nodes)
                 assert found[0] == ("", 1)
@@ -109,7 +104,6 @@ def test_silent_node_and_those_with_other_gpus_or_code_have_a_problem(tmp_path: 
                     f", and the machine of this command {code_version()}: install the same on both"
                 )
                 assert found[3] == ("the task that reads its GPUs and memory does not answer", 0)
-            assert took_s[1] < 15 <= took_s[0], "the limit of the question: the silent node is not waited for again"
         ended = run_on_nodes(cluster.address, RunOnNodes(["--version"], 30.0), lambda ended: None)
         assert sorted(each.status for each in ended) == ["ended", "ended", "ended", "failed"]
         assert [each.reason for each in ended if each.status == "failed"] == [found[2][0]]

@@ -189,7 +189,7 @@ async def test_engine_whose_server_is_gone_ends(tmp_path: Path) -> None:
             strangers.enter_context(stranger)
             link.close()
             started_s = time.monotonic()
-            while engine.process.poll() is None and time.monotonic() - started_s < 25:
+            while engine.process.poll() is None and time.monotonic() - started_s < WAIT_S:
                 await asyncio.sleep(1)
                 with suppress(OSError):
                     strangers.enter_context(socket.create_connection((address.host, address.port), 5)).close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import timeit
 from typing import Any
 
 import pytest
@@ -94,11 +92,3 @@ def test_values_of_host_do_not_pile_up() -> None:
     for port in range(5000):
         assert outcome(check, host=f"localhost:{port}") == ""
     assert len(check._known) <= 256
-
-
-def test_check_costs_microseconds() -> None:
-    names = ("host", "accept", "accept-encoding", "connection", "user-agent", "content-length", "content-type", "x-id")
-    scope: Any = {"method": "POST", "headers": [(name.encode(), b"localhost:8000") for name in names]}
-    check = OriginCheck("127.0.0.1").check
-    best_s = min(timeit.repeat(lambda: check(scope), timer=time.thread_time, number=1000, repeat=20)) / 1000
-    assert best_s < 20e-6, f"{best_s * 1e6:.2f} us of CPU time"

@@ -38,7 +38,9 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         wait_until(lambda: server.stderr.count("event=request") == room + 3, "the log lines")
         (line,) = [line for line in server.stderr.splitlines() if "status=504" in line]
         assert "task=generation class=interactive" in line
-        assert 0.2 < float(line.split("queue_wait_s=")[1].split()[0]) <= 0.5
+        waited_s, whole_s = (float(line.split(f"{name}=")[1].split()[0]) for name in ("queue_wait_s", "total_s"))
+        assert 0 < waited_s <= whole_s
+        assert whole_s >= 0.3
         assert any("class=batch" in line for line in server.stderr.splitlines())
 
 
