@@ -129,7 +129,8 @@ def store(source: Path, format_name: str, target: Path) -> Path:
     """Return `target`, which holds the model of `source` in another format: one of FORMATS, or SAFETENSORS.
 
     Values are those of `gguf.quants`. A norm, and a tensor whose rows are no whole number of blocks, become F32.
-    A target that is there already is kept. Raises OSError or ImportError with the remedy where it cannot be written.
+    A target that is there already is kept, and what it was stored from is not compared. Raises OSError or ImportError
+    with the reason where it cannot be written.
     """
     if target.exists():
         return target
@@ -141,15 +142,27 @@ def store(source: Path, format_name: str, target: Path) -> Path:
     if format_name == SAFETENSORS and importlib.util.find_spec("accelerate") is None:
         raise ImportError("transformers reads GGUF files with the package accelerate only: pip install --group real")
     partial = target.with_name(f"{target.name}.partial")
-    if format_name == SAFETENSORS:
-        shutil.rmtree(partial, ignore_errors=True)
-        _store_folder(source, partial)
+    _remove(partial)
+    try:
+        (_store_folder if format_name == SAFETENSORS else _store_gguf)(source, format_name, partial)
+        return partial.rename(target)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # what the packages raise of a damaged file: ValueError, KeyError, IndexError and more
+        raise OSError(f"{source} cannot be stored as {format_name}: {type(error).__name__}: {error}") from error
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        _store_gguf(source, format_name, partial)
-    return partial.rename(target)
+        path.unlink(missing_ok=True)
 
 
-def _store_folder(source: Path, folder: Path) -> None:
+def _store_folder(source: Path, _format_name: str, folder: Path) -> None:
     """Write the model as transformers reads it from the file: float32 in safetensors, configuration and tokenizer."""
     import torch
     from tokenizers import decoders, pre_tokenizers
@@ -181,12 +194,18 @@ def _store_gguf(source: Path, format_name: str, target: Path) -> None:
     import numpy as np
     from gguf import quants
 
+    from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile
+
+    GGUFFile(source)  # refuses a file that is cut short, of which gguf.GGUFReader reads what is left
     wanted = gguf.GGMLQuantizationType[format_name.upper()]
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(None, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         if field.name not in ("general.architecture", "general.file_type") and not field.name.startswith("GGUF."):
-            writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1])
+            value = field.contents()
+            if isinstance(value, list) and not value:
+                raise OSError(f"{source}: {field.name} is an empty array, which the package gguf cannot write")
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1])
     for tensor in reader.tensors:
         values = np.ascontiguousarray(quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         values = values.reshape(tensor.shape[::-1])
@@ -214,12 +233,16 @@ def main() -> None:
     args = parser.parse_args()
     try:
         if args.command == "store":
+            if args.target.exists():
+                kept = f"{args.target} is there already and is kept; it is not compared with {args.source}"
+                print(f"real_models.py: {kept}", file=sys.stderr)
             print(store(args.source, args.format, args.target))
             return
         for name in args.models:
             print(f"{fetch(MODELS[name], args.folder)}: {MODELS[name].title}, {MODELS[name].terms}")
     except (OSError, ImportError) as error:
-        raise SystemExit(f"real_models.py: {error}") from error
+        reason = " ".join(str(error).split())  # transformers writes several lines
+        raise SystemExit(f"real_models.py: {reason}") from error
 
 
 if __name__ == "__main__":
