@@ -40,7 +40,6 @@ def test_a_request_that_waits_past_its_deadline_leaves_the_queue() -> None:
         assert "task=generation class=interactive" in line
         waited_s, whole_s = (float(line.split(f"{name}=")[1].split()[0]) for name in ("queue_wait_s", "total_s"))
         assert 0 < waited_s <= whole_s
-        assert whole_s >= 0.3
         assert any("class=batch" in line for line in server.stderr.splitlines())
 
 
