@@ -23,6 +23,7 @@ from test_ffmpeg_formats import Recorder, recorded
 
 from meltcore.audio import checks
 from meltcore.audio.decode import decode
+from meltcore.audio.files import open_audio
 from meltcore.audio.mpeg import frame_bytes
 from meltcore.common.errors import RequestError
 
@@ -314,6 +315,92 @@ def test_gap_beyond_the_limit_is_refused_by_name(container: str, codec: str, hou
     ) as caught:
         decoded(timed(container, codec, [0.0, hours * 3600.0]))
     assert "limit" in caught.value.message
+
+
+@pytest.mark.parametrize(("container", "codec"), [*TIMED, ("flv", "aac")])
+def test_long_gap_is_a_length_without_samples(container: str, codec: str) -> None:
+    data = timed(container, codec, [0.0, 3600.0])
+    blocks = list(open_audio(data, 4000.0).blocks())
+    assert sum(block for block in blocks if isinstance(block, int)) == pytest.approx(3599 * 48_000, abs=5000)
+    assert sum(len(block) for block in blocks if not isinstance(block, int)) == pytest.approx(2 * 48_000, abs=5000)
+    clips, found_s = decoded(data, LIMITS._replace(max_audio_s=4000.0))
+    assert found_s == pytest.approx(3601, abs=0.1)
+    assert [clip.start / 16_000 for clip in clips] == pytest.approx([0.0, 3599.9], abs=0.1)
+
+
+def flipped(data: bytes, position: int, bit: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
+
+
+def flv_tags(data: bytes) -> list[int]:
+    """Where the packets of audio begin. The time is in bytes 4 to 7 of each, its highest byte last."""
+    position, places = 13, list[int]()
+    while position < len(data):
+        size = int.from_bytes(data[position + 1 : position + 4], "big")
+        if data[position] == 8 and data[position + 12] == 1:  # 0 is the codec's configuration
+            places.append(position)
+        position += size + 15
+    return places
+
+
+def flv(starts_s: list[float]) -> bytes:
+    return timed("flv", "aac", starts_s)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(0, ""), (9, "a later time is"), (40, "a later time is"), (-2, "2 packets follow"), (-1, "1 pac")],
+)
+def test_damaged_time_of_flv_is_no_gap(number: int, reason: str) -> None:
+    """The highest bit of 24 makes 2.3 hours."""
+    data = flv([0.0, 1.0])
+    damaged = flipped(data, flv_tags(data)[number] + 4, 0x80)
+    if not reason:  # the times begin with the second packet
+        assert duration_s(damaged) == pytest.approx(duration_s(data), abs=0.03)
+        return
+    with pytest.raises(RequestError, match=rf"has a gap of 8,388\.\d s in its packet times at .*damage: {reason}"):
+        decoded(damaged, LIMITS._replace(max_audio_s=14_400.0))
+
+
+@pytest.mark.parametrize("name", ["webm", "live webm"])
+def test_damaged_times_of_blocks_and_clusters_are_no_gaps(name: str) -> None:
+    """A block has its time in its cluster, in two bytes, and a cluster of five seconds has its own."""
+    data = MAKERS[name](11.0, 48_000)
+    with av.open(io.BytesIO(data)) as file:
+        payload = bytes(next(packet for number, packet in enumerate(file.demux(audio=0)) if number == 60))
+    block, cluster = data.index(payload) - 3, data.index(b"\xe7\x82") + 2
+    for position, bit in ((block, 0x40), (block, 0x10), (cluster, 0x40)):
+        with pytest.raises(RequestError, match=r"has a gap of .* s in its packet times at .*, which is damage: "):
+            decoded(flipped(data, position, bit))
+
+
+@pytest.mark.parametrize("number", [3, 6])
+def test_damaged_times_of_transport_streams_are_no_gaps(number: int) -> None:
+    data = recorded(tone(6.0, 44_100), "mpegts", "aac", 44_100)
+    places = [match.start() + 9 for match in re.finditer(rb"\x00\x00\x01\xc0..[\x80-\xbf]\x80", data, re.DOTALL)]
+    with pytest.raises(RequestError, match="which is damage: a later time is"):
+        decoded(flipped(data, places[number], 0x02), LIMITS._replace(max_audio_s=14_400.0))
+    earlier = flipped(data, places[number] + 3, 0x02)  # 128 of 2**15 ticks
+    assert duration_s(earlier) == pytest.approx(duration_s(data), abs=0.05)
+
+
+@pytest.mark.parametrize("bit", [0x80, 0x08])
+def test_index_of_mp4_whose_times_exceed_its_duration_is_damaged(bit: int) -> None:
+    """The index has one duration for all packets, 1,024."""
+    data = MAKERS["m4a"](2.0, 48_000).replace(b"edts", b"free")  # which would leave out what is beyond the end
+    with pytest.raises(RequestError, match=r"which is damage: it ends at .* s, and the header announces 2\.0 s"):
+        decoded(flipped(data, data.index(b"stts") + 18, bit))
+
+
+@pytest.mark.parametrize("start_s", [0.0, 8400.0])
+def test_gaps_count_from_times_that_packets_agree_on(start_s: float) -> None:
+    """The first time is damaged to a later or an earlier one. A short gap that the next packet lacks is none."""
+    data = flv([start_s, start_s + 4.0])
+    tags = flv_tags(data)
+    for position, bit in ((tags[0] + 4, 0x80), (tags[20] + 5, 0x02)):
+        damaged = flipped(data, position, bit)
+        assert duration_s(damaged) == pytest.approx(5.0, abs=0.1)
+        assert not is_loud(damaged, 1.2, 3.8)
 
 
 @pytest.mark.slow

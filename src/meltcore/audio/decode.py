@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +59,12 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
     cutter = _Cutter(limits)
     num_samples, peak = 0, 0
     for block in _all_samples(data, limits):
-        num_samples += len(block)
+        num_samples += block if isinstance(block, int) else len(block)
         if num_samples > limits.max_audio_s * limits.sample_rate:
             raise _too_long(limits)
+        if isinstance(block, int):
+            yield from cutter.add_silence(block)
+            continue
         peak = max(peak, _peak(block))
         yield from cutter.add(block)
     if num_samples == 0:
@@ -72,8 +75,8 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
     yield num_samples / limits.sample_rate
 
 
-def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples]:
-    """Yield the samples of a file, and of those that were joined to it."""
+def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples | int]:
+    """Yield the samples of a file, and of those that were joined to it, and the lengths of silent gaps."""
     for part in parts(data):
         with closing(open_audio(part, limits.max_audio_s)) as file:
             _check_format(file, limits)
@@ -90,15 +93,16 @@ def _check_format(file: AudioFile, limits: AudioLimits) -> None:
         raise _too_long(limits)
 
 
-def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
-    """Yield the file as mono int16 blocks at the clips' rate."""
-    import soxr
-
-    resampler = None
-    if file.sample_rate != limits.sample_rate:
-        resampler = soxr.ResampleStream(file.sample_rate, limits.sample_rate, 1, dtype="float32")
+def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | int]:
+    """Yield the file as mono int16 blocks at the clips' rate, and the lengths of silent gaps at that rate."""
+    resampler = _Resampler(file.sample_rate, limits.sample_rate)
     num_read = 0
     for block in file.blocks():
+        if isinstance(block, int):
+            yield _int16(resampler.rest())
+            yield resampler.skip(block)
+            num_read += block
+            continue
         num_read += len(block)
         if not np.isfinite(block).all():
             raise refusal(
@@ -106,10 +110,44 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples]:
             )
         if block.shape[1] > limits.max_channels:
             raise refusal(f"has {block.shape[1]} channels; the limit is {limits.max_channels}")
-        mono = mixed(block, file.sample_rate)
-        yield _int16(mono if resampler is None else resampler.resample_chunk(mono))
-    if resampler is not None:
-        yield _int16(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
+        yield _int16(resampler.add(mixed(block, file.sample_rate)))
+    yield _int16(resampler.rest())
+
+
+class _Resampler:
+    """Changes the rate of samples, and of silence without computing its samples."""
+
+    def __init__(self, rate: int, new_rate: int) -> None:
+        self._rate, self._new_rate = rate, new_rate
+        self._num_in = self._num_out = 0
+        self._stream: Any = None
+
+    def add(self, mono: Floats) -> Floats:
+        """Add samples; return those that are ready at the new rate."""
+        import soxr
+
+        self._num_in += len(mono)
+        if self._rate != self._new_rate:
+            self._stream = self._stream or soxr.ResampleStream(self._rate, self._new_rate, 1, dtype="float32")
+            mono = self._stream.resample_chunk(mono)
+        self._num_out += len(mono)
+        return mono
+
+    def rest(self) -> Floats:
+        """Return the last samples of what was added. What is added later begins with a new filter."""
+        last = np.zeros(0, np.float32)
+        if self._stream is not None:
+            last = self._stream.resample_chunk(last, last=True)
+            self._stream = None
+        self._num_out += len(last)
+        return last
+
+    def skip(self, num_silent: int) -> int:
+        """Add silence; return its length at the new rate."""
+        self._num_in += num_silent
+        length = round(self._num_in * self._new_rate / self._rate) - self._num_out
+        self._num_out += length
+        return length
 
 
 def mixed(block: Floats, sample_rate: int) -> Floats:
@@ -173,6 +211,17 @@ class _Cutter:
         self._pending = np.concatenate([self._pending, block])
         while len(self._pending) > self._max_samples:
             yield from self._clip(self._quietest())
+
+    def add_silence(self, num_samples: int) -> Iterator[Clip]:
+        """Add silence; yield the clips that are complete. Of more than a clip of it, no samples are made."""
+        if num_samples <= self._max_samples:
+            yield from self.add(np.zeros(num_samples, np.int16))
+            return
+        edge = np.zeros(self._window // 2, np.int16)  # as a cut in silence leaves it
+        yield from self.add(edge)
+        yield from self.rest()
+        self._start += num_samples - 2 * len(edge)
+        yield from self.add(edge)
 
     def rest(self) -> Iterator[Clip]:
         """Yield what is left."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -24,6 +26,10 @@ _MP3_PADDING = 3 * 1152  # samples at the end that the header counts and FFmpeg 
 # Packet times are rounded, and the clocks of recorders jitter. ffmpeg's resampler fills gaps from this length on, too.
 _GAP_S = 0.1
 _JUMP_S = 1.0  # back in time: joined transport streams begin anew
+# A gap may have been made by one damaged bit of a time. A long one needs packets on both sides that agree with it.
+_LONG_GAP_S, _AGREEING_PACKETS = 10.0, 3
+_NEXT_PACKETS = 10  # whose times tell a short gap from jitter
+_TS_PACKETS = 200  # of which several have their time from one field, and behind which another stream may begin
 _MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its streams
 # These tell of a stream by its first packet alone, which may come after seconds of video.
 _FOUND_BY_PACKETS = (FLV, MPEG_TS)
@@ -36,7 +42,8 @@ Floats = npt.NDArray[np.float32]
 
 def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: float) -> FFmpegFile | None:
     """Open a file, or return None for data that is neither MP3 nor AAC and has no container. Raises RequestError."""
-    file = _opened(data, container, _MAX_PROBE_BYTES)
+    probe = (_MAX_PROBE_BYTES, 0)
+    file = _opened(data, container, *probe)
     if file is None:
         return None
     if container is None:
@@ -44,12 +51,13 @@ def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: floa
     stream = _audio_stream(file)
     if stream is None and container in _FOUND_BY_PACKETS:
         file.close()
-        file = _opened(data, container, len(data), round(max_audio_s * 1e6))
+        probe = (len(data), round(max_audio_s * 1e6))
+        file = _opened(data, container, *probe)
         stream = _audio_stream(file)
     if stream is None:
         file.close()
         raise refusal(f"is {container.shown_name} without audio that can be decoded")
-    return FFmpegFile(data, container, file, stream, max_audio_s)
+    return FFmpegFile(data, container, file, stream, max_audio_s, probe)
 
 
 def _opened(data: bytes, container: Container | None, probe_bytes: int, probe_us: int = 0) -> Any:
@@ -85,13 +93,20 @@ def _audio_stream(file: Any) -> Any:
 class FFmpegFile:
     """A file that FFmpeg reads: its first audio stream that can be decoded."""
 
-    def __init__(self, data: bytes, container: Container, file: Any, stream: Any, max_audio_s: float) -> None:
+    def __init__(
+        self, data: bytes, container: Container, file: Any, stream: Any, max_audio_s: float, probe: tuple[int, int]
+    ) -> None:
+        """Take a file and its stream. probe: the bytes and microseconds of its beginning that found the stream."""
         stream.codec_context.thread_count = 1  # CPU time and memory are limited, and files are decoded concurrently
         self._container, self._file, self._stream = container, file, stream
         self._max_audio_s = max_audio_s
+        self._data, self._probe = data, probe
         self.sample_rate, self.num_channels = int(stream.rate), int(stream.channels)
         self.num_frames = round(self._announced_s(data) * self.sample_rate) or None
+        self._last_s = self._last_announced_s(data)
         self._num_read = 0  # samples of each channel, with the silence in gaps
+        self._num_packets = 0  # that were read
+        self._first_time_s = 0.0
         self._start_s = self._zero_s()
         self._first_s = self._first_in_ogg_s(data) if container is OGG and self._start_s is not None else 0.0
 
@@ -138,17 +153,27 @@ class FFmpegFile:
         is_from_first = self._container is MP4 and not has_fragments(data)
         return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
-    def blocks(self) -> Iterator[Floats]:
-        """Yield the samples. Raises RequestError for damaged data, and for less than announced."""
+    def _last_announced_s(self, data: bytes) -> float | None:
+        """Return the length of the file by its header, None where it has none. Times beyond it are damaged."""
+        if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
+            return (self._file.duration or 0) / 1e6 or None
+        is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
+        return (self.num_frames or 0) / self.sample_rate if is_indexed else None
+
+    def blocks(self) -> Iterator[Floats | int]:
+        """Yield samples, and the lengths of silent gaps. Raises RequestError for damaged data and missing samples."""
         import av
 
         pending, num_pending = list[Floats](), 0
         try:
             for samples in self._samples():
-                is_other = bool(pending) and samples.shape[1] != pending[0].shape[1]
-                if is_other or num_pending >= _BLOCK_S * self.sample_rate:
+                is_other = isinstance(samples, int) or (pending and samples.shape[1] != pending[0].shape[1])
+                if pending and (is_other or num_pending >= _BLOCK_S * self.sample_rate):
                     yield np.concatenate(pending)
                     pending, num_pending = [], 0
+                if isinstance(samples, int):
+                    yield samples
+                    continue
                 pending.append(samples)
                 num_pending += len(samples)
         except (av.FFmpegError, ValueError) as error:
@@ -168,8 +193,8 @@ class FFmpegFile:
             found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
             raise refusal(f"is truncated: {announced_s:.1f} s are announced, {found_s:.1f} s are there")
 
-    def _samples(self) -> Iterator[Floats]:
-        """Yield the samples of each frame at the file's first rate, and silence where times leave a gap."""
+    def _samples(self) -> Iterator[Floats | int]:
+        """Yield the samples of each frame at the file's first rate, and the length of each gap in their times."""
         import av
 
         form, converter = None, None
@@ -189,21 +214,6 @@ class FFmpegFile:
             self._num_read += converted.samples
             yield converted.to_ndarray().reshape(converted.samples, -1)
 
-    def _packets(self) -> Iterator[Any]:
-        """Yield the packets of the stream, and last an empty one.
-
-        PyAV fails at each packet of a stream that begins later; these are left out.
-        """
-        while True:
-            try:
-                for packet in self._file.demux(self._stream):
-                    yield packet
-                    if packet.size == 0 and packet.dts is None:
-                        return
-            except IndexError:
-                continue
-            return
-
     def _frames(self) -> Iterator[Any]:
         """Yield decoded frames. Tags of MP3 and AAC, and a byte that makes a size even, are no packets."""
         import av
@@ -211,7 +221,8 @@ class FFmpegFile:
         has_frames, is_amr = self._container in (MP3, AAC), self._stream.codec_context.name in _AMR_CODECS
         is_padded = self._container in (WAV, AIFF) and not is_amr
         is_amr &= self._container is not WAV  # whose NMS ADPCM FFmpeg takes for AMR: its decoder refuses that
-        for packet in self._packets():
+        for packet in _packets(self._file, self._stream):
+            self._num_packets += packet.size > 0
             try:
                 frames = self._amr_frames(packet) if is_amr and packet.size else packet.decode()
             except av.InvalidDataError:
@@ -241,30 +252,94 @@ class FFmpegFile:
         announced, at_s = frame_bytes(_head(packet)), self._num_read / self.sample_rate
         return refusal(f"is truncated: at {at_s:.1f} s a frame of {announced} bytes has {packet.size}")
 
-    def _silence_before(self, frame: Any) -> Iterator[Floats]:
-        """Yield silence from the end of what was read to a frame's time. Raises RequestError beyond the limit."""
+    def _silence_before(self, frame: Any) -> Iterator[int]:
+        """Yield the length of the silence from the end of what was read to a frame's time.
+
+        Raises RequestError beyond the limit, and for a time that is damaged.
+        """
         at_s = self._first_s if self._num_read == 0 else 0.0
         if not self._container.is_timed or (frame.pts is None and not at_s):
             return
         time_s = max(at_s, float((frame.pts or 0) * frame.time_base))
+        self._first_time_s = time_s if self._num_read == 0 else self._first_time_s
         is_first = self._num_read == 0 and not self._container.has_zero
         if self._start_s is None or (is_first and time_s < self._start_s):
             self._start_s = time_s
         end_s = self._num_read / self.sample_rate
         gap_s = time_s - self._start_s - end_s
-        if gap_s < -_JUMP_S and self._container is MPEG_TS:
+        gap = f"has a gap of {gap_s:,.1f} s in its packet times at {end_s:,.1f} s"
+        if gap_s >= _GAP_S and (reason := self._damage(time_s, gap_s)):
+            raise refusal(f"{gap}, which is damage: {reason}")
+        if self._begins_anew(time_s, gap_s):
             self._start_s = time_s - end_s
-        if gap_s < _GAP_S:
+            return
+        if gap_s < _GAP_S or self._is_jitter(time_s, gap_s):
             return
         if end_s + gap_s > self._max_audio_s:
-            raise refusal(
-                f"has a gap of {gap_s:,.1f} s in its packet times at {end_s:,.1f} s, "
-                f"and is longer than {self._max_audio_s:,.0f} s, the limit"
-            )
-        missing, block = round(gap_s * self.sample_rate), round(_BLOCK_S * self.sample_rate)
+            raise refusal(f"{gap}, and is longer than {self._max_audio_s:,.0f} s, the limit")
+        missing = round(gap_s * self.sample_rate)
         self._num_read += missing
-        for start in range(0, missing, block):
-            yield np.zeros((min(block, missing - start), self.num_channels), np.float32)
+        yield missing
+
+    def _begins_anew(self, time_s: float, gap_s: float) -> bool:
+        """Return whether times are counted anew from this one on.
+
+        Joined transport streams begin anew. In files that do not count from zero, the first packets may have times
+        that are damaged, or none of the recording's.
+        """
+        is_early = self._num_read > 0 and self._num_packets <= _AGREEING_PACKETS
+        if self._container.has_zero or not (is_early or self._container is MPEG_TS):
+            return False
+        return (is_early and gap_s >= _LONG_GAP_S) or (gap_s < -_JUMP_S and not self._returns(time_s, gap_s))
+
+    def _is_jitter(self, time_s: float, gap_s: float) -> bool:
+        """Return whether the next times fall back behind a short gap."""
+        following = self._times[self._num_packets : self._num_packets + _NEXT_PACKETS]
+        return gap_s < _JUMP_S and bool(following.min(initial=np.inf) < time_s - gap_s / 2)
+
+    def _damage(self, time_s: float, gap_s: float) -> str:
+        """Return why a gap is none of the recording, empty for one that later times and the header agree with."""
+        later = self._least_times[self._num_packets :]
+        if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
+            return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"
+        if gap_s >= _LONG_GAP_S and len(later) + 1 < _AGREEING_PACKETS:
+            return f"{len(later) + 1} packets follow it, and beyond {_LONG_GAP_S:g} s {_AGREEING_PACKETS} must"
+        if gap_s >= _JUMP_S and len(later):
+            back_s = time_s - float(later[0])
+            is_back = self._returns(time_s, gap_s) if self._container is MPEG_TS else back_s > gap_s / 2
+            if is_back:
+                return f"a later time is {back_s:,.1f} s before its end, and at most half of its length is accepted"
+        return ""
+
+    def _returns(self, time_s: float, gap_s: float) -> bool:
+        """Return whether the next times go on as if a transport stream had not had this jump."""
+        following = self._times[self._num_packets : self._num_packets + _TS_PACKETS]
+        expected = time_s - gap_s + self._packet_s * np.arange(1, len(following) + 1)
+        return bool((np.abs(following - expected) < min(abs(gap_s), _JUMP_S) / 2).any())
+
+    @cached_property
+    def _times(self) -> npt.NDArray[np.float64]:
+        """The times of all packets in seconds. They are read from the file once, when it has a gap."""
+        import av
+
+        times = list[float]()
+        with _opened(self._data, self._container, *self._probe) as file, suppress(av.FFmpegError):
+            stream = file.streams[self._stream.index]
+            for packet in _packets(file, stream):
+                if packet.size:
+                    time = packet.dts if packet.pts is None else packet.pts
+                    times.append(np.inf if time is None else float(time * stream.time_base))
+        return np.array(times)
+
+    @cached_property
+    def _least_times(self) -> npt.NDArray[np.float64]:
+        """The least time of each packet and those behind it."""
+        return np.minimum.accumulate(self._times[::-1])[::-1]
+
+    @cached_property
+    def _packet_s(self) -> float:
+        """The length of a packet: the median of what times differ by."""
+        return float(np.median(np.diff(self._times[np.isfinite(self._times)]))) if len(self._times) > 1 else 0.0
 
     def close(self) -> None:
         """Release the decoder."""
@@ -273,3 +348,19 @@ class FFmpegFile:
 
 def _head(packet: Any) -> bytes:
     return bytes(memoryview(packet)[:6])
+
+
+def _packets(file: Any, stream: Any) -> Iterator[Any]:
+    """Yield the packets of a stream, and last an empty one.
+
+    PyAV fails at each packet of a stream that begins later; these are left out.
+    """
+    while True:
+        try:
+            for packet in file.demux(stream):
+                yield packet
+                if packet.size == 0 and packet.dts is None:
+                    return
+        except IndexError:
+            continue
+        return

@@ -31,8 +31,11 @@ class AudioFile(Protocol):
     num_channels: int
     num_frames: int | None
 
-    def blocks(self) -> Iterator[Floats]:
-        """Yield the samples [frames, channels], in blocks of seconds. Raises RequestError for damaged data."""
+    def blocks(self) -> Iterator[Floats | int]:
+        """Yield the samples [frames, channels] in blocks of seconds, and the lengths of silent gaps in frames.
+
+        Raises RequestError for damaged data.
+        """
 
     def close(self) -> None:
         """Release the decoder."""
