@@ -471,6 +471,29 @@ def test_files_that_were_cut_at_their_beginning(container: str, codec: str, rate
                 decoded(end)
 
 
+@pytest.mark.parametrize(("rate", "samples"), [(8000, 4096 * 3 + 2048), (8000, 4096 * 3 + 1), (16_000, 48_000)])
+@pytest.mark.parametrize("container", ["CAF", "caf", "ipod", "matroska"])
+def test_short_last_frame_of_alac_is_read(container: str, rate: int, samples: int) -> None:
+    """A frame has up to 4,096 samples. The last quarter of a second is loud, and libsndfile writes the first one."""
+    sound = tone(samples / rate, rate) * np.where(np.arange(samples) < samples - rate // 4, 0.1, 1)
+    sound = sound.astype(np.float32)
+    data = encoded(sound, rate, "CAF", "ALAC_16") if container == "CAF" else recorded(sound, container, "alac", rate)
+    assert duration_s(data) == samples / rate
+    assert is_loud(data, samples / rate - 0.24, samples / rate)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(44_100, 30.0), (16_000, 20.0)])
+def test_mp4_without_its_last_half_second_is_truncated(rate: int, seconds: float) -> None:
+    """Its header announces all of it; the limit does not grow with the length."""
+    data = MAKERS["m4a"](seconds, rate)
+    at = data.index(b"stsz") + 12
+    count = int.from_bytes(data[at : at + 4], "big")
+    assert duration_s(data) == pytest.approx(seconds, abs=0.1)
+    less = count - round(0.5 * rate / 1024) - 1
+    with pytest.raises(RequestError, match="is truncated: "):
+        decoded(data[:at] + struct.pack(">I", less) + data[at + 4 :])
+
+
 @pytest.mark.parametrize("rate", [16_000, 44_100])
 @pytest.mark.parametrize("first", [0, 30])
 def test_mp3_without_its_last_frames_is_truncated(rate: int, first: int) -> None:

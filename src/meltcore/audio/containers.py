@@ -50,7 +50,7 @@ MATROSKA = Container("matroska", "WebM or Matroska", is_timed=True, has_zero=Tru
 AAC, AMR, WAVPACK = Container("aac", "AAC"), Container("amr", "AMR"), Container("wv", "WavPack")
 AVI, ASF = Container("avi", "AVI"), Container("asf", "WMA or ASF", is_timed=True)
 FLV, MPEG_TS = Container("flv", "FLV", is_timed=True), Container("mpegts", "MPEG-TS", is_timed=True)
-AIFF, _AU, _CAF, _W64 = (
+AIFF, _AU, CAF, _W64 = (
     Container("aiff", "AIFF"),
     Container("au", "AU"),
     Container("caf", "CAF"),
@@ -71,7 +71,7 @@ _MAGICS: tuple[tuple[re.Pattern[bytes], Container], ...] = tuple(
         (rb"\x1a\x45\xdf\xa3", MATROSKA),
         (rb"FORM....AIF[FC]", AIFF),
         (rb"\.snd", _AU),
-        (rb"caff\x00", _CAF),
+        (rb"caff\x00", CAF),
         (rb"riff\x2e\x91\xcf\x11", _W64),
         (rb"#!AMR", AMR),
         (rb"RIFF....AVI ", AVI),
@@ -191,7 +191,7 @@ _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
     MATROSKA: split_matroska,
     AIFF: split_aiff,
     _AU: split_au,
-    _CAF: split_caf,
+    CAF: split_caf,
     _W64: split_w64,
     AVI: split_avi,
     ASF: split_asf,

@@ -13,15 +13,31 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, AIFF, FLAC, FLV, MATROSKA, MP3, MP4, MPEG_TS, OGG, WAV, WAVPACK, Container
+from meltcore.audio.containers import (
+    AAC,
+    AIFF,
+    CAF,
+    FLAC,
+    FLV,
+    MATROSKA,
+    MP3,
+    MP4,
+    MPEG_TS,
+    OGG,
+    WAV,
+    WAVPACK,
+    Container,
+)
 from meltcore.audio.media_files import amr_frames
 from meltcore.audio.mp4 import has_fragments
 from meltcore.audio.mpeg import announced_samples, frame_bytes
 from meltcore.audio.ogg import first_packets
 
 _BLOCK_S = 10.0  # of samples, which are yielded together
-# A container may announce a little more than its codec gives: encoders delay their signal and fill up frames.
-_MISSING_S, _MISSING_FRACTION = 0.5, 0.02
+# A container may announce a little more than its codec gives: encoders delay their signal and fill up frames. MP4
+# counts them (a delay of AAC has up to 2,112 samples). Programs that mend WebM write the time that a clock measured.
+_MISSING_FRAMES, _LEAST_FRAME = 2, 1024
+_MATROSKA_MISSING_S, _MATROSKA_FRAME = 0.5, 4096  # a last frame of ALAC counts in full
 _MP3_PADDING = 3 * 1152  # samples at the end that the header counts and FFmpeg leaves out
 # Packet times are rounded, and the clocks of recorders jitter. ffmpeg's resampler fills gaps from this length on, too.
 _GAP_S = 0.1
@@ -34,6 +50,7 @@ _MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its
 # These tell of a stream by its first packet alone, which may come after seconds of video.
 _FOUND_BY_PACKETS = (FLV, MPEG_TS)
 _AMR_CODECS, _AMR_FRAMES_PER_S = ("amrnb", "amrwb"), 50
+_SKIP_MANUAL = 1 << 29  # FFmpeg's flag (flags2) of a decoder that leaves no samples out by itself
 _PCM_PACKET_BYTES = 2**16  # of WAV: FFmpeg's own packets of 4096 bytes take twice the time
 _MATROSKA_DURATION, _MAX_HEADER_BYTES = b"\x44\x89", 4096
 
@@ -98,6 +115,9 @@ class FFmpegFile:
     ) -> None:
         """Take a file and its stream. probe: the bytes and microseconds of its beginning that found the stream."""
         stream.codec_context.thread_count = 1  # CPU time and memory are limited, and files are decoded concurrently
+        if container is CAF and stream.codec_context.name == "alac":
+            # FFmpeg takes what a short last frame lacks for padding, and cuts as much off the frame again.
+            stream.codec_context.flags2 |= _SKIP_MANUAL
         self._container, self._file, self._stream = container, file, stream
         self._max_audio_s = max_audio_s
         self._data, self._probe = data, probe
@@ -140,7 +160,10 @@ class FFmpegFile:
             # It has the duration of all streams together, a recording that was not closed has none.
             is_written = _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES] and len(self._file.streams) == 1
             return (self._file.duration or 0) / 1e6 if is_written else 0.0
-        if self._container not in (FLAC, MP3, MP4, WAVPACK):  # the size of the others is checked before
+        is_alac = self._stream.codec_context.name == "alac"
+        if self._container not in (FLAC, MP3, MP4, WAVPACK) and not (
+            self._container is CAF and is_alac
+        ):  # the size of the others is checked before
             return 0.0
         start_s, end_s = (
             float((time or 0) * self._stream.time_base) for time in (self._stream.start_time, self._stream.duration)
@@ -186,10 +209,15 @@ class FFmpegFile:
     def _check_end(self) -> None:
         """Raise RequestError for less than announced."""
         announced = self.num_frames or 0
-        least = announced * (1 - _MISSING_FRACTION) - _MISSING_S * self.sample_rate
-        if self._container in (FLAC, MP3, WAVPACK):
-            least = announced - (_MP3_PADDING if self._container is MP3 else 0)
-        if self._num_read < least:
+        missing = 0.0
+        if self._container is MP3:
+            missing = _MP3_PADDING
+        elif self._container is MATROSKA:
+            missing = _MATROSKA_MISSING_S * self.sample_rate + _MATROSKA_FRAME
+        elif self._container is MP4:  # its times may be ahead by less than a gap
+            frame = max(self._stream.codec_context.frame_size, _LEAST_FRAME)
+            missing = _MISSING_FRAMES * frame + _GAP_S * self.sample_rate
+        if self._num_read < announced - missing:
             found_s, announced_s = self._num_read / self.sample_rate, announced / self.sample_rate
             raise refusal(f"is truncated: {announced_s:.1f} s are announced, {found_s:.1f} s are there")
 
