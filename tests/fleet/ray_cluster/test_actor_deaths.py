@@ -90,7 +90,6 @@ def test_restart_ends_an_engine_without_an_actor_first(tmp_path: Path) -> None:
     with one_engine(tmp_path) as (server, before):
         lose_actors(server)
         restart(server)
-        assert "its server cannot be reached" not in server.stderr, "it is asked to end"
         assert start_ticks(before) is None
         assert pid_on(server, "a") not in (None, before)
 
