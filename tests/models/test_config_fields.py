@@ -67,6 +67,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "rope_scaling": ("x", [], 7, True),
     "tie_word_embeddings": FLAGS,
     "use_sliding_window": FLAGS,
+    "is_causal": (*FLAGS, None),
     "mlp_bias": FLAGS,
     "attention_bias": (*FLAGS, None),
     "attn_output_gate": (*FLAGS, None),

@@ -221,6 +221,8 @@ def test_layers_without_rotary_embeddings_are_those_of_transformers(
     [
         ("granite", {"attention_bias": True}, "sets attention_bias to true, which granite here does not compute"),
         ("granite", {"mlp_bias": True}, "sets mlp_bias to true"),
+        ("granite", {"is_causal": False}, "sets is_causal to false"),
+        ("phi3", {"is_causal": 0}, "is_causal must be true or false"),
         ("granite", {"residual_multiplier": 0.0}, "residual_multiplier must be a number from 1e-4 to 1e4; got 0.0"),
         ("granite", {"logits_scaling": None}, "logits_scaling must be a number from 1e-4 to 1e4; got null"),
         ("granite", {"embedding_multiplier": "12"}, 'embedding_multiplier must be .*; got "12"'),

@@ -55,6 +55,7 @@ def test_window_of_mistral_holds_for_all_layers_and_null_stands_for_none() -> No
     [
         ("llama", {"attention_bias": True}, "sets attention_bias to true, which llama here does not compute"),
         ("llama", {"mlp_bias": True}, "sets mlp_bias to true"),
+        ("llama", {"is_causal": False}, "sets is_causal to false"),
         ("llama", {"rope_interleaved": True}, "sets rope_interleaved to true"),
         ("llama", {"hidden_act": "gelu"}, 'sets hidden_act to "gelu"'),
         ("llama", {"hidden_size": 100}, "hidden_size must be a multiple of num_attention_heads, 8, without head_dim"),

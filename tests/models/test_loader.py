@@ -333,6 +333,7 @@ def test_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"is_causal": False}, "is_causal"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],

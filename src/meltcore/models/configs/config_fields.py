@@ -158,6 +158,7 @@ RULES: dict[str, Rule] = {
     "attn_logit_softcapping": _POSITIVE,
     "final_logit_softcapping": _POSITIVE,
     "use_bidirectional_attention": _FLAG,
+    "is_causal": _FLAG,
     "hidden_activation": _TEXT,
     "hidden_act": _TEXT,
     "layer_types": _TEXT_LIST,

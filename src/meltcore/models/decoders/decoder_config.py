@@ -209,6 +209,9 @@ class DecoderConfig:
         for name in ("use_sliding_window", "mlp_bias", "lm_head_bias"):
             if config.optional(name, False):
                 raise config.unsupported_field(name)
+        # transformers' masks read it in every family, and take null for false. No class has it as a field.
+        if not config.optional_not_null("is_causal", True):
+            raise config.unsupported_field("is_causal")
         activation = switches.get("activation", "silu")
         activation_name = "hidden_act" if activation == "silu" else "hidden_activation"
         if config.optional_not_null(activation_name, activation) != activation:
