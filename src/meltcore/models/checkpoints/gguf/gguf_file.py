@@ -356,8 +356,9 @@ def gguf_checkpoints(names: Iterable[str]) -> dict[str, list[str]]:
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(names):
         match = _SPLIT_NAME.fullmatch(name)
-        is_part = match is not None and 1 <= int(match[2]) <= int(match[4])
-        first = f"{match[1]}00001{match[3]}" if is_part else name
+        first = name
+        if match is not None and 1 <= int(match[2]) <= int(match[4]):
+            first = f"{match[1]}00001{match[3]}"
         checkpoints.setdefault(first, []).append(name)
     return checkpoints
 
