@@ -80,7 +80,6 @@ MODELS = {
         ),
     ),
 }
-# The package gguf can write MXFP4 too, in which no real model has been compared yet.
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4")
 SAFETENSORS = "safetensors"
 
