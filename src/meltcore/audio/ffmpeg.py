@@ -296,7 +296,8 @@ class FFmpegFile:
         end_s = self._num_read / self.sample_rate
         gap_s = time_s - self._start_s - end_s
         gap = f"has a gap of {gap_s:,.1f} s in its packet times at {end_s:,.1f} s"
-        if gap_s >= _GAP_S and (reason := self._damage(time_s, gap_s)):
+        # Ogg's first time is counted back from the end of a page, and its packets may have none.
+        if gap_s >= _GAP_S and not at_s and (reason := self._damage(time_s, gap_s)):
             raise refusal(f"{gap}, which is damage: {reason}")
         if self._begins_anew(time_s, gap_s):
             self._start_s = time_s - end_s

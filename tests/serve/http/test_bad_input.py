@@ -163,8 +163,8 @@ def test_prompt_longer_than_the_context_names_both_lengths(server: RunningServer
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (CHAT, chat_body("x" * 5000), "messages"),
-        (COMPLETIONS, {"model": MODEL, "prompt": ["x", "x" * 5000]}, "prompt"),
+        (CHAT, chat_body("x" * 50_000), "messages"),
+        (COMPLETIONS, {"model": MODEL, "prompt": ["x", "x" * 50_000]}, "prompt"),
     ],
     ids=["chat", "completion"],
 )
@@ -173,9 +173,9 @@ def test_only_the_prefix_of_a_far_too_long_prompt_is_tokenized(
 ) -> None:
     error = server.post(path, body).error
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert "the first 1600 of this prompt's 500" in error["message"]
+    assert "the first 16384 of this prompt's 500" in error["message"]
     assert "maximum context length is 100 tokens, so a prompt may have at most 99" in error["message"]
-    assert error["message"].endswith("1600 tokens already")
+    assert error["message"].endswith("16384 tokens already")
 
 
 def test_too_many_max_tokens_name_limit_and_value(server: RunningServer) -> None:
