@@ -26,7 +26,7 @@ class Task:
     Args:
         name: in fleet.yaml, in GET /v1/models and in metrics.
         paths: the paths of OpenAI's API that it answers, each with the name of the operation in traces.
-        settings: those of a model that its engines and its queue have beyond the settings of all tasks.
+        settings: a model's settings that only this task, or few tasks, have.
         title: what its engines do, in errors.
         backend: the `EngineBackend` of its models in an API server process.
         routes: the endpoints of its paths, classes below `meltcore.serve.tasks.exchange.Endpoint`.
@@ -129,7 +129,7 @@ DEFAULT = _BUILT_IN[0]
 
 @cache
 def tasks() -> Mapping[str, Task]:
-    """Return all tasks by name: the built-in ones, then those of other packages.
+    """Return all tasks by name: the built-in tasks, then the tasks of other packages.
 
     Raises ConfigError for an entry point that is no task, or one whose name or path another task has.
     """

@@ -145,7 +145,7 @@ class RayLauncher(ClusterDriver, Launcher):
         )
 
     def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
-        """Return the order to start an engine on its node. Its number is that of its folder of sockets."""
+        """Return the order to start an engine on its node. Its number is the name of its folder of sockets."""
         settings, placement = self._settings, replica.placement
         size_bytes = placement.engine.memory_bytes or 0
         return StartEngine(
