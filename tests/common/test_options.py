@@ -1,4 +1,4 @@
-"""Command-line options made from dataclass fields."""
+"""Command-line options made from fields of dataclasses and of structs."""
 
 import argparse
 import doctest
@@ -6,15 +6,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
+from msgspec import Meta
 
 import meltcore.common.options
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import (
+    Size,
     add_options,
+    check_unused,
     from_options,
     is_number,
     json_object,
@@ -22,6 +26,7 @@ from meltcore.common.options import (
     number,
     option,
     read_number,
+    setting,
     size_bytes,
 )
 from meltcore.measure.load.config import parse_numbers, parse_range, parse_slo
@@ -51,22 +56,70 @@ class Settings:
     internal: int = 3
 
 
-def parser_of(*names: str, **keywords: Any) -> argparse.ArgumentParser:
+Positive = Annotated[int, Meta(ge=1)]
+Key = Annotated[str, Meta(min_length=1, extra={"reader": not_empty})]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """The same settings as a struct."""
+
+    url: Annotated[str, Meta(description="No option.")]
+    port: Annotated[Annotated[int, Meta(ge=0, le=65_535)], setting("TCP port.", group="HTTP server")] = 8000
+    key: Annotated[Key | None, setting("API key.", group="HTTP server")] = None
+    names: Annotated[tuple[str, ...], setting("Names.", nargs="+", action="extend")] = ()
+    levels: Annotated[tuple[Positive, ...], setting("Concurrency levels.")] = (1, 32)
+    debug: Annotated[tuple[Literal["a", "b"], ...], setting("Switches.")] = ()
+    share: Annotated[Annotated[float, Meta(gt=0, le=1)] | None, setting("Other words.", help="90 % of them.")] = None
+    memory_bytes: Annotated[Size | None, setting("Memory.", flag="--memory")] = None
+    timeout_s: Annotated[Annotated[float, Meta(gt=0)], setting("Time limit (default: 10 minutes).")] = 600.0
+    idle_s: Annotated[float, setting("Idle limit.")] = 30.0
+    stream: Annotated[bool, setting("Ask for whole answers.")] = True
+    warm: Annotated[bool | None, setting("Warm up (default: on a GPU).")] = None
+    cache: Annotated[bool, setting("Cache (default: on).", action=argparse.BooleanOptionalAction)] = True
+    daemon: Annotated[bool, setting("Run in the background.")] = False
+    out: Annotated[Path, setting("Parent of the run folder.", metavar="DIR")] = Path("runs")
+    limits_ms: Annotated[dict[str, float], setting("Limits.", flag="--slo", type=lambda text: {text: 1.0})] = {}
+    internal: Annotated[int, Meta(description="No option.")] = 3
+
+
+BOTH = pytest.mark.parametrize("form", [Settings, Section])
+
+
+def parser_of(form: Any, *names: str, **keywords: Any) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="test")
     parser.add_argument("url")
-    add_options(parser, Settings, *names, **keywords)
+    add_options(parser, form, *names, **keywords)
     return parser
 
 
-def test_defaults_are_those_of_the_fields() -> None:
-    assert from_options(Settings, parser_of().parse_args(["u"])) == Settings(url="u")
+@BOTH
+def test_defaults_are_those_of_the_fields(form: Any) -> None:
+    assert from_options(form, parser_of(form).parse_args(["u"]), url="u") == form(url="u")
 
 
-def test_values_are_read_by_annotation() -> None:
+def test_a_dataclass_takes_every_parsed_name_and_a_struct_its_options() -> None:
+    args = parser_of(Settings).parse_args(["u"])
+    assert from_options(Settings, args).url == "u"
+    with pytest.raises(TypeError, match="url"):
+        from_options(Section, args)
+
+
+@BOTH
+def test_options_without_a_meaning_are_refused(form: Any) -> None:
+    check_unused(parser_of(form).parse_args(["u"]), form, "is for others")
+    args = parser_of(form).parse_args(["u", "--memory", "1", "--slo", "a"])
+    check_unused(args, form, "is for others", "memory_bytes", "limits_ms")
+    for allowed, flag in (("memory_bytes", "--slo"), ("limits_ms", "--memory")):
+        with pytest.raises(ConfigError, match=f"^{flag} is for others$"):
+            check_unused(args, form, "is for others", allowed)
+
+
+@BOTH
+def test_values_are_read_by_annotation(form: Any) -> None:
     arguments = ["u", "--port", "0", "--key", "k", "--names", "a", "b", "--names", "c", "--levels", "4,8"]
     arguments += ["--debug", "a", "--debug", "b", "--share", "1", "--memory", "2KiB", "--timeout", "3", "--no-stream"]
     arguments += ["--daemon", "--out", "x", "--slo", "ttft"]
-    assert from_options(Settings, parser_of().parse_args(arguments), internal=4) == Settings(
+    assert from_options(form, parser_of(form).parse_args(arguments), url="u", internal=4) == form(
         url="u",
         port=0,
         key="k",
@@ -84,6 +137,7 @@ def test_values_are_read_by_annotation() -> None:
     )
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -99,13 +153,19 @@ def test_values_are_read_by_annotation() -> None:
     ],
 )
 def test_values_outside_limits_are_refused(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+    form: Any, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parser_of().parse_args(["u", *arguments])
-    assert reason.replace("at most 65535", "at most 65535") in capsys.readouterr().err
+        parser_of(form).parse_args(["u", *arguments])
+    assert reason in capsys.readouterr().err
 
 
+def test_large_limits_are_written_in_digits() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="of at least 1 and at most 9223372036854775807"):
+        number(int, minimum=1, maximum=2**63 - 1)("0")
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("arguments", "warm", "cache"),
     [
@@ -115,8 +175,8 @@ def test_values_outside_limits_are_refused(
         (["--no-cache", "--cache"], None, True),
     ],
 )
-def test_some_flags_have_both_forms(arguments: list[str], warm: bool | None, cache: bool) -> None:
-    settings = from_options(Settings, parser_of().parse_args(["u", *arguments]))
+def test_some_flags_have_both_forms(form: Any, arguments: list[str], warm: bool | None, cache: bool) -> None:
+    settings = from_options(form, parser_of(form).parse_args(["u", *arguments]), url="u")
     assert (settings.warm, settings.cache) == (warm, cache)
 
 
@@ -124,8 +184,9 @@ def test_examples_of_the_documentation_run() -> None:
     assert doctest.testmod(meltcore.common.options) == doctest.TestResults(failed=0, attempted=5)
 
 
-def test_help_is_grouped_and_shows_defaults() -> None:
-    text = " ".join(parser_of().format_help().split())
+@BOTH
+def test_help_is_grouped_and_shows_defaults(form: Any) -> None:
+    text = " ".join(parser_of(form).format_help().split())
     assert "HTTP server: --port N TCP port (default: 8000). --key KEY API key." in text
     assert "--levels N,... Concurrency levels (default: 1,32)." in text
     assert "90 % of them." in text
@@ -137,11 +198,12 @@ def test_help_is_grouped_and_shows_defaults() -> None:
     assert "--internal" not in text
 
 
-def test_subset_takes_its_own_group_and_defaults() -> None:
-    parser = parser_of("levels", "port", group="Load", defaults={"levels": (64,)})
+@BOTH
+def test_subset_takes_its_own_group_and_defaults(form: Any) -> None:
+    parser = parser_of(form, "levels", "port", group="Load", defaults={"levels": (64,)})
     assert "Load:" in parser.format_help()
     assert "--daemon" not in parser.format_help()
-    assert from_options(Settings, parser.parse_args(["u"])) == Settings(url="u", levels=(64,))
+    assert from_options(form, parser.parse_args(["u"]), url="u") == form(url="u", levels=(64,))
 
 
 @pytest.mark.parametrize(("text", "size"), [("1000000", 10**6), ("40GiB", 40 * 2**30), ("1.5k", 1536), ("2 MB", 2**21)])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_gguf import BLOCKS_OF_32, reference_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from meltcore.common.options import Size
 from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.kernels.gemm import half_sizes
@@ -25,7 +26,7 @@ from meltcore.layers.half_weights import HalfWeight
 from meltcore.layers.quantization import DenseWeight
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.models.quantized import host_weights
-from meltcore.settings.fleet_spec import ModelSection, Size
+from meltcore.settings.fleet_spec import ModelSection
 
 sys.path.append(str(Path(__file__).parents[1] / "layers"))
 from int4_tools import write_int4

@@ -1,4 +1,6 @@
-"""Makes command-line options from dataclass fields, which define name, type, default, limits and help once.
+"""Makes command-line options from fields, which define name, type, default, limits and help once.
+
+The fields are those of a dataclass with `option`, or of a msgspec struct with `setting`.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ The field's annotation decides how a value is read:
     tuple[int, ...]         numbers with commas between; tuple[float, ...] alike
     tuple[str, ...]         the option may be given several times; tuple[Literal[...], ...] alike
 
-A flag is the field's name without a unit (_s, _ms, _bytes) at its end.
+A flag is the field's name without a unit (_s, _ms, _bytes) at its end. Limits of a struct's field are those of its
+`Meta`: ge, gt and le. `reader` in the `extra` of a type reads text as the keyword `type` of `add_argument` does.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import field, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
 
@@ -46,7 +52,31 @@ _SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?) *(?:([KMGT])(?:i?B)?|B)?", re
 _WHOLE = re.compile(r"-?[0-9]+")
 _DECIMAL = re.compile(r"-?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?|inf(?:inity)?|nan)", re.IGNORECASE)
 _Number = TypeVar("_Number", int, float)
+_NUMBER_LIMITS = {"ge": "minimum", "gt": "exclusive_minimum", "le": "maximum"}  # keys of `Meta`, arguments of `number`
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Size(int):
+    """A number of bytes, which a user may write as 40GiB, 512MiB or 1000000."""
+
+    __slots__ = ()
+
+
+def setting(
+    description: str, *, group: str = "", help: str = "", flag: str = "", short: str = "", **keywords: Any
+) -> Meta:
+    """Describe a struct's field that is a key of a file and a command-line option: the last item of its `Annotated`.
+
+    Args:
+        description: What the key means, on reference pages and in the JSON schema.
+        help: Plain text for `--help`, where it must differ from `description`.
+        group: The heading in `--help`, as of `option`.
+        flag: The flag, where it is not the field's name.
+        short: A second, short flag.
+        keywords: Arguments of `add_argument`, which win over the annotation.
+    """
+    declared = {"help": help or description, "group": group, "flag": flag, "short": short, "keywords": keywords}
+    return Meta(description=description, extra={_METADATA: declared})
 
 
 def option(
@@ -93,16 +123,16 @@ def add_options(
     group: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add the options of the dataclass `config` to `parser`: all of them, or those of the fields `names`.
+    """Add the options of `config`, a dataclass or a struct, to `parser`: all, or those of the fields `names`.
 
     `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
     together, also when they come from several classes.
     """
     hints = get_type_hints(config)
-    option_fields = {entry.name: entry for entry in fields(config) if _METADATA in entry.metadata}
+    declared = _declared(config)
     groups = {entry.title: entry for entry in parser._action_groups}
-    for name in names or option_fields:
-        settings = option_fields[name].metadata[_METADATA]
+    for name in names or declared:
+        settings = declared[name]
         title = settings["group"] if group is None else group
         if title and title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -111,8 +141,11 @@ def add_options(
 
 
 def from_options(config: type[_Config], args: argparse.Namespace, **overrides: Any) -> _Config:
-    """Create a `config` from the parsed arguments that have the name of a field. `overrides` replace them."""
-    field_names = {entry.name for entry in fields(config)}  # type: ignore[arg-type]
+    """Create a `config` from the parsed arguments that have the name of a field. `overrides` replace them.
+
+    Fields of a struct that are no options are set by `overrides` alone.
+    """
+    field_names = {entry.name for entry in fields(config)} if is_dataclass(config) else set(_declared(config))
     parsed = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
     return config(**{name: value for name, value in parsed.items() if name in field_names} | overrides)
 
@@ -122,13 +155,12 @@ def check_unused(args: argparse.Namespace, config: type, reason: str, *allowed: 
 
     `reason` says why it has no meaning; `allowed` are fields that have one.
     """
-    for entry in fields(config):
-        settings = entry.metadata.get(_METADATA)
-        value = getattr(args, entry.name, None)
-        if settings is None or entry.name in allowed or value is None:
+    for name, settings in _declared(config).items():
+        value = getattr(args, name, None)
+        if name in allowed or value is None:
             continue
         if (tuple(value) if isinstance(value, list) else value) != settings["default"]:
-            flag = settings["flag"] or "--" + _UNIT_SUFFIX.sub("", entry.name).replace("_", "-")
+            flag = settings["flag"] or "--" + _UNIT_SUFFIX.sub("", name).replace("_", "-")
             raise ConfigError(f"{flag} {reason}")
 
 
@@ -145,7 +177,9 @@ def number(
     """
     limits = {"at least": minimum, "more than": exclusive_minimum, "at most": maximum}
     limits_text = " and ".join(
-        f"{description} {limit:g}" for description, limit in limits.items() if math.isfinite(limit)
+        f"{description} {limit if isinstance(limit, int) else f'{limit:g}'}"
+        for description, limit in limits.items()
+        if math.isfinite(limit)
     )
     expected = ("a whole number" if number_type is int else "a number") + (limits_text and f" of {limits_text}")
 
@@ -203,6 +237,33 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _declared(config: type) -> dict[str, dict[str, Any]]:
+    """Return what `option` or `setting` says of each field that is an option, by the field's name."""
+    if is_dataclass(config):
+        return {entry.name: entry.metadata[_METADATA] for entry in fields(config) if _METADATA in entry.metadata}
+    declared = {}
+    for entry in msgspec.structs.fields(config):
+        metas = _metas(entry.type)
+        extra = {key: value for meta in metas for key, value in (meta.extra or {}).items()}
+        if _METADATA in extra:
+            limits = {
+                name: limit
+                for meta in metas
+                for key, name in _NUMBER_LIMITS.items()
+                if (limit := getattr(meta, key)) is not None
+            }
+            default = entry.default if entry.default_factory is msgspec.NODEFAULT else entry.default_factory()
+            declared[entry.name] = extra[_METADATA] | {"default": default, "limits": limits}
+            if "reader" in extra:
+                declared[entry.name]["keywords"] = {"type": extra["reader"]} | extra[_METADATA]["keywords"]
+    return declared
+
+
+def _metas(hint: Any) -> list[Meta]:
+    """Return what the `Annotated` at any depth of a type say, the inner ones first."""
+    return [hint] if isinstance(hint, Meta) else [meta for part in get_args(hint) for meta in _metas(part)]
+
+
 def _add_option(
     container: argparse._ActionsContainer, name: str, hint: Any, default: Any, settings: Mapping[str, Any]
 ) -> None:
@@ -230,7 +291,7 @@ def _parse_keywords(name: str, hint: Any, limits: Mapping[str, float]) -> dict[s
     """Return the arguments of `add_argument` that make it read values of type `hint`."""
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
-    if hint is int and name.endswith("_bytes"):
+    if hint is Size or (hint is int and name.endswith("_bytes")):
         return {"type": size_bytes, "metavar": "SIZE"}
     if hint in (int, float):
         return {"type": number(hint, **limits), "metavar": "S" if name.endswith("_s") else "N"}

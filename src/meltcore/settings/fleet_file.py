@@ -18,9 +18,9 @@ import msgspec
 import yaml
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.options import shown_url, size_bytes
+from meltcore.common.options import Size, shown_url, size_bytes
 from meltcore.settings.fleet_checks import FleetError, check_fleet
-from meltcore.settings.fleet_spec import MAX_SIZE_BYTES, FleetSpec, Size
+from meltcore.settings.fleet_spec import MAX_SIZE_BYTES, FleetSpec
 
 MAX_FILE_BYTES = 2**20
 _MAX_VALUE_CHARS = 80

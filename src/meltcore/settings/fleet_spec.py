@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN
+from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN, Size
 from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.settings.config import DType, KVCacheDType, LoadFormat, Quantization
 
@@ -32,12 +32,6 @@ PLACEHOLDERS = {
     "tensor_parallel_size": "`tensor_parallel_size`",
 }
 MAX_SIZE_BYTES = 2**50
-
-
-class Size(int):
-    """A number of bytes up to MAX_SIZE_BYTES, which a file may write as 40GiB, 512MiB or 1000000."""
-
-    __slots__ = ()
 
 
 _CODE = r"[a-z]{3}_[A-Z][a-z]{3}"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.options import Size
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.engine.memory.memory_plan import MemoryPlan
@@ -25,7 +26,7 @@ from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.decoders.model import Model
 from meltcore.models.loader import build_meta_model
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import ModelSection, Size
+from meltcore.settings.fleet_spec import ModelSection
 
 GEMMA = {"checkpoint": "not/here", "shapes": "google/gemma-3-27b-it", "format": "q4_0", "max_num_seqs": 8}
 FLEET = {

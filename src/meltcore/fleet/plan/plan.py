@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from meltcore.common.options import Size
 from meltcore.engine.memory.memory_needs import EngineNeeds
 from meltcore.fleet.plan.context_memory import ASSUMED, ContextMemory
 from meltcore.fleet.plan.first_fit import (
@@ -28,7 +29,7 @@ from meltcore.fleet.plan.nearest import nearest
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
-from meltcore.settings.fleet_spec import FleetSpec, Size
+from meltcore.settings.fleet_spec import FleetSpec
 
 # Share of memory and compute slices of MIG profiles, in eighths and sevenths, and the usual layouts of a GPU.
 MIG_PROFILES = {"1g": (1, 1), "2g": (2, 2), "3g": (4, 3), "4g": (4, 4), "7g": (8, 7)}
