@@ -41,7 +41,7 @@ from meltcore.measure.load.wire.connection import HttpConnection, connect, resol
 from meltcore.measure.load.wire.connection import Target as Address
 from meltcore.measure.load.wire.http import ResponseHandler
 from meltcore.serve.http.listener import raise_file_limit
-from meltcore.settings.config import ForeignConfig, ServerConfig
+from meltcore.settings.server_config import ForeignConfig, ServerConfig
 
 sys.path.append(str(SCRIPTED_SERVER.parent))
 from scripted_server import Script, ScriptedServer
@@ -60,7 +60,7 @@ START_LIMIT_S = 30.0
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "What is 7 * 8?"}], "max_tokens": TOKENS}
 SERVE = """
 import sys, msgspec
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 from meltcore.fleet.supervisor import serve
 sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServerConfig)))
 """

@@ -11,8 +11,8 @@ import pytest
 from waiting import WAIT_S
 
 from meltcore.common.tasks import DEFAULT, load, setting_tasks, task_of, task_of_part, tasks
-from meltcore.settings.config import ModelConfig
 from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.server_config import ModelConfig
 
 ECHO = """
 from meltcore.common.tasks import Task

@@ -12,7 +12,7 @@ from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import OpenRequests
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 
 ROOM = 1_000_000
 

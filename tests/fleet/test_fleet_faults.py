@@ -25,7 +25,8 @@ from meltcore.protocol.generation import EngineStats, GenerationReady, SequenceO
 from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)

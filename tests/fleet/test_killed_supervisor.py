@@ -17,7 +17,8 @@ from server_harness import RunningServer, connections, make_model, running, serv
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MODELS = ("first", "second")
 TOKENS = 40  # 0.2 s of scripted steps

@@ -33,7 +33,8 @@ from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig, SharingConfig
+from meltcore.settings.config import EngineConfig, SharingConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"

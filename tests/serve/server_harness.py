@@ -20,7 +20,8 @@ import msgspec
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MODEL = "scripted"
 TEMPLATE = """\
@@ -31,7 +32,7 @@ TEMPLATE = """\
 """
 _SERVE = """
 import sys, msgspec
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import loading_modules
 with loading_modules():

@@ -40,7 +40,8 @@ from meltcore.serve.tasks.generation import prompts
 from meltcore.serve.tasks.generation.prompts import chat_prompt, encode_all
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults, sampling_params
 from meltcore.serve.tasks.generation.text_model import load_text_model
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.control_tokens import ControlTokens
 from meltcore.text.tokenizer import Tokenizer

@@ -38,8 +38,9 @@ from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.serve.tasks.translation import translations as translations_module
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
 from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.document import prepare
 from meltcore.text.translation.languages import find_language
 from meltcore.text.translation.tokenizer import SyntheticTokenizer

@@ -15,7 +15,8 @@ from server_harness import RunningServer, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 NAMES = ("first", "second")
 

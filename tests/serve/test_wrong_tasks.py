@@ -28,7 +28,8 @@ from meltcore.serve.tasks.translation.translation_engine import TranslationEngin
 from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.serve.upstream.forward import FOREIGN_PATHS, read_fields
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.config import EngineConfig, ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
 ENGINES: dict[str, Any] = {

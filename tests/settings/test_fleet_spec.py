@@ -13,10 +13,11 @@ import pytest
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
 from meltcore.fleet.plan.from_spec import routes_config, server_config
-from meltcore.settings.config import KeyConfig, SharingConfig
+from meltcore.settings.config import SharingConfig
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.settings.server_config import KeyConfig
 
 FLEET = """
 server: {port: 9000, log_format: json}

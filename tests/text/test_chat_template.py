@@ -10,7 +10,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from meltcore.common.errors import ConfigError, RequestError, UnservableModelError
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint
 from meltcore.serve.tasks.generation.servable import check_servable
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate, special_token_texts
 
 HELLO = [{"role": "user", "content": "<b>hé</b>"}]

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, and the options of EngineConfig, ModelConfig and ServerConfig."""
     from meltcore.cli.start_options import add_daemon_options
     from meltcore.common.options import add_options, not_empty
-    from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+    from meltcore.settings.config import EngineConfig
+    from meltcore.settings.server_config import ModelConfig, ServerConfig
 
     parser.add_argument(
         "model",
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.start_options import start_daemon
     from meltcore.common.options import from_options
     from meltcore.common.process import loading_modules
-    from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+    from meltcore.settings.config import EngineConfig
+    from meltcore.settings.server_config import ModelConfig, ServerConfig
 
     model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
     config = from_options(ServerConfig, args, models=(model,))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
     from meltcore.measure.documents.schema import RunResult
     from meltcore.measure.experiments.compare.starts import OnStart, PlannedStart, StartOptions
-    from meltcore.settings.config import ServerConfig
+    from meltcore.settings.server_config import ServerConfig
 
 
 def add_daemon_options(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,7 @@ from meltcore.common.process import start as start_process
 from meltcore.common.process_output import log_tail
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES
 from meltcore.protocol.sockets import ADMIN_SOCKET
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner

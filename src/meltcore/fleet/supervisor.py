@@ -59,8 +59,9 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, PriorityClass, ServerConfig
+from meltcore.settings.config import ModelStatus, PriorityClass
 from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner

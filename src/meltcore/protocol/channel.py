@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus, ServerConfig
+from meltcore.settings.config import ModelStatus
 from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
 

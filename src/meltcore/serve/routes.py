@@ -63,7 +63,7 @@ from meltcore.serve.status import Status
 from meltcore.serve.tasks.exchange import Endpoint
 from meltcore.serve.tasks.generation.completions import CompletionsEndpoint
 from meltcore.serve.upstream.forward import FOREIGN_PATHS, ForwardingEndpoint, forwarded_paths
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"

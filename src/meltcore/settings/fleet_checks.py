@@ -11,7 +11,6 @@ import msgspec
 
 from meltcore.common.options import braces_fault, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
-from meltcore.settings.config import FOREIGN_TEMPLATES
 from meltcore.settings.fleet_spec import (
     PLACEHOLDERS,
     FleetSpec,
@@ -20,6 +19,7 @@ from meltcore.settings.fleet_spec import (
     SharingSection,
 )
 from meltcore.settings.routes_config import PROMPT_FIELDS, language_models
+from meltcore.settings.server_config import FOREIGN_TEMPLATES
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (

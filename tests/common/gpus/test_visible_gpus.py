@@ -13,7 +13,8 @@ from meltcore.common.gpus import machine
 from meltcore.common.gpus.machine import named_gpus, visible_gpus
 from meltcore.fleet.plan.placement import place_replicas
 from meltcore.measure.experiments.compare.backend_runs import visible_gpus as compared_gpus
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig
 
 
 @pytest.fixture

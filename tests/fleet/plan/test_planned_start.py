@@ -24,8 +24,9 @@ from meltcore.fleet.plan.placement import place_replicas, placed_gpus
 from meltcore.fleet.plan.planned import FleetPlanner, planned_spec
 from meltcore.fleet.plan.running_fleet import Running, planned_places
 from meltcore.fleet.plan.site import OneMachine
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.server_config import ModelConfig
 
 QWEN = "checkpoint: none/here, shapes: Qwen/Qwen3-0.6B, max_model_len: 4096, max_num_seqs: 4"
 
@@ -252,7 +253,7 @@ def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, m
 def test_planned_settings_survive_the_way_to_a_daemon() -> None:
     import msgspec
 
-    from meltcore.settings.config import ServerConfig
+    from meltcore.settings.server_config import ServerConfig
 
     config = planned(f"models: {{a: {{{QWEN}, device: [0, 1], replicas: 2}}}}", machine(40, 40))
     assert msgspec.json.decode(json.dumps(msgspec.to_builtins(config)), type=ServerConfig) == config

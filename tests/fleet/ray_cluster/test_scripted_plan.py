@@ -18,8 +18,9 @@ from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.protocol.cluster import Nodes, ReadNodes, StartEngine, ToDriver
-from meltcore.settings.config import EngineConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_file import load_fleet
+from meltcore.settings.server_config import ServerConfig
 
 SUMS = "checkpoint: meltcore/sums"
 MISSING = {"/none": "it is not there", "owner/none": "no such repository"}

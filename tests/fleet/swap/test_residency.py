@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from meltcore.fleet.swap.residency import LONGEST_TURNS, SWAP_WINDOW_S, Demand, Residency
-from meltcore.settings.config import ResidencyConfig
+from meltcore.settings.server_config import ResidencyConfig
 
 TICK_S = 0.25
 SLEEP_S, WAKE_S = 0.5, 1.0

@@ -16,7 +16,8 @@ from server_harness import Answer, RunningServer, make_model, running, serve_com
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
-from meltcore.settings.config import EngineConfig, ModelConfig, PriorityClass, ResidencyConfig, ServerConfig
+from meltcore.settings.config import EngineConfig, PriorityClass
+from meltcore.settings.server_config import ModelConfig, ResidencyConfig, ServerConfig
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=4, probe_limit_s=10.0)

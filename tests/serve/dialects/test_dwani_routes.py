@@ -14,8 +14,9 @@ from waiting import wait_until
 
 from meltcore.common.errors import ConfigError
 from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
-from meltcore.settings.config import EngineConfig, ForeignConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
 from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
+from meltcore.settings.server_config import ForeignConfig, ServerConfig
 
 ROUTES = RoutesConfig(
     chat_prompt="In {language}:",

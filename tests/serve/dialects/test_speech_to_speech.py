@@ -23,8 +23,9 @@ from f5_tools import SMALL, random_tensors, write_checkpoint  # noqa: E402 - on 
 from meltcore.measure.problems.tones import ToneClip, render, tone_clip  # noqa: E402
 from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig  # noqa: E402
+from meltcore.settings.config import EngineConfig  # noqa: E402
 from meltcore.settings.routes_config import RoutesConfig  # noqa: E402
+from meltcore.settings.server_config import ModelConfig, ServerConfig  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 PATH = "/v1/speech_to_speech"

@@ -8,7 +8,8 @@ import pytest
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.origins import OriginCheck
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
 OWN = ("localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "[::1]")

@@ -22,7 +22,8 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.routes import build_app
-from meltcore.settings.config import EngineConfig, KeyConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import KeyConfig, ModelConfig, ServerConfig
 
 MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
 

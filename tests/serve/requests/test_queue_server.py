@@ -9,7 +9,7 @@ from server_harness import chat_body, scripted_server
 from waiting import wait_until
 
 from meltcore.serve.requests.request_queue import room_of
-from meltcore.settings.config import KeyConfig
+from meltcore.settings.server_config import KeyConfig
 
 CHAT = "/v1/chat/completions"
 

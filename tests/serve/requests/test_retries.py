@@ -33,7 +33,8 @@ from meltcore.serve.tasks.synthesis.forms import SynthesisRequest
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.tokenizer import Tokenizer
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 

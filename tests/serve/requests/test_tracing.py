@@ -24,7 +24,7 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing, resolve_tracing
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 USAGE = b'{"id":"x","choices":[],"usage":{"prompt_tokens":11,"completion_tokens":7}}'

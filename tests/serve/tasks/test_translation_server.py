@@ -25,7 +25,8 @@ from meltcore import Translator
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
-from meltcore.settings.config import EngineConfig, ModelConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10

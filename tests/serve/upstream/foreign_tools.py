@@ -22,7 +22,7 @@ from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.config import ForeignConfig, KeyConfig, ServerConfig
+from meltcore.settings.server_config import ForeignConfig, KeyConfig, ServerConfig
 
 SSE = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHAT = "/v1/chat/completions"

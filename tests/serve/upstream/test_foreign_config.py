@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from meltcore.common.errors import ConfigError
-from meltcore.settings.config import ForeignConfig, ServerConfig
+from meltcore.settings.server_config import ForeignConfig, ServerConfig
 
 URL = "http://127.0.0.1:8001"
 

@@ -23,7 +23,7 @@ from meltcore.common.process import group_members
 from meltcore.serve.upstream import foreign_process
 from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
-from meltcore.settings.config import FOREIGN_TEMPLATES, ForeignConfig
+from meltcore.settings.server_config import FOREIGN_TEMPLATES, ForeignConfig
 from meltcore.settings.server_templates import TEMPLATES
 
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 0"
@@ -191,7 +191,7 @@ def test_server_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None
     code = (
         "import asyncio, sys, pathlib, msgspec, time\n"
         "from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port\n"
-        "from meltcore.settings.config import FOREIGN_TEMPLATES, ForeignConfig\n"
+        "from meltcore.settings.server_config import ForeignConfig\n"
         "config = msgspec.json.decode(sys.argv[1], type=ForeignConfig)\n"
         "process = ForeignProcess(config, 0, free_port(), pathlib.Path(sys.argv[2]), print)\n"
         "asyncio.run(process.start()); print(process.pid, flush=True); time.sleep(60)\n"

@@ -13,7 +13,7 @@ from waiting import WAIT_S, until
 
 from meltcore.common.errors import ConfigError
 from meltcore.serve.upstream.http_attempt import read_usage
-from meltcore.settings.config import ForeignConfig, KeyConfig
+from meltcore.settings.server_config import ForeignConfig, KeyConfig
 
 WHOLE = b'{"choices":[{"message":{"content":"\\"usage\\":{}"}}],"usage":{"prompt_tokens":11,"completion_tokens":7}}'
 

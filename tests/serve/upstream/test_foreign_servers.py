@@ -26,7 +26,8 @@ from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.foreign_process import free_port
-from meltcore.settings.config import EngineConfig, ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
 
 SOURCE = str(ROOT / "src")
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"

@@ -16,7 +16,7 @@ from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.serve.requests.task_backends import ForwardOutcome
 from meltcore.serve.tasks.foreign_chat import ask_foreign
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 SPEECH = "/v1/audio/transcriptions"
 TEXT = b'{"text":"x"}'

@@ -22,7 +22,7 @@ from meltcore.serve.upstream import http_attempt, http_backend, http_replica
 from meltcore.serve.upstream.event_stream import MAX_HELD_BYTES, EventBuffer
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.serve.upstream.http_connection import MAX_UNREAD_BYTES
-from meltcore.settings.config import ForeignConfig
+from meltcore.settings.server_config import ForeignConfig
 
 END = chunk(b"")
 WHOLE = b'{"id":"x", "model":"theirs",\n "choices":[]}'

@@ -22,7 +22,8 @@ from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
 from meltcore.serve.upstream.foreign_process import free_port
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.config import EngineConfig, ForeignConfig, ServerConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ForeignConfig, ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BACK = "its address leads back to this server"

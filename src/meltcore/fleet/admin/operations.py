@@ -22,7 +22,7 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
-from meltcore.settings.config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner

@@ -30,8 +30,8 @@ from meltcore.protocol.cluster import (
     ReadNodes,
     gpu_resource,
 )
-from meltcore.settings.config import ServerConfig
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
+from meltcore.settings.server_config import ServerConfig
 
 _READ_LIMIT_S = 180.0  # to start a local cluster and to probe all nodes
 _MAX_NAMES_SHOWN = 8

@@ -8,17 +8,10 @@ from typing import Any
 from meltcore.common.errors import ConfigError
 from meltcore.common.tasks import tasks
 from meltcore.fleet.plan.placement import replica_gpus
-from meltcore.settings.config import (
-    EngineConfig,
-    ForeignConfig,
-    KeyConfig,
-    ModelConfig,
-    ResidencyConfig,
-    ServerConfig,
-    SharingConfig,
-)
+from meltcore.settings.config import EngineConfig, SharingConfig
 from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
 from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
+from meltcore.settings.server_config import ForeignConfig, KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
 
 _ENGINE_FIELDS = (
     *("tokenizer", "chat_template", "special_tokens_in_messages"),

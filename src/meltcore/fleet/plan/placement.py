@@ -12,8 +12,9 @@ from typing import NamedTuple
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
-from meltcore.settings.config import EngineConfig, ModelConfig, PriorityClass, ServerConfig, SharingConfig
+from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
 from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
 _DEVICE = re.compile(r"auto|cpu|cuda(?::[0-9]+)?")

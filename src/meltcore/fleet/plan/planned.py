@@ -34,9 +34,9 @@ from meltcore.fleet.plan.running_fleet import Running, place_engine, unchanged_m
 from meltcore.fleet.plan.site import OneMachine
 from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.fleet_plan import other_changes_text
-from meltcore.settings.config import ModelConfig, ServerConfig
 from meltcore.settings.fleet_file import load_fleet
 from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 _MAX_SIZES_SHOWN = 16
 

@@ -14,8 +14,8 @@ from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import gpu_engines
 from meltcore.protocol.cluster import ClusterNode
-from meltcore.settings.config import ModelConfig, ServerConfig
 from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 
 class Running(NamedTuple):

@@ -15,8 +15,8 @@ from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine
 from meltcore.fleet.plan.plan import Plan
 from meltcore.protocol.cluster import ClusterNode
-from meltcore.settings.config import ServerConfig
 from meltcore.settings.fleet_spec import FleetSpec
+from meltcore.settings.server_config import ServerConfig
 
 _T = TypeVar("_T")
 

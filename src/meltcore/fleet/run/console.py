@@ -15,7 +15,7 @@ from rich.table import Table
 
 from meltcore.common.sizes import size_text
 from meltcore.protocol.shell import EngineReady
-from meltcore.settings.config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 

@@ -29,7 +29,8 @@ from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
 from meltcore.serve.upstream.forward import forwarded_paths
 from meltcore.serve.upstream.http_backend import task_of, upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
-from meltcore.settings.config import EngineConfig, ForeignConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ForeignConfig
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"

@@ -30,7 +30,7 @@ from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, L
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"

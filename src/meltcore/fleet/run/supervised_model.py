@@ -19,7 +19,8 @@ from meltcore.fleet.run.worker_pool import WorkerPool
 from meltcore.protocol.channel import EndRequests, StatusChanged
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ForeignConfig, ModelConfig, ModelStatus
+from meltcore.settings.config import ModelStatus
+from meltcore.settings.server_config import ForeignConfig, ModelConfig
 
 POLL_S = 0.02  # while draining
 _R = TypeVar("_R", bound=ReplicaLife)

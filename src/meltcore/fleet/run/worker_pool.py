@@ -44,8 +44,8 @@ from meltcore.protocol.channel import (
 )
 from meltcore.serve.http.hops import own_name
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.settings.config import ServerConfig
 from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.server_config import ServerConfig
 
 _COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
 # Of several workers: Python's own allocator keeps a megabyte for one object that is left in it, 50 MB for good after

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from meltcore.settings.config import ResidencyConfig
+from meltcore.settings.server_config import ResidencyConfig
 
 Residence = Literal["awake", "falling_asleep", "asleep", "waking"]
 # Turns after which a waiting model replaces a busy one of a more urgent class, and comes before all others that wait.

@@ -18,7 +18,7 @@ from meltcore.protocol.channel import EndRequests
 from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.terms import MODEL_ASLEEP
-from meltcore.settings.config import ResidencyConfig
+from meltcore.settings.server_config import ResidencyConfig
 
 Model = ServedModel | ForeignModel
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"

@@ -15,7 +15,7 @@ from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.swap.residency import Demand, Residency, Swap
 from meltcore.fleet.swap.sleep import Model, put_to_sleep, refuse_waiting, wake_up
 from meltcore.serve.requests.stats import CLASSES
-from meltcore.settings.config import ResidencyConfig
+from meltcore.settings.server_config import ResidencyConfig
 
 CPU = "cpu"  # the device of engines without a GPU
 TICK_S = 0.02

@@ -19,7 +19,8 @@ from meltcore.serve.requests.backend import SERVING, Health
 from meltcore.serve.requests.request_queue import EQUAL_SHARES, RequestQueue
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import OpenTickets, Outcome
-from meltcore.settings.config import ModelConfig, Profiler
+from meltcore.settings.config import Profiler
+from meltcore.settings.server_config import ModelConfig
 
 ENGINE_DEAD = "the engine has died"
 _Model = TypeVar("_Model")

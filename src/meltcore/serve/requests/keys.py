@@ -20,7 +20,8 @@ from starlette.types import Scope
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import CLASSES, ServerStats
-from meltcore.settings.config import KeyConfig, PriorityClass, ServerConfig
+from meltcore.settings.config import PriorityClass
+from meltcore.settings.server_config import KeyConfig, ServerConfig
 
 ENVIRONMENT_KEY = "MELTCORE_API_KEY"
 WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much

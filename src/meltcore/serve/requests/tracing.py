@@ -25,7 +25,7 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
 from meltcore.serve.requests.request_span import RequestSpan
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -13,7 +13,7 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 
 # Uploads of open requests in this process. Beyond it requests are refused: memory stays bounded.
 _MAX_UPLOADS_BYTES = 2**30

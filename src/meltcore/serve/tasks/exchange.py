@@ -26,7 +26,7 @@ from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.tasks.model_choice import ModelChoice
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 # OpenAI's limit of an upload. A larger --max-body raises it.
 MIN_UPLOAD_BYTES = 25 * 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meltcore.settings.config import FOREIGN_TEMPLATES, ForeignConfig
+from meltcore.settings.server_config import FOREIGN_TEMPLATES, ForeignConfig
 from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
 
 # With it vLLM has the routes /sleep and /wake_up.

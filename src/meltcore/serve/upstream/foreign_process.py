@@ -25,7 +25,7 @@ from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.config import ForeignConfig
+from meltcore.settings.server_config import ForeignConfig
 
 _GUARD = (sys.executable, "-m", "meltcore.common.guard")
 _POLL_S = 0.1

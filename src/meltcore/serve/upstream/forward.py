@@ -22,7 +22,7 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardingBackend, is_forwarding
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
 FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")

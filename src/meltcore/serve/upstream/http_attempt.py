@@ -21,7 +21,7 @@ from meltcore.serve.requests.tracing import CONTEXT_HEADERS
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.config import ForeignConfig
+from meltcore.settings.server_config import ForeignConfig
 
 # An answer that is no stream is sent once it is whole, up to this size: until then its failure is a plain error.
 MAX_WHOLE_BYTES = 1024 * 1024

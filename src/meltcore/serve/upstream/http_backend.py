@@ -31,7 +31,7 @@ from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimi
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.config import ForeignConfig
+from meltcore.settings.server_config import ForeignConfig
 
 MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
 RETRIES = 1  # on other replicas, of a request whose answer has not begun

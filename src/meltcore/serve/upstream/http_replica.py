@@ -14,7 +14,7 @@ from starlette.types import Scope
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, own_name, via_lines
 from meltcore.serve.upstream.circuit_breaker import CircuitBreaker
 from meltcore.serve.upstream.http_connection import UpstreamAnswer, UpstreamConnection, UpstreamError, ask, connect
-from meltcore.settings.config import ForeignConfig
+from meltcore.settings.server_config import ForeignConfig
 
 HEALTH_TIMEOUT_S = 5.0  # also for the answer of a server whose processor is busy
 TIMEOUTS_UNTIL_DOWN = 2  # in a row

@@ -12,7 +12,7 @@ from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
 from meltcore.serve.tasks.exchange import EVENTS, Endpoint, Exchange
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
-from meltcore.settings.config import ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one
 # request may delay the streams of others.

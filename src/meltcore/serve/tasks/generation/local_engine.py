@@ -21,7 +21,7 @@ from meltcore.serve.tasks.generation.open_requests import OpenRequests, client_d
 from meltcore.serve.tasks.generation.prompts import chat_prompt, completion_prompts, decode, encode_all, prompt_texts
 from meltcore.serve.tasks.generation.sampling import is_echo_only, sampling_params
 from meltcore.serve.tasks.generation.text_model import TextModel, load_text_model
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 
 
 class ReadyModel(NamedTuple):

@@ -10,7 +10,8 @@ from meltcore.common.host_memory import trim_memory
 from meltcore.common.tasks import DEFAULT
 from meltcore.models.checkpoints.checkpoint import BUNDLED_MODEL, Checkpoint, find_folder, folder_reasons
 from meltcore.serve.tasks.generation.text_model import find_checkpoint, find_task
-from meltcore.settings.config import EngineConfig, ModelConfig
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate
 from meltcore.text.tokenizer import Tokenizer
 

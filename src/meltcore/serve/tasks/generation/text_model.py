@@ -15,7 +15,7 @@ from meltcore.models.checkpoints.checkpoint import (
     open_checkpoint,
 )
 from meltcore.serve.tasks.generation.sampling import checkpoint_defaults
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.chat_template import ChatTemplate, MissingTemplate
 from meltcore.text.reasoning import ReasoningParser, reasoning_parser, template_defaults
 from meltcore.text.tokenizer import Tokenizer

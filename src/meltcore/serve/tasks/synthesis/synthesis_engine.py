@@ -17,7 +17,7 @@ from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.audio_backend import AudioBackend
 from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisRequest
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.synthesis.voices import find_voice
 
 # Of float32 samples that wait in this process for slow clients: 3 hours at 24 kHz. A request that goes beyond it ends.

@@ -18,7 +18,7 @@ from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
-from meltcore.settings.config import ModelConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, finish, prepare
 from meltcore.text.translation.languages import direction_of, find_language, needed_direction

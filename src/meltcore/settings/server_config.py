@@ -1,0 +1,292 @@
+"""Defines the settings of a server and its models. `option` makes a field a flag of `serve`."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from meltcore.common.errors import ConfigError
+from meltcore.common.options import check_origins, not_empty, option, server_url_fault
+from meltcore.common.tasks import DEFAULT
+from meltcore.settings.config import ENGINE_GROUP, EngineConfig, PriorityClass, Profiler, SharingConfig
+from meltcore.settings.routes_config import RoutesConfig
+
+_HTTP_GROUP, _LIMITS_GROUP = "HTTP server", "limits"
+_AT_LEAST_ONE = {"minimum": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Holds the settings of one model of a server: its engines, its names and its queue."""
+
+    engine: EngineConfig
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Names in the API (default: MODEL). The first stands in metrics and logs.",
+        group=_HTTP_GROUP,
+        nargs="+",
+        action="extend",
+        type=not_empty,
+        metavar="NAME",
+    )
+    data_parallel_size: int = option(
+        1,
+        "Replicas, each on GPUs of its own; when one dies, its requests fail and the others continue.",
+        group=ENGINE_GROUP,
+        short="-dp",
+        limits=_AT_LEAST_ONE,
+    )
+    replica_gpus: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of each replica, numbered among visible ones; empty: in their order
+    replica_nodes: tuple[str, ...] = ()  # of a cluster, of each replica; its GPUs are numbered on its node
+    max_queue: int = option(
+        16_384, "Requests that may wait; more get status 429.", group=_LIMITS_GROUP, limits={"minimum": 0}
+    )
+    max_queue_tokens: int = option(
+        16_777_216, "Prompt tokens that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE, metavar="TOKENS"
+    )
+    generation_config: Literal["auto", "greedy"] = option(
+        "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=_HTTP_GROUP
+    )
+    max_queue_chars: int = option(
+        4_194_304,
+        "Characters to translate or to speak that may wait.",
+        group=_LIMITS_GROUP,
+        limits=_AT_LEAST_ONE,
+        metavar="CHARS",
+    )
+    max_queue_audio_s: float = option(
+        86_400.0, "Seconds of audio to transcribe that may wait.", group=_LIMITS_GROUP, limits=_AT_LEAST_ONE
+    )
+    sleepable: bool = False  # its memory may be given to other models while they have requests
+    priority_class: PriorityClass = option(
+        "standard", "Class of requests that name none in the header X-Priority-Class.", group=_LIMITS_GROUP
+    )
+    start_timeout_s: float | None = None  # of an engine, from its start to its first answer; None: no limit
+    normalizer: Literal["itt", "original"] = option(
+        "itt",
+        "How texts of a translation model are prepared: as IndicTransToolkit does, or without two of its faults.",
+        group=_HTTP_GROUP,
+    )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names that requests may use. The first stands in metrics and logs."""
+        return self.served_model_name or (self.engine.model,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyConfig:
+    """Holds an API key's name, where it comes from, and the limits of its requests, over all models together.
+
+    Exactly one of env, file and sha256 is set. The key itself is never held.
+    """
+
+    name: str  # in the log
+    env: str | None = None  # environment variable with the key
+    file: str | None = None  # file whose only line is the key
+    sha256: str | None = None  # of the key, in hexadecimal digits
+    highest_class: PriorityClass = "interactive"  # a request for a more urgent class gets this one
+    requests_per_minute: int | None = None  # None: no limit
+    tokens_per_minute: int | None = None  # prompt and output tokens of text and translation
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable() or len(self.name) > 64:
+            raise ConfigError(f"the name of an API key must have 1 to 64 printable characters; got {self.name!r}")
+        if sum(source is not None for source in (self.env, self.file, self.sha256)) != 1:
+            raise ConfigError(f"the API key {self.name} needs exactly one of env, file and sha256")
+        for limit in ("requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, limit)
+            if value is not None and value < 1:
+                raise ConfigError(f"the API key {self.name}: {limit} must be at least 1; got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignConfig:
+    """Holds the settings of a model that another server computes: vLLM, SGLang, llama.cpp or any with the OpenAI API.
+
+    Either `urls` name servers that run already, one per replica, or `command` starts `replicas` of them. Raises
+    ConfigError where neither or both are given, and for values that cannot work.
+    """
+
+    served_model_name: tuple[str, ...]  # as in ModelConfig
+    urls: tuple[str, ...] = ()  # like http://127.0.0.1:8001, without /v1
+    # The name of a template (vllm, sglang, llama.cpp, tensorrt-llm), or a command line with {checkpoint}, {port}, ...
+    command: str | None = None
+    replicas: int = 1  # of `command`; each has a port of its own
+    gpus: tuple[tuple[str, ...], ...] = ()  # of each replica of `command`, as CUDA_VISIBLE_DEVICES names them
+    tensor_parallel_size: int = 1  # GPUs per replica, for templates
+    memory_bytes: int | None = None  # for {memory_bytes} in `command`
+    checkpoint: str | None = None  # folder, file or hub id for `command`
+    arguments: tuple[str, ...] = ()  # of `command`, after those of the template
+    python: str | None = None  # the interpreter of the environment that has the program of `command`
+    environment: dict[str, str] = field(default_factory=dict)  # variables added for `command`
+    max_model_len: int | None = None  # tokens of prompt and output, for templates and model cards
+    max_num_seqs: int | None = None  # requests that a replica runs concurrently, for templates
+    sleepable: bool = False  # as in ModelConfig; of `command`
+    sleep_mode: Literal["restart", "vllm"] = "restart"  # vllm: asked at /sleep and /wake_up, else ended and started
+    upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
+    api_key_variable: str | None = None  # environment variable with the key that the upstream wants
+    paths: tuple[str, ...] = tuple(DEFAULT.paths)  # that are forwarded
+    # A replica is sent a quarter more requests than max_num_seqs (None: 16,384). Others wait in our queue.
+    max_queue: int = 16_384  # requests that may wait
+    max_queue_tokens: int = 16_777_216  # their prompt tokens, at 4 bytes of a JSON body each
+    priority_class: PriorityClass = "standard"  # of requests that name none
+    health_interval_s: float = 5.0
+    start_timeout_s: float = 1800.0  # of `command`, from its start to its first answer
+    connect_timeout_s: float = 5.0
+    first_byte_timeout_s: float = 300.0  # from the request to the first byte of its answer
+
+    def __post_init__(self) -> None:
+        name = self.served_model_name[0] if self.served_model_name else ""
+        if not name:
+            raise ConfigError("a foreign model needs a name (served_model_name)")
+        if bool(self.urls) == (self.command is not None):
+            raise ConfigError(f"{name}: give either urls or command; got {'both' if self.urls else 'neither'}")
+        if self.gpus and len(self.gpus) != self.replicas:
+            raise ConfigError(f"{name}: gpus has {len(self.gpus)} entries, and there are {self.replicas} replicas")
+        for url in self.urls:
+            if fault := server_url_fault(url):
+                raise ConfigError(f"{name}: url {fault}")
+        for path in self.paths:
+            if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
+                raise ConfigError(f"{name}: paths must be like /v1/chat/completions; got {path!r}")
+        for key, least in _FOREIGN_LEAST.items():
+            value = getattr(self, key)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name}: {key} must be at least {least}; got {value}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names that requests may use. The first stands in metrics and logs."""
+        return self.served_model_name
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of servers."""
+        return len(self.urls) or self.replicas
+
+
+# Names that `command` may have instead of a command line.
+FOREIGN_TEMPLATES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
+_FOREIGN_LEAST: dict[str, float] = {
+    "max_queue": 0,
+    **dict.fromkeys(("health_interval_s", "start_timeout_s", "connect_timeout_s", "first_byte_timeout_s"), 0.05),
+    **dict.fromkeys(("replicas", "tensor_parallel_size", "memory_bytes", "max_model_len", "max_num_seqs"), 1),
+    "max_queue_tokens": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidencyConfig:
+    """Holds when sleepable models wake and sleep. Times in seconds."""
+
+    minimum_s: float = 5.0  # that a model stays awake
+    turn_s: float = 20.0  # that a busy one stays while requests of its own class wait for another
+    swaps_per_minute: int = 6
+    keep: Literal["host", "disk"] = "host"  # where weights are meanwhile
+    start_timeout_s: float = 600.0  # of an engine that is started in its turn
+    room_bytes: dict[str, int] = field(default_factory=dict)  # for models in turns, by device; empty: of the largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Holds the settings of a server: its models, its address, and the limits of its requests."""
+
+    models: tuple[ModelConfig, ...]
+    foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
+    routes: RoutesConfig = field(default_factory=RoutesConfig)
+    residency: ResidencyConfig = ResidencyConfig()
+    host: str = option(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
+    )
+    port: int = option(
+        8000, "TCP port; 0 lets the system choose one.", group=_HTTP_GROUP, limits={"minimum": 0, "maximum": 65_535}
+    )
+    api_server_count: int | None = option(
+        None,
+        "Number of API server processes (default: one per four cores, at most 4).",
+        group=_HTTP_GROUP,
+        limits=_AT_LEAST_ONE,
+    )
+    request_timeout_s: float = option(
+        600.0,
+        "Time limit of a request, from arrival to the last token.",
+        group=_LIMITS_GROUP,
+        limits={"exclusive_minimum": 0},
+    )
+    drain_timeout_s: float = option(
+        30.0, "Time for open requests to finish after SIGTERM or SIGHUP.", group=_LIMITS_GROUP, limits={"minimum": 0}
+    )
+    api_key: str | None = option(
+        None,
+        "Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
+        "environment variable MELTCORE_API_KEY).",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="KEY",
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with API keys, one per line: a name for the log, a space, the key.",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="FILE",
+    )
+    api_keys: tuple[KeyConfig, ...] = ()  # beside api_key and those of api_key_file
+    class_shares: tuple[int, ...] = option(
+        (60, 30, 10),
+        "Shares of the classes interactive, standard and batch in a model's work while all of them wait.",
+        group=_LIMITS_GROUP,
+        limits=_AT_LEAST_ONE,
+    )
+    max_body_bytes: int = option(8 * 2**20, "Largest request body (default: 8MiB).", group=_LIMITS_GROUP)
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Web origins whose pages may use the server beside its own page, like https://app.example (CORS); '*': all.",
+        group=_HTTP_GROUP,
+        nargs="+",
+        action="extend",
+        metavar="ORIGIN",
+    )
+    log_format: Literal["text", "json"] = option("text", "Format of the line per request.", group=_HTTP_GROUP)
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL for OpenTelemetry traces, OTLP over HTTP (default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else none).",
+        group=_HTTP_GROUP,
+        type=not_empty,
+        metavar="URL",
+    )
+    sharing: SharingConfig | None = None  # of its engines among each other; None: none waits
+    profile_dir: str | None = option(
+        None, "Folder for profiles; enables /start_profile and /stop_profile.", group=_HTTP_GROUP, metavar="DIR"
+    )
+    profiler: Profiler = option(
+        "torch",
+        "cuda: /start_profile and /stop_profile delimit a capture of Nsight Systems, with an NVTX range per step.",
+        group=_HTTP_GROUP,
+    )
+
+    def __post_init__(self) -> None:
+        if len(self.class_shares) != len(get_args(PriorityClass)) or min(self.class_shares) < 1:
+            classes = ", ".join(get_args(PriorityClass))
+            given = ",".join(map(str, self.class_shares))
+            raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
+        check_origins(self.allowed_origins)
+
+    def check_routes(self) -> None:
+        """Raise ConfigError where `routes` names a model that the server does not begin with."""
+        names = [name for model in self.models for name in model.names]
+        names += [name for model in self.foreign for name in model.names]
+        for key, name in self.routes.named_models():
+            if names and name not in names:  # API servers get their models later
+                raise ConfigError(f"routes.{key} is {name!r}, which is no model of this server: {', '.join(names)}")
+
+    @property
+    def replicas(self) -> list[int]:
+        """Return the number of replicas of each model, in the order of the statistics."""
+        return [model.data_parallel_size for model in self.models] + [model.num_replicas for model in self.foreign]
+
+    @property
+    def profiling(self) -> bool:
+        """Whether /start_profile and /stop_profile exist."""
+        return self.profile_dir is not None or self.profiler == "cuda"
