@@ -93,8 +93,8 @@ def _names_a_task(tree: ast.Module) -> bool:
 
 
 def synthesis_files() -> list[str]:
-    """Return the modules outside folders of synthesis that name it in an identifier, an import or a string."""
-    others = {path: tree for path, tree in _files().items() if "/synthesis/" not in path}
+    """Return the modules outside its folders and its modules that name synthesis in an identifier or a string."""
+    others = {path: tree for path, tree in _files().items() if "synthesis" not in path.split("/")}
     return [path for path, tree in others.items() if any("synthes" in word.lower() for word in _words(tree))]
 
 

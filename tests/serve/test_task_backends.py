@@ -22,7 +22,6 @@ from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesized
 from meltcore.protocol.translation import TranslationReady
 from meltcore.serve.requests.backend import ModelTable
-from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.audio_backend import _RUNNING_REQUESTS
 from meltcore.serve.tasks.exchange import Exchange
@@ -36,6 +35,8 @@ from meltcore.serve.tasks.transcription import forms
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
 from meltcore.serve.tasks.translation import translations as translations_module
+from meltcore.serve.tasks.translation.choice import translator
+from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig
@@ -250,7 +251,7 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
 
     def chosen(source: str, target: str, name: str | None = None, **fields: Any) -> tuple[str, str, str]:
         choice = ModelChoice(ModelTable(backends), RoutesConfig(**fields))
-        backend, request = choice.translator(TranslateRequest(["a"], source, target, name))
+        backend, request = translator(choice, TranslateRequest(["a"], source, target, name))
         return backend.names[0].removeprefix("x/indictrans2-"), request.src_lang, request.tgt_lang
 
     assert chosen("en", "kn") == ("en-indic", "en", "kn")

@@ -29,7 +29,7 @@ class Task:
         settings: a model's settings that only this task, or few tasks, have.
         title: what its engines do, in errors.
         backend: the `EngineBackend` of its models in an API server process.
-        routes: the endpoints of its paths, classes below `meltcore.serve.tasks.exchange.Endpoint`.
+        routes: the endpoints of its paths and others, classes below `meltcore.serve.tasks.exchange.Endpoint`.
         engine: makes an engine, as `engine(config, progress=...)`.
         messages: the module of its messages, with the unions ToEngine and FromEngine.
         needs: says how much memory an engine takes (`engine/memory/memory_needs.py`).
@@ -66,6 +66,10 @@ _BUILT_IN = (
         name="generation",
         title="text generation",
         backend="meltcore.serve.tasks.generation.local_engine:LocalEngine",
+        routes=(
+            "meltcore.serve.tasks.generation.completions:ChatEndpoint",
+            "meltcore.serve.tasks.generation.completions:CompletionsEndpoint",
+        ),
         engine="meltcore.engine.generation.engine:GenerationEngine",
         messages="meltcore.protocol.generation",
         needs="meltcore.engine.generation.memory:generation_needs",
@@ -98,7 +102,10 @@ _BUILT_IN = (
         name="transcription",
         title="transcription",
         backend="meltcore.serve.tasks.transcription.transcription_engine:TranscriptionEngine",
-        routes=("meltcore.serve.tasks.transcription.transcriptions:TranscriptionsEndpoint",),
+        routes=(
+            "meltcore.serve.tasks.transcription.transcriptions:TranscriptionsEndpoint",
+            "meltcore.serve.tasks.transcription.transcribe_batch:TranscribeBatchEndpoint",
+        ),
         engine="meltcore.engine.transcription.engine:transcription_engine",
         messages="meltcore.protocol.transcription",
         needs="meltcore.engine.transcription.memory:transcription_needs",
@@ -113,7 +120,11 @@ _BUILT_IN = (
         name="synthesis",
         title="speech synthesis",
         backend="meltcore.serve.tasks.synthesis.synthesis_engine:SynthesisEngine",
-        routes=("meltcore.serve.tasks.synthesis.speech:SpeechEndpoint",),
+        routes=(
+            "meltcore.serve.tasks.synthesis.speech:SpeechEndpoint",
+            "meltcore.serve.tasks.synthesis.speech_batch:SpeechBatchEndpoint",
+            "meltcore.serve.tasks.synthesis.speech_to_speech:SpeechToSpeechEndpoint",
+        ),
         engine="meltcore.engine.synthesis.engine:synthesis_engine",
         messages="meltcore.protocol.synthesis",
         needs="meltcore.engine.synthesis.memory:synthesis_needs",

@@ -9,75 +9,15 @@ from typing import Any
 import msgspec
 
 from meltcore import __version__
-from meltcore.common.tasks import load, tasks
-from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
-from meltcore.serve.http.operation import AUDIO_TYPE, JSON_TYPE, Operation
+from meltcore.serve.endpoints import endpoint_types
+from meltcore.serve.http.operation import DWANI, JSON_TYPE, OPENAI, Operation
 from meltcore.serve.http.paths import OPEN_PATHS
-from meltcore.serve.requests.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DirectChatRequest,
-    IndicChatRequest,
-    SpeechBatchRequest,
-    SpeechToSpeechFields,
-    TalkRequest,
-    TokenizeRequest,
-)
+from meltcore.serve.requests.protocol import DetokenizeRequest, TokenizeRequest
 from meltcore.serve.requests.stats import CLASSES
 
 _FORM = "multipart/form-data"
-
-
-_DWANI, _SERVER = "dwani.ai", "server"
-_QUESTION = [{"role": "user", "content": "What is 7 * 8?"}]
-_GENERATION = (
-    Operation(
-        *("post", "/v1/chat/completions", "Answer a chat, streamed or not", ChatRequest),
-        example={"model": "NAME", "messages": _QUESTION, "max_tokens": 64},
-    ),
-    Operation(
-        *("post", "/v1/completions", "Continue texts or token ids", CompletionRequest),
-        example={"model": "NAME", "prompt": "7 * 8 =", "max_tokens": 16},
-    ),
-)
+_SERVER = "server"
 _OTHERS = (
-    Operation(
-        *("post", "/v1/indic_chat", "Answer a prompt in a language", IndicChatRequest),
-        tag=_DWANI,
-        example={"prompt": "What is 7 * 8?", "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
-    ),
-    Operation(
-        *("post", "/v1/chat_direct", "Answer a prompt", DirectChatRequest),
-        example={"prompt": "What is 7 * 8?"},
-        tag=_DWANI,
-    ),
-    Operation("post", "/v1/chat", "Answer a text", TalkRequest, example={"text": "What is 7 * 8?"}, tag=_DWANI),
-    Operation(
-        "post",
-        "/v1/speech_to_speech",
-        "Answer a spoken question with speech",
-        ("file", *SpeechToSpeechFields.__struct_fields__),
-        AUDIO_TYPE,
-        tag=_DWANI,
-    ),
-    Operation(
-        "post", "/transcribe_batch", "Transcribe up to 64 recordings", ("files",), query=("language",), tag=_DWANI
-    ),
-    Operation(
-        "post",
-        "/v1/audio/speech_batch",
-        "Speak up to 64 texts, as a zip archive",
-        SpeechBatchRequest,
-        "application/zip",
-        {"input": ["go at seven", "come at nine"]},
-        tag=_DWANI,
-    ),
-    *(
-        Operation("post", path, "Refused: images and PDF files need a vision model", answer="", tag=_DWANI)
-        for path in VISION_PATHS
-        if not path.endswith("/")
-    ),
     Operation(
         *("post", "/tokenize", "Return the token ids of a text or of a chat", TokenizeRequest),
         example={"prompt": "7 * 8"},
@@ -98,9 +38,9 @@ _OTHERS = (
 # Every form has audio in its first field. OpenAPI 3.1 says so by the media type, 3.0 by the format.
 _UPLOAD = {"type": "string", "format": "binary", "contentMediaType": "application/octet-stream"}
 _TAGS = {
-    "OpenAI": "The API of OpenAI, as vLLM has it. GET /v1/models lists the names of models.",
-    "dwani.ai": "The API of dwani.ai",
-    "server": "Models, health and load",
+    OPENAI: "The API of OpenAI, as vLLM has it. GET /v1/models lists the names of models.",
+    DWANI: "The API of dwani.ai",
+    _SERVER: "Models, health and load",
 }
 _ERROR = {"description": "An error in OpenAI's form: error.message, type, param and code"}
 _REFUSED = {**_ERROR, "headers": {"Retry-After": {"description": "Seconds", "schema": {"type": "integer"}}}}
@@ -113,8 +53,7 @@ _HEADERS = (
 
 def document() -> dict[str, Any]:
     """Return the description in the form of OpenAPI 3.1, whose schemas are JSON schemas."""
-    endpoints = [load(route) for task in tasks().values() for route in task.routes]
-    operations = [*_GENERATION, *(each for endpoint in endpoints for each in endpoint.operations), *_OTHERS]
+    operations = [*(each for endpoint in endpoint_types() for each in endpoint.operations), *_OTHERS]
     structs = [operation.body for operation in operations if isinstance(operation.body, type)]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}

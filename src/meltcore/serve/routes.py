@@ -16,12 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meltcore import __version__
 from meltcore.common.errors import EngineDeadError, RequestError
-from meltcore.common.tasks import load, tasks
-from meltcore.serve.dialects.batches import SpeechBatchEndpoint, TranscribeBatchEndpoint
-from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
-from meltcore.serve.dialects.speech_to_speech import SpeechToSpeechEndpoint
-from meltcore.serve.dialects.vision import VisionEndpoint
 from meltcore.serve.docs import ApiDocs
+from meltcore.serve.endpoints import endpoint_types
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.http.gate import RequestGate
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, may_probe, own_name
@@ -50,31 +46,17 @@ from meltcore.serve.requests.backend import (
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
-from meltcore.serve.requests.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode_request,
-)
+from meltcore.serve.requests.protocol import DetokenizeRequest, TokenizeRequest, decode_request
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.status import Status
 from meltcore.serve.tasks.exchange import Endpoint
-from meltcore.serve.tasks.generation.completions import CompletionsEndpoint
 from meltcore.serve.upstream.forward import FOREIGN_PATHS, ForwardingEndpoint, forwarded_paths
 from meltcore.settings.server_config import ServerConfig
 
 JSON = b"application/json"
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 Handler = Callable[[Scope, Receive], Awaitable[Any]]
-_DIALECT_ENDPOINTS: tuple[type[Endpoint], ...] = (
-    TranscribeBatchEndpoint,
-    SpeechBatchEndpoint,
-    DwaniChatEndpoint,
-    SpeechToSpeechEndpoint,
-    VisionEndpoint,
-)
 
 
 def build_app(
@@ -87,25 +69,16 @@ def build_app(
 ) -> ASGIApp:
     """Build the ASGI application, behind the gate that checks origins and keys."""
 
-    def forwarding(own: ASGIApp | None, limit_bytes: int = config.max_body_bytes) -> ForwardingEndpoint:
-        return ForwardingEndpoint(own, models, config, log, limit_bytes)
+    def forwarding(own: Endpoint | None) -> ForwardingEndpoint:
+        return ForwardingEndpoint(own, models, config, log)
 
-    completions = {
-        "/v1/chat/completions": forwarding(CompletionsEndpoint(models, config, log, ChatRequest)),
-        "/v1/completions": forwarding(CompletionsEndpoint(models, config, log, CompletionRequest)),
-    }
-    kinds = (*_DIALECT_ENDPOINTS, *(load(route) for task in tasks().values() for route in task.routes))
-    others = {
-        path: forwarding(each, each.upload_limit_bytes) if path in forwarded_paths() else each
-        for each in (kind(models, config, log) for kind in kinds)
-        for path in each.paths
-    }
+    endpoints: dict[str, Endpoint] = {}
+    for each in (kind(models, config, log) for kind in endpoint_types()):
+        endpoints |= {path: forwarding(each) if path in forwarded_paths() else each for path in each.paths}
     foreign = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
-    app = _build_starlette(_Handlers(models, config, metrics), config, {**foreign, **completions, **others})
+    app = _build_starlette(_Handlers(models, config, metrics), config, {**foreign, **endpoints})
     # Starlette's layers would be a fifth of the cost per token.
-    gate = RequestGate(
-        _Shortcut(app, completions), keys, log, OriginCheck(config.host, config.allowed_origins), tracing
-    )
+    gate = RequestGate(_Shortcut(app, endpoints), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
     if not config.allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.
@@ -113,17 +86,17 @@ def build_app(
 
 
 class _Shortcut:
-    """Routes completion requests directly to their endpoint, and all others through `app`.
+    """Passes requests that models answer directly to their endpoint, and all others through `app`.
 
     Responses of Starlette's own, such as a redirect, get a request id too.
     """
 
-    def __init__(self, app: ASGIApp, completions: dict[str, ForwardingEndpoint]) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
-        self._completions = completions
+        self._endpoints = endpoints
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        endpoint = self._completions.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is not None:
             return endpoint(scope, receive, send)
 
@@ -140,7 +113,7 @@ class _Shortcut:
 def _build_starlette(
     handlers: _Handlers,
     config: ServerConfig,
-    endpoints: Mapping[str, ForwardingEndpoint | Endpoint],
+    endpoints: Mapping[str, Endpoint],
 ) -> Starlette:
     docs = ApiDocs()
     routes = [
@@ -184,7 +157,7 @@ class _Endpoint:
 
 
 class _Handlers:
-    """The responses of all routes but the two for completions."""
+    """The responses of all routes whose requests no model answers."""
 
     def __init__(self, models: ModelTable, config: ServerConfig, metrics: Metrics) -> None:
         self._models = models

@@ -11,6 +11,7 @@ from pynvml import NVMLError
 from meltcore.common.gpus.driver import NoDriverError, Nvml
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.tasks.model_choice import ModelChoice
+from meltcore.serve.tasks.translation.choice import can_translate
 from meltcore.settings.routes_config import RoutesConfig
 from meltcore.text.languages import CODES
 
@@ -35,7 +36,7 @@ class Status:
         return {
             "models": [_model(backend) for backend in self._models.backends],
             "gpus": await self._gpus.read(),
-            "translates": self._choice.translates,
+            "translates": can_translate(self._choice),
             "languages": CODES,
             "substitutes": self._choice.config.substitute,
         }

@@ -13,7 +13,8 @@ from foreign_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
-from meltcore.serve.requests.task_backends import ForwardOutcome
+from meltcore.serve.requests.forwarding import ForwardOutcome
+from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.foreign_chat import ask_foreign
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
 from meltcore.settings.server_config import ServerConfig
@@ -115,9 +116,10 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
         answers.append("org/far")
         return ForwardOutcome(200, 0)
 
-    async def own(_scope: Any, receive: Any, _send: Any) -> None:
-        assert (await receive())["body"] == body
-        answers.append("own")
+    class Own(Endpoint):
+        async def respond(self, exchange: Exchange) -> None:
+            assert (await exchange.body(self.limit_bytes))[0] == body
+            answers.append("own")
 
     async def receive() -> Any:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -129,7 +131,8 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
     }
     table = ModelTable([backends.pop(first), *backends.values()])
     log: Any = SimpleNamespace(write=lambda _event, **_fields: None)
-    endpoint = ForwardingEndpoint(own, table, ServerConfig(models=()), log, 1000)
+    config = ServerConfig(models=())
+    endpoint = ForwardingEndpoint(Own(table, config, log), table, config, log)
     scope: Any = {"type": "http", "path": "/v1/completions", "headers": []}
     asyncio.run(endpoint(scope, receive, None))  # type: ignore[arg-type]
     assert answers == [answered_by]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import time
+from typing import Literal
 
 import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import while_connected
-from meltcore.serve.requests.protocol import (
-    DirectChatRequest,
-    IndicChatRequest,
-    TalkRequest,
-    TranslateRequest,
-    decode_request,
-)
-from meltcore.serve.tasks.chat import ask
+from meltcore.serve.http.operation import DWANI, Operation
+from meltcore.serve.requests.protocol import decode_request
+from meltcore.serve.tasks.chat import ask, check_mode
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
-from meltcore.serve.tasks.model_choice import ModelChoice
-from meltcore.text.languages import english_name
+from meltcore.serve.tasks.translation.translated_chat import answer_in
 from meltcore.text.visible import is_visible
 
 INDIC_CHAT, CHAT_DIRECT, CHAT = "/v1/indic_chat", "/v1/chat_direct", "/v1/chat"
@@ -26,14 +20,52 @@ INDIC_CHAT, CHAT_DIRECT, CHAT = "/v1/indic_chat", "/v1/chat_direct", "/v1/chat"
 MAX_PROMPT, MAX_TALK = 10_000, 4_000
 
 
+class IndicChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/indic_chat: a prompt in one language, to be answered in another."""
+
+    prompt: str
+    src_lang: str
+    tgt_lang: str
+    model: str | None = None
+
+
+class DirectChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat_direct."""
+
+    prompt: str
+    model: str | None = None
+    system_prompt: str = ""
+
+
+class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/chat."""
+
+    text: str
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+
+
 class DwaniChatEndpoint(Endpoint):
     """Reads one of the three requests, and answers with a language model's text."""
 
     paths = dwani_paths = (INDIC_CHAT, CHAT_DIRECT, CHAT)
+    operations = (
+        Operation(
+            *("post", INDIC_CHAT, "Answer a prompt in a language", IndicChatRequest),
+            example={"prompt": "What is 7 * 8?", "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
+            tag=DWANI,
+        ),
+        Operation(
+            *("post", CHAT_DIRECT, "Answer a prompt", DirectChatRequest),
+            example={"prompt": "What is 7 * 8?"},
+            tag=DWANI,
+        ),
+        Operation("post", CHAT, "Answer a text", TalkRequest, example={"text": "What is 7 * 8?"}, tag=DWANI),
+    )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, _ = await exchange.body(self._config.max_body_bytes)
+        body, _ = await exchange.body(self.limit_bytes)
         handlers = {INDIC_CHAT: self._indic_chat, CHAT_DIRECT: self._chat_direct, CHAT: self._chat}
         response = await while_connected(exchange.scope, handlers[exchange.scope["path"]](exchange, body))
         await exchange.answer(msgspec.json.encode(response), b"application/json")
@@ -60,38 +92,6 @@ class DwaniChatEndpoint(Endpoint):
         backend = self.choices.chat_model()
         exchange.fields["model"] = backend.names[0]
         return {"user": request.text, "reply": (await ask(backend, "", request.text, exchange.identity)).text}
-
-
-async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, languages: tuple[str, str]) -> str:
-    """Return a language model's answer to a prompt. languages: of the prompt, and of the answer.
-
-    `fields["model"]` of the exchange names the model, None the first. The model is asked in its own language where one
-    is configured: prompt and answer are translated then. Raises RequestError (400, 404, 429, 500, 503, 504).
-    """
-    source, target = (
-        english_name(language, name) for language, name in zip(languages, ("src_lang", "tgt_lang"), strict=True)
-    )
-    backend, config = choices.chat_model(exchange.fields["model"]), choices.config
-    exchange.fields["model"] = backend.names[0]
-    own = config.chat_language
-    own_name = target if own is None else english_name(own, "chat_language")
-
-    async def translated(text: str, source: str, target: str) -> str:
-        translator, request = choices.translator(TranslateRequest([text], source, target))
-        return (await translator.translate(request, exchange.identity, time.monotonic())).texts[0]
-
-    if own is not None and source != own_name:
-        prompt = await translated(prompt, languages[0], own)
-    answer = (await ask(backend, config.chat_prompt.format(language=own_name), prompt, exchange.identity)).text
-    if own is not None and target != own_name:
-        answer = await translated(answer, own, languages[1])
-    return answer
-
-
-def check_mode(mode: str) -> None:
-    """Raise RequestError (501) unless a language model alone is to answer."""
-    if mode != "llm":
-        raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)
 
 
 def _check(text: str, name: str, limit: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import discard_body
+from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 
 _NAMES = (
@@ -21,6 +22,11 @@ class VisionEndpoint(Endpoint):
     """Refuses a request, once its body has arrived: a client that is still sending would not read the answer."""
 
     paths = dwani_paths = PATHS
+    operations = tuple(
+        Operation("post", path, "Refused: images and PDF files need a vision model", answer="", tag=DWANI)
+        for path in PATHS
+        if not path.endswith("/")
+    )
 
     async def respond(self, exchange: Exchange) -> None:
         """Raise RequestError (501)."""

@@ -18,6 +18,7 @@ from meltcore.serve.requests.request_fields import shorten
 
 # Parsed or copied before other connections get their turn: 25 MB together would stop the event loop for 40 ms.
 _PIECE_BYTES = 2**16
+MAX_BATCH = 64  # files of a form, or texts of a request
 _MAX_FIELD_BYTES = 64 * 1024
 _MAX_FIELDS = 32
 # Of a form that is searched for one field. The time to read the parameters of a part grows with the square of its head.

@@ -148,6 +148,19 @@ async def finish_all(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Resu
     return [task.result() for task in tasks]
 
 
+async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Return the results of the entries of a field, as `finish_all` does. An error names its entry: "files[2]: ..."."""
+
+    async def finish(name: str, each: Coroutine[Any, Any, _Result]) -> _Result:
+        try:
+            return await each
+        except RequestError as error:
+            message = f"{name}: {error.message}"
+            raise RequestError(message, param=name, status=error.status, code=error.code) from error
+
+    return await finish_all(finish(f"{field}[{index}]", each) for index, each in enumerate(work))
+
+
 def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
     """Return an error in OpenAI's form. has_detail: with the field of dwani.ai's form beside it."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")

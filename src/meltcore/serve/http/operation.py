@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 JSON_TYPE, AUDIO_TYPE = "application/json", "audio/*"
+OPENAI, DWANI = "OpenAI", "dwani.ai"  # whose API an operation is of
 
 
 class Operation(NamedTuple):
     """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501.
 
-    example: a body to try it with. query: fields of the URL. tag: whose API it is of.
+    example: a body to try it with. query: fields of the URL. tag: OPENAI, DWANI, or the server's own.
     """
 
     method: str
@@ -22,4 +23,4 @@ class Operation(NamedTuple):
     answer: str = JSON_TYPE
     example: dict[str, Any] | None = None
     query: tuple[str, ...] = ()
-    tag: str = "OpenAI"
+    tag: str = OPENAI

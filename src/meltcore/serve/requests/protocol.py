@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -163,73 +163,6 @@ _UNSUPPORTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
     struct: tuple(name for name in struct.__struct_fields__ if name in _NEUTRAL)
     for struct in (ChatMessage, ChatRequest, CompletionRequest)
 }
-
-MAX_SENTENCES = 1024
-
-
-class TranslateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/translate. Languages: FLORES codes, English names or ISO 639 codes."""
-
-    sentences: list[str]
-    src_lang: str
-    tgt_lang: str
-    model: str | None = None
-
-
-class IndicChatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/indic_chat: a prompt in one language, to be answered in another."""
-
-    prompt: str
-    src_lang: str
-    tgt_lang: str
-    model: str | None = None
-
-
-class DirectChatRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/chat_direct."""
-
-    prompt: str
-    model: str | None = None
-    system_prompt: str = ""
-
-
-class TalkRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of POST /v1/chat."""
-
-    text: str
-    mode: Literal["llm", "agent"] = "llm"
-    agent_name: str | None = None
-
-
-class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of POST /v1/speech_to_speech beside the audio. target_language: of the answer; None: the same."""
-
-    language: str | None = None
-    target_language: str | None = None
-    model: str | None = None
-    mode: Literal["llm", "agent"] = "llm"
-    agent_name: str | None = None
-    format: Literal["audio", "json"] = "audio"
-    stream_format: Literal["audio", "sse"] = "audio"
-    voice: str | None = None
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
-
-
-class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/audio/speech_batch. voice: one for all texts, or one for each."""
-
-    input: list[str]
-    voice: str | list[str] | None = None
-    model: str | None = None
-    language: str | None = None
-    response_format: AudioFormat | None = None
-    speed: float | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
-    num_steps: int | None = None
-
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import Backend, language_backend
+from meltcore.serve.requests.forwarding import is_forwarding
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
-from meltcore.serve.requests.task_backends import is_forwarding
 from meltcore.serve.tasks.foreign_chat import ask_foreign
 
 # An answer that has this many is ended, since these routes have no field for it.
@@ -51,3 +52,9 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     finally:
         model.release(generation)
         generation.choices.clear()  # they refer to it: a cycle would keep the answer until the next collection
+
+
+def check_mode(mode: str) -> None:
+    """Raise RequestError (501) unless a language model alone is to answer."""
+    if mode != "llm":
+        raise RequestError("mode agent is not supported: this server has no agents", param="mode", status=501)

@@ -95,12 +95,13 @@ class Exchange:
 class Endpoint(ABC):
     """A route as a raw ASGI application: a client that disconnects ends its work.
 
-    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's. operations: of a
-    task's endpoint, for OpenAPI.
+    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's. has_uploads: whether
+    bodies may be as large as OpenAI's uploads. operations: what /openapi.json says of it.
     """
 
     paths: Collection[str]
-    dwani_paths: Collection[str]
+    dwani_paths: Collection[str] = ()
+    has_uploads = False
     operations: Sequence[Operation] = ()
 
     def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
@@ -110,9 +111,9 @@ class Endpoint(ABC):
         self._log = log
 
     @property
-    def upload_limit_bytes(self) -> int:
-        """The limit of a body with audio."""
-        return max(MIN_UPLOAD_BYTES, self._config.max_body_bytes)
+    def limit_bytes(self) -> int:
+        """The limit of a body."""
+        return max(MIN_UPLOAD_BYTES if self.has_uploads else 0, self._config.max_body_bytes)
 
     @abstractmethod
     async def respond(self, exchange: Exchange) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
-from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardingBackend
+from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardingBackend
 
 _MAX_ANSWER_BYTES = 8 * 2**20
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
 from typing import NoReturn, Protocol, TypeGuard, TypeVar
-
-import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
-from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.task_backends import TranslationBackend
-from meltcore.serve.tasks.llm_translation import LLMTranslator
 from meltcore.settings.routes_config import RoutesConfig
 from meltcore.text.languages import code_among
 
@@ -47,6 +41,11 @@ class ModelChoice:
         """The models of languages and routes, as fleet.yaml has them now."""
         return self._models.routes or self._config
 
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """All models of the server."""
+        return self._models.backends
+
     def by_language(
         self,
         is_kind: Callable[[object], TypeGuard[_Backend]],
@@ -68,71 +67,32 @@ class ModelChoice:
             model: that the request names.
         """
         chosen = []
-        for meaning in self._meanings(language):
-            candidates = self._candidates(model or _configured(models, meaning))
+        for meaning in self.meanings(language):
+            candidates = self.candidates(model or _configured(models, meaning))
             found = [backend for backend in candidates if is_kind(backend)]
-            backend = _of_language(found, meaning) or _refuse(candidates, what)
+            backend = _of_language(found, meaning) or refuse(candidates, what)
             if _knows(backend, meaning):
                 return backend, meaning
             chosen.append(backend)
         return chosen[0], None
-
-    def translator(self, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
-        """Return a model that translates, and the request in the languages that it gets.
-
-        Raises RequestError (400, 404, 503).
-        """
-        first = self._translator(request)
-        if code_among(request.src_lang, [request.tgt_lang]) is not None:
-            return first, request  # no substitute makes two languages out of one
-        for source, target in product(self._meanings(request.src_lang), self._meanings(request.tgt_lang)):
-            meant = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
-            backend = self._translator(meant)
-            if backend.has_pair(meant):
-                return backend, meant
-        return first, request  # whose error says what it translates
-
-    @property
-    def translates(self) -> bool:
-        """Whether POST /v1/translate has a model."""
-        backends = self._models.backends
-        is_llm = self.config.translate_backend == "llm" and any(backend.chats for backend in backends)
-        return is_llm or any(map(_translates, backends))
 
     def chat_model(self, model: str | None = None) -> Backend:
         """Return a language model, one that takes chats if there is any. Raises RequestError (400, 404, 503).
 
         A model without a chat template refuses the chat itself, and says how to give it one.
         """
-        candidates = self._candidates(model or self.config.chat_model)
+        candidates = self.candidates(model or self.config.chat_model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):
             if _is_language_model(backend):
                 backend.check_ready()
                 return backend
-        return _refuse(candidates, "chat; serve a language model")
+        return refuse(candidates, "chat; serve a language model")
 
-    def _translator(self, request: TranslateRequest) -> TranslationBackend:
-        name, config = request.model, self.config
-        for rule in config.translation:
-            if name is None and _matches(rule.source, request.src_lang) and _matches(rule.target, request.tgt_lang):
-                name = rule.model
-        if name is None and config.translate_backend == "llm":
-            return self._llm_translator(config.translate_model)
-        candidates = self._candidates(name)
-        found = [backend for backend in candidates if _translates(backend)]
-        if found:  # without the pair, the first one's error says what it translates
-            return next((backend for backend in found if backend.has_pair(request)), found[0])
-        if name is not None and (request.model is None or config.translate_backend == "llm"):
-            return self._llm_translator(name)
-        return _refuse(candidates, "translate; serve an IndicTrans2 checkpoint")
-
-    def _llm_translator(self, model: str | None) -> LLMTranslator:
-        return LLMTranslator(self.chat_model(model), self.config.translate_prompt, self.config.translate_stop)
-
-    def _candidates(self, model: str | None) -> list[Backend]:
+    def candidates(self, model: str | None) -> list[Backend]:
+        """Return the model that a request names, or all models. Raises RequestError (404, 503)."""
         return self._models.backends if model is None else [self._models.find(model)]
 
-    def _meanings(self, language: _Language) -> Sequence[_Language]:
+    def meanings(self, language: _Language) -> Sequence[_Language]:
         """Return a language, and those that models which do not know it get instead."""
         return [language, *self._substitutes(language)]
 
@@ -146,10 +106,6 @@ def _configured(models: Mapping[str, str], language: str | None) -> str | None:
     """Return the model of a language under any of its names, else that of all others."""
     name = None if language is None else code_among(language, list(models))
     return models.get(ANY_LANGUAGE if name is None else name)
-
-
-def _matches(known: str, language: str) -> bool:
-    return known == ANY_LANGUAGE or code_among(language, [known]) is not None
 
 
 def _of_language(found: Sequence[_Backend], language: str | None) -> _Backend | None:
@@ -167,15 +123,12 @@ def _knows(backend: SpokenBackend, language: str | None) -> bool:
     return language is not None and code_among(language, backend.languages) is not None
 
 
-def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
-    return isinstance(backend, TranslationBackend) and backend.translates
-
-
 def _is_language_model(backend: Backend) -> bool:
     return LANGUAGE_PATHS[0] in backend.paths
 
 
-def _refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
+def refuse(candidates: Sequence[Backend], task: str) -> NoReturn:
+    """Raise RequestError (400) for models that cannot do what a request asks for."""
     if len(candidates) == 1:
         [backend] = candidates
         routes = ", ".join(backend.paths)

@@ -11,16 +11,16 @@ from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from meltcore.common.errors import RequestError
 from meltcore.common.tasks import tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.http.http import discard_body
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
+from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardingBackend, is_forwarding
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import shorten
-from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardingBackend, is_forwarding
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.settings.server_config import ServerConfig
 
@@ -48,13 +48,11 @@ _decode_fields = msgspec.json.Decoder(_Fields).decode
 class ForwardingEndpoint(Endpoint):
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
 
-    def __init__(
-        self, own: ASGIApp | None, models: ModelTable, config: ServerConfig, log: Log, limit_bytes: int
-    ) -> None:
-        """Create the endpoint. own: None on a path that no model of ours serves. limit_bytes: of a body."""
+    def __init__(self, own: Endpoint | None, models: ModelTable, config: ServerConfig, log: Log) -> None:
+        """Create the endpoint. own: None on a path that no model of ours serves."""
         super().__init__(models, config, log)
         self._own = own
-        self._limit_bytes = limit_bytes
+        self.has_uploads = own is not None and own.has_uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -72,7 +70,7 @@ class ForwardingEndpoint(Endpoint):
     async def respond(self, exchange: Exchange) -> None:
         """Forward a request, or leave it to `own`. Raises RequestError, ClientDisconnectedError."""
         path = exchange.scope["path"]
-        body, content_type = await exchange.body(self._limit_bytes)
+        body, content_type = await exchange.body(self.limit_bytes)
         body, content_type = body.removeprefix(codecs.BOM_UTF8), content_type or "application/json"
         fields = read_fields(body, content_type)
         name = None if fields is None else fields.model or self._default(path)

@@ -12,9 +12,9 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
 from meltcore.serve.http.http import error_json, send_bytes
+from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS

@@ -19,6 +19,7 @@ from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
+from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.request_queue import (
     EQUAL_SHARES,
     EXPECTED_OUTPUT_TOKENS,
@@ -26,7 +27,6 @@ from meltcore.serve.requests.request_queue import (
     RequestQueue,
 )
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.task_backends import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError

@@ -6,13 +6,12 @@ import asyncio
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import Headers, error_json
-from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable, language_backend
+from meltcore.serve.http.operation import Operation
+from meltcore.serve.requests.backend import language_backend
 from meltcore.serve.requests.generation import Generation
-from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
 from meltcore.serve.tasks.exchange import EVENTS, Endpoint, Exchange
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
-from meltcore.settings.server_config import ServerConfig
 
 # Log-probabilities of one response. More are encoded on a thread: this many take about 10 ms, the longest that one
 # request may delay the streams of others.
@@ -25,27 +24,19 @@ _STREAM_HEADERS: Headers = [
 ]
 
 
-class CompletionsEndpoint(Endpoint):
+class _GenerationEndpoint(Endpoint):
     """One of the two routes, as a raw ASGI application: Starlette's Request and Response stay out of the token path."""
 
-    paths, dwani_paths = LANGUAGE_PATHS, ()
-
-    def __init__(
-        self, models: ModelTable, config: ServerConfig, log: Log, form: type[ChatRequest] | type[CompletionRequest]
-    ) -> None:
-        super().__init__(models, config, log)
-        self._form = form
-        self._writer_type: type[ResponseWriter] = (
-            ChatResponseWriter if form is ChatRequest else CompletionResponseWriter
-        )
+    form: type[ChatRequest | CompletionRequest]
+    writer_type: type[ResponseWriter]
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request; end it in the engine if the client leaves first.
 
         Raises RequestError, in which case nothing was started, and ClientDisconnectedError.
         """
-        body, _ = await exchange.body(self._config.max_body_bytes)
-        request = decode_request(body, self._form)
+        body, _ = await exchange.body(self.limit_bytes)
+        request = decode_request(body, self.form)
         exchange.fields["user"] = request.user
         name = request.model or self._models.default(self._config.routes, exchange.scope["path"])
         backend = language_backend(self._models.find(name))
@@ -65,7 +56,7 @@ class CompletionsEndpoint(Endpoint):
             every_token=bool(options.continuous_usage_stats),
         )
         await backend.submit(request, generation)
-        writer = self._writer_type(generation, request.model or backend.names[0], options)
+        writer = self.writer_type(generation, request.model or backend.names[0], options)
         connection = exchange.scope["meltcore.connection"]
         generation.disconnect = connection.transport.abort
         # No write would show the loss while there is nothing to write.
@@ -81,6 +72,34 @@ class CompletionsEndpoint(Endpoint):
             # Something is still open only when this task is being cancelled or has failed.
             backend.release(generation)
             generation.choices.clear()  # they refer to it: a cycle would keep the response until the next collection
+
+
+class ChatEndpoint(_GenerationEndpoint):
+    """POST /v1/chat/completions."""
+
+    paths, form, writer_type = ("/v1/chat/completions",), ChatRequest, ChatResponseWriter
+    operations = (
+        Operation(
+            *("post", paths[0], "Answer a chat, streamed or not", ChatRequest),
+            example={
+                "model": "NAME",
+                "messages": [{"role": "user", "content": "What is 7 * 8?"}],
+                "max_tokens": 64,
+            },
+        ),
+    )
+
+
+class CompletionsEndpoint(_GenerationEndpoint):
+    """POST /v1/completions."""
+
+    paths, form, writer_type = ("/v1/completions",), CompletionRequest, CompletionResponseWriter
+    operations = (
+        Operation(
+            *("post", paths[0], "Continue texts or token ids", CompletionRequest),
+            example={"model": "NAME", "prompt": "7 * 8 =", "max_tokens": 16},
+        ),
+    )
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: ResponseWriter, *, has_usage: bool) -> None:

@@ -71,6 +71,17 @@ class SynthesisBackend(SpokenBackend, Protocol):
         """
 
 
+async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> bytes:
+    """Return the whole file of a text. Raises RequestError. Cancelling it ends the work."""
+    parts: list[bytes] = []
+
+    async def on_part(part: SpokenPart) -> None:
+        parts.append(part.data)
+
+    await backend.synthesize(request, on_part)
+    return b"".join(parts)
+
+
 def synthesizer(
     choices: ModelChoice, language: str | None, model: str | None = None, *, param: str = "language"
 ) -> SynthesisBackend:

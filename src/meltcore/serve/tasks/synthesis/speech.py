@@ -37,12 +37,13 @@ _REFERENCE_FILES = ("reference", "ref_audio")
 class SpeechEndpoint(Endpoint):
     """Reads a request, and sends the speech of its text part by part."""
 
+    has_uploads = True
     paths = dwani_paths = PATHS  # a query without a body is dwani.ai's form of the first
     operations = (Operation("post", PATHS[0], "Speak a text", SynthesisFields, AUDIO_TYPE, {"input": "go at seven"}),)
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, content_type = await exchange.body(self.upload_limit_bytes)
+        body, content_type = await exchange.body(self.limit_bytes)
         request = await read_request(body, content_type, exchange.query)
         exchange.fields |= {"model": request.model, "user": request.user}
         backend = synthesizer(self.choices, request.language, request.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from meltcore.serve.http.http import while_connected
-from meltcore.serve.http.operation import Operation
+from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.transcription.forms import SpeechBackend, SpeechRequest, transcriber
 from meltcore.serve.tasks.transcription.transcription_form import read_form, render
@@ -20,15 +20,16 @@ FIELDS = ("file", "model", "language", "response_format", "timestamp_granulariti
 class TranscriptionsEndpoint(Endpoint):
     """Reads a form, transcribes its file, and answers in the format that it asks for."""
 
+    has_uploads = True
     paths, dwani_paths = ("/v1/audio/transcriptions", *DWANI_PATHS), DWANI_PATHS
     operations = (
         Operation("post", paths[0], "Transcribe a recording", FIELDS),
-        Operation("post", DWANI_PATHS[0], "Transcribe a recording", ("file",), query=("language",), tag="dwani.ai"),
+        Operation("post", DWANI_PATHS[0], "Transcribe a recording", ("file",), query=("language",), tag=DWANI),
     )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, content_type = await exchange.body(self.upload_limit_bytes)
+        body, content_type = await exchange.body(self.limit_bytes)
         is_dwani = exchange.scope["path"] in DWANI_PATHS
         request = await read_form(body, content_type, exchange.query if is_dwani else {})
         exchange.fields |= {"model": request.model, "user": request.user}

@@ -8,10 +8,12 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import while_connected
-from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.protocol import MAX_SENTENCES, TranslateRequest, decode_request
+from meltcore.serve.http.operation import DWANI, Operation
+from meltcore.serve.requests.protocol import decode_request
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.translation.choice import translator
+from meltcore.serve.tasks.translation.forms import MAX_SENTENCES, TranslateRequest
 
 PATHS = ("/v1/translate", "/translate")
 
@@ -24,20 +26,20 @@ class TranslateEndpoint(Endpoint):
         Operation(
             *("post", PATHS[0], "Translate sentences", TranslateRequest),
             example={"sentences": ["the cat sees the dog"], "src_lang": "eng_Latn", "tgt_lang": "guj_Gujr"},
-            tag="dwani.ai",
+            tag=DWANI,
         ),
     )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         arrived_s = time.monotonic()
-        body, _ = await exchange.body(self._config.max_body_bytes)
+        body, _ = await exchange.body(self.limit_bytes)
         request = decode_request(body, TranslateRequest)
         if not 1 <= len(request.sentences) <= MAX_SENTENCES:
             raise RequestError(
                 f"sentences must have 1 to {MAX_SENTENCES} texts; got {len(request.sentences)}", param="sentences"
             )
-        backend, request = self.choices.translator(request)
+        backend, request = translator(self.choices, request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
         async with current_terms().timeout(self._config.request_timeout_s):
             work = backend.translate(request, exchange.identity, arrived_s)

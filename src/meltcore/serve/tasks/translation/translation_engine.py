@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.admission import CHARS
-from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.tasks.generation.text_model import find_checkpoint
+from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
 
 if TYPE_CHECKING:
     from meltcore.serve.tasks.translation.translations import Translations, TranslationText

@@ -13,11 +13,10 @@ from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.config_fields import Fields
 from meltcore.protocol.engines import ToEngine
 from meltcore.protocol.translation import Translate, Translated, TranslationReady
-from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
+from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, finish, prepare

@@ -1,45 +1,12 @@
-"""What backends of translation and of upstream servers do, and the requests and answers of each."""
+"""What backends of upstream servers do: they forward requests, and say how each ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import msgspec
 from starlette.types import Scope, Send
-
-from meltcore.serve.requests.protocol import TranslateRequest
-
-
-class TranslatedTexts(NamedTuple):
-    """The translation of each text of a request, and the tokens of its sentences: those read, and those written.
-
-    The tokens include what a model adds to a sentence: its language tags and the end token.
-    """
-
-    texts: list[str]
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-@runtime_checkable
-class TranslationBackend(Protocol):
-    """A backend whose model may translate."""
-
-    names: tuple[str, ...]
-
-    @property
-    def translates(self) -> bool:
-        """Whether the model is loaded and translates."""
-
-    def has_pair(self, request: TranslateRequest) -> bool:
-        """Return whether it translates between the request's languages."""
-
-    async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:
-        """Return the translation of each text. Cancelling it ends the work.
-
-        Raises RequestError (400, 429, 500, 503).
-        """
 
 
 @dataclass(slots=True)

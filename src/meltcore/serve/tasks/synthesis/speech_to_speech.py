@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import base64
+from typing import Annotated, Literal
 
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.dialects.dwani_chat import answer_in, check_mode
 from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
 from meltcore.serve.http.http import while_connected
-from meltcore.serve.requests.protocol import SpeechToSpeechFields, convert_fields
+from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
+from meltcore.serve.requests.protocol import AudioFormat, convert_fields
 from meltcore.serve.requests.request_fields import header
+from meltcore.serve.tasks.chat import check_mode
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
-from meltcore.serve.tasks.synthesis.forms import SpokenPart, SynthesisRequest, synthesizer
+from meltcore.serve.tasks.synthesis.forms import SynthesisRequest, speak_whole, synthesizer
 from meltcore.serve.tasks.synthesis.speech import send_speech
 from meltcore.serve.tasks.transcription.forms import transcriber
 from meltcore.serve.tasks.transcription.transcription_form import speech_request
+from meltcore.serve.tasks.translation.translated_chat import answer_in
 from meltcore.text.visible import is_visible
 
 _MAX_SESSION_BYTES = 128
+
+
+class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of POST /v1/speech_to_speech beside the audio. target_language: of the answer; None: the same."""
+
+    language: str | None = None
+    target_language: str | None = None
+    model: str | None = None
+    mode: Literal["llm", "agent"] = "llm"
+    agent_name: str | None = None
+    format: Literal["audio", "json"] = "audio"
+    stream_format: Literal["audio", "sse"] = "audio"
+    voice: str | None = None
+    response_format: AudioFormat | None = None
+    speed: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    num_steps: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -33,14 +53,22 @@ class _Answer(msgspec.Struct):
 class SpeechToSpeechEndpoint(Endpoint):
     """Transcribes a file, asks a language model, and sends its answer as speech, chunk by chunk."""
 
+    has_uploads = True
     paths = dwani_paths = ("/v1/speech_to_speech", "/v1/speech_to_speech/")
+    operations = (
+        Operation(
+            *("post", paths[0], "Answer a spoken question with speech"),
+            *(("file", *SpeechToSpeechFields.__struct_fields__), AUDIO_TYPE),
+            tag=DWANI,
+        ),
+    )
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         session = header(exchange.scope, b"x-session-id")
         if session is not None and len(session) > _MAX_SESSION_BYTES:
             raise RequestError(f"X-Session-ID has {len(session)} characters; the limit is {_MAX_SESSION_BYTES}")
-        body, content_type = await exchange.body(self.upload_limit_bytes)
+        body, content_type = await exchange.body(self.limit_bytes)
         fields, data = await _read_form(body, content_type, exchange.query)
         check_mode(fields.mode)
         await while_connected(exchange.scope, self._answer(exchange, fields, data))
@@ -84,13 +112,7 @@ class SpeechToSpeechEndpoint(Endpoint):
             )
             await send_speech(exchange, speaker, speech)
             return
-        parts: list[bytes] = []
-
-        async def on_part(part: SpokenPart) -> None:
-            parts.append(part.data)
-
-        await speaker.synthesize(speech, on_part)
-        audio = base64.b64encode(b"".join(parts)).decode()
+        audio = base64.b64encode(await speak_whole(speaker, speech)).decode()
         whole = _Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio)
         await exchange.answer(msgspec.json.encode(whole), b"application/json")
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import finish_all
 from meltcore.serve.requests.backend import Backend
-from meltcore.serve.requests.protocol import TranslateRequest
-from meltcore.serve.requests.task_backends import TranslatedTexts
 from meltcore.serve.tasks.chat import ChatAnswer, ask
+from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
 from meltcore.text.languages import english_name
 from meltcore.text.visible import is_visible
 

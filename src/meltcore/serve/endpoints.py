@@ -1,0 +1,13 @@
+"""The endpoints of requests that models answer: each task names its own, and dwani.ai's chats have no task."""
+
+from __future__ import annotations
+
+from meltcore.common.tasks import load, tasks
+from meltcore.serve.dialects.dwani_chat import DwaniChatEndpoint
+from meltcore.serve.dialects.vision import VisionEndpoint
+from meltcore.serve.tasks.exchange import Endpoint
+
+
+def endpoint_types() -> list[type[Endpoint]]:
+    """Return the endpoints in the order in which /openapi.json has their operations."""
+    return [*(load(route) for task in tasks().values() for route in task.routes), DwaniChatEndpoint, VisionEndpoint]

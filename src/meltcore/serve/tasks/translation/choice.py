@@ -1,0 +1,65 @@
+"""Chooses the model of a translation by its languages."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TypeGuard
+
+import msgspec
+
+from meltcore.serve.requests.backend import Backend
+from meltcore.serve.tasks.model_choice import ANY_LANGUAGE, ModelChoice, refuse
+from meltcore.serve.tasks.translation.forms import TranslateRequest, TranslationBackend
+from meltcore.serve.tasks.translation.llm_translation import LLMTranslator
+from meltcore.text.languages import code_among
+
+
+def translator(choices: ModelChoice, request: TranslateRequest) -> tuple[TranslationBackend, TranslateRequest]:
+    """Return a model that translates, and the request in the languages that it gets.
+
+    Raises RequestError (400, 404, 503).
+    """
+    first = _translator(choices, request)
+    if code_among(request.src_lang, [request.tgt_lang]) is not None:
+        return first, request  # no substitute makes two languages out of one
+    for source, target in product(choices.meanings(request.src_lang), choices.meanings(request.tgt_lang)):
+        meant = msgspec.structs.replace(request, src_lang=source, tgt_lang=target)
+        backend = _translator(choices, meant)
+        if backend.has_pair(meant):
+            return backend, meant
+    return first, request  # whose error says what it translates
+
+
+def can_translate(choices: ModelChoice) -> bool:
+    """Return whether POST /v1/translate has a model."""
+    backends = choices.backends
+    is_llm = choices.config.translate_backend == "llm" and any(backend.chats for backend in backends)
+    return is_llm or any(map(_translates, backends))
+
+
+def _translator(choices: ModelChoice, request: TranslateRequest) -> TranslationBackend:
+    name, config = request.model, choices.config
+    for rule in config.translation:
+        if name is None and _matches(rule.source, request.src_lang) and _matches(rule.target, request.tgt_lang):
+            name = rule.model
+    if name is None and config.translate_backend == "llm":
+        return _llm_translator(choices, config.translate_model)
+    candidates = choices.candidates(name)
+    found = [backend for backend in candidates if _translates(backend)]
+    if found:  # without the pair, the first one's error says what it translates
+        return next((backend for backend in found if backend.has_pair(request)), found[0])
+    if name is not None and (request.model is None or config.translate_backend == "llm"):
+        return _llm_translator(choices, name)
+    return refuse(candidates, "translate; serve an IndicTrans2 checkpoint")
+
+
+def _llm_translator(choices: ModelChoice, model: str | None) -> LLMTranslator:
+    return LLMTranslator(choices.chat_model(model), choices.config.translate_prompt, choices.config.translate_stop)
+
+
+def _matches(known: str, language: str) -> bool:
+    return known == ANY_LANGUAGE or code_among(language, [known]) is not None
+
+
+def _translates(backend: Backend) -> TypeGuard[TranslationBackend]:
+    return isinstance(backend, TranslationBackend) and backend.translates

@@ -1,0 +1,38 @@
+"""A chat in the languages of its client, with a language model that may be asked in another one."""
+
+from __future__ import annotations
+
+import time
+
+from meltcore.serve.tasks.chat import ask
+from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.tasks.model_choice import ModelChoice
+from meltcore.serve.tasks.translation.choice import translator
+from meltcore.serve.tasks.translation.forms import TranslateRequest
+from meltcore.text.languages import english_name
+
+
+async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, languages: tuple[str, str]) -> str:
+    """Return a language model's answer to a prompt. languages: of the prompt, and of the answer.
+
+    `fields["model"]` of the exchange names the model, None the first. The model is asked in its own language where one
+    is configured: prompt and answer are translated then. Raises RequestError (400, 404, 429, 500, 503, 504).
+    """
+    source, target = (
+        english_name(language, name) for language, name in zip(languages, ("src_lang", "tgt_lang"), strict=True)
+    )
+    backend, config = choices.chat_model(exchange.fields["model"]), choices.config
+    exchange.fields["model"] = backend.names[0]
+    own = config.chat_language
+    own_name = target if own is None else english_name(own, "chat_language")
+
+    async def translated(text: str, source: str, target: str) -> str:
+        model, request = translator(choices, TranslateRequest([text], source, target))
+        return (await model.translate(request, exchange.identity, time.monotonic())).texts[0]
+
+    if own is not None and source != own_name:
+        prompt = await translated(prompt, languages[0], own)
+    answer = (await ask(backend, config.chat_prompt.format(language=own_name), prompt, exchange.identity)).text
+    if own is not None and target != own_name:
+        answer = await translated(answer, own, languages[1])
+    return answer
