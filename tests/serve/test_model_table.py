@@ -8,7 +8,7 @@ from typing import Any
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.settings.fleet_file import parse_fleet
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.routes_section import ChatRoute, LanguagesSection, RoutesSection
 
 
 def backend(*names: str) -> Any:
@@ -22,7 +22,7 @@ def order(table: ModelTable) -> list[str]:
 
 def test_default_follows_the_file_and_survives_replacements() -> None:
     table = ModelTable()
-    table.routes = RoutesConfig(order=("a", "b", "c"))
+    table.change_routes(("a", "b", "c"), table.languages, table.routes)
     b, a, c = backend("b"), backend("a", "alias"), backend("c")
     for each in (b, c, a):
         table.add(each)
@@ -35,7 +35,7 @@ def test_default_follows_the_file_and_survives_replacements() -> None:
     assert table.find(None) is table.find("alias") is successor
     table.add(backend("new"))
     assert order(table) == ["a", "b", "c", "new"]
-    table.routes = RoutesConfig(order=("new", "c", "b", "a"))
+    table.change_routes(("new", "c", "b", "a"), table.languages, table.routes)
     assert order(table) == ["new", "c", "b", "a"]
 
 
@@ -45,13 +45,12 @@ def test_default_of_a_path_is_the_first_model_that_serves_it() -> None:
 
     chat, completions = LANGUAGE_PATHS
     table = ModelTable([forwarding("embed", "/v1/embeddings"), forwarding("far", chat), backend("own", "alias")])
-    plain = RoutesConfig()
-    found = [table.default(plain, path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
+    found = [table.default(path) for path in (chat, completions, "/v1/embeddings", "/v1/rerank")]
     assert found == ["far", "own", "embed", None]
-    assert table.default(RoutesConfig(chat_model="alias"), chat) == "alias"
-    table.routes = RoutesConfig(chat_model="own")  # those of a fleet replace the others
-    assert table.default(plain, chat) == "own"
-    assert table.default(plain, "/v1/embeddings") == "embed"
+    for model in ("alias", "own"):
+        table.change_routes((), LanguagesSection(), RoutesSection(chat=ChatRoute(model=model)))
+        assert table.default(chat) == model
+    assert table.default("/v1/embeddings") == "embed"
 
 
 def test_without_an_order_models_stay_as_they_were_added() -> None:
@@ -61,4 +60,4 @@ def test_without_an_order_models_stay_as_they_were_added() -> None:
 
 def test_order_of_a_fleet_has_all_kinds_of_models() -> None:
     text = "models: {far: {url: 'http://127.0.0.1:9'}, own: {checkpoint: meltcore/sums}, b: {checkpoint: x}}"
-    assert server_config(parse_fleet(text)).routes.order == ("far", "own", "b")
+    assert server_config(parse_fleet(text)).order == ("far", "own", "b")

@@ -40,7 +40,7 @@ from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection, TranslateRoute, TranslationRule
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.document import prepare
 from meltcore.text.translation.languages import find_language
@@ -176,6 +176,12 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
     asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
+def table(backends: list[Any], languages: LanguagesSection, routes: RoutesSection | None = None) -> ModelTable:
+    found = ModelTable(backends)
+    found.change_routes((), languages, routes or RoutesSection())
+    return found
+
+
 def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
     classes = {
         "meltcore/sums": LocalEngine,
@@ -195,7 +201,7 @@ def test_model_of_a_request_is_chosen_by_name_rule_language_and_task() -> None:
         backend._ready = SimpleNamespace(languages=[name[:2].replace("ka", "kn")])
 
     def choice(**fields: Any) -> ModelChoice:
-        return ModelChoice(ModelTable(list(backends.values())), RoutesConfig(**fields))
+        return ModelChoice(table(list(backends.values()), LanguagesSection(**fields)))
 
     def transcriber(choice: ModelChoice, language: str | None, model: str | None = None) -> tuple[str, str | None]:
         request = speech_request({"language": language or "", **({} if model is None else {"model": model})}, b"")
@@ -250,7 +256,8 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     backends[0].check_ready = lambda: None
 
     def chosen(source: str, target: str, name: str | None = None, **fields: Any) -> tuple[str, str, str]:
-        choice = ModelChoice(ModelTable(backends), RoutesConfig(**fields))
+        route = TranslateRoute(backend=fields.pop("backend", "indictrans2"))
+        choice = ModelChoice(table(backends, LanguagesSection(**fields), RoutesSection(translate=route)))
         backend, request = translator(choice, TranslateRequest(["a"], source, target, name))
         return backend.names[0].removeprefix("x/indictrans2-"), request.src_lang, request.tgt_lang
 
@@ -258,7 +265,10 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     assert chosen("Kannada", "eng_Latn")[0] == "indic-en"
     assert chosen("kn", "hi")[0] == "en-indic"  # whose error names its direction
     assert chosen("kn", "en", names[1])[0] == "en-indic"
-    rules = (TranslationRoute("kan_Knda", "*", "meltcore/sums"), TranslationRoute("*", "English", names[2]))
+    rules = (
+        TranslationRule(source="kan_Knda", target="*", model="meltcore/sums"),
+        TranslationRule(source="*", target="English", model=names[2]),
+    )
     assert chosen("kn", "en", translation=rules)[0] == "meltcore/sums"
     assert chosen("hi", "en", translation=rules)[0] == "indic-en"
     both = {"German": ("eng_Latn",), "eng_Latn": ("hi",)}
@@ -266,9 +276,9 @@ def test_direction_of_a_translation_is_chosen_by_rules_and_checkpoints() -> None
     assert chosen("en", "hi", substitute=both) == ("en-indic", "en", "hi")
     assert chosen("en", "English", substitute=both) == ("en-indic", "en", "English")  # whose error says it
     assert chosen("de", "kn", substitute={"German": ("hi",)}) == ("en-indic", "de", "kn")
-    assert chosen("en", "kn", translate_backend="llm")[0] == "meltcore/sums"
-    assert chosen("en", "kn", names[1], translate_backend="llm")[0] == "en-indic"
-    assert chosen("en", "kn", "meltcore/sums", translate_backend="llm")[0] == "meltcore/sums"
+    assert chosen("en", "kn", backend="llm")[0] == "meltcore/sums"
+    assert chosen("en", "kn", names[1], backend="llm")[0] == "en-indic"
+    assert chosen("en", "kn", "meltcore/sums", backend="llm")[0] == "meltcore/sums"
     with pytest.raises(RequestError, match="meltcore/sums cannot translate"):
         chosen("en", "kn", "meltcore/sums")
 

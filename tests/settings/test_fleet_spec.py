@@ -12,7 +12,7 @@ import pytest
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
-from meltcore.fleet.plan.from_spec import routes_config, server_config
+from meltcore.fleet.plan.from_spec import server_config
 from meltcore.settings.config import SharingConfig
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
@@ -65,13 +65,13 @@ def test_fleet_is_read_into_typed_sections(tmp_path: Path) -> None:
 
 
 def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
-    routes = routes_config(parse_fleet(FLEET))
-    assert [(rule.source, rule.target, rule.model) for rule in routes.translation] == [
+    languages = server_config(parse_fleet(FLEET)).languages
+    assert [(rule.source, rule.target, rule.model) for rule in languages.translation] == [
         ("eng_Latn", "*", "en-indic"),
         ("*", "*", "mt"),
     ]
-    assert (routes.transcription, routes.synthesis) == ({"kan_Knda": "ears", "*": "ears"}, {})
-    assert routes.substitute == {"kan_Knda": ("guj_Gujr",), "hin_Deva": ("tam_Taml", "tel_Telu")}
+    assert (languages.transcription, languages.synthesis) == ({"kan_Knda": "ears", "*": "ears"}, {})
+    assert languages.substitute_lists == {"kan_Knda": ("guj_Gujr",), "hin_Deva": ("tam_Taml", "tel_Telu")}
 
 
 def test_settings_of_the_server_are_those_of_the_file() -> None:
@@ -92,8 +92,8 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
     assert (config.class_shares, qwen.start_timeout_s, config.residency.start_timeout_s) == ((5, 3, 2), 7, 7)
     routes = config.routes
-    assert (routes.translate_prompt, routes.translate_stop) == ("{source} to {target}:", ("\n",))
-    assert (routes.chat_prompt, routes.chat_language) == ("Speak {language}.", "eng_Latn")
+    assert (routes.translate.system_message, routes.translate.stop) == ("{source} to {target}:", ("\n",))
+    assert (routes.chat.system_message, routes.chat.language) == ("Speak {language}.", "eng_Latn")
     assert config.api_keys == (
         KeyConfig(name="app", env="APP_KEY", highest_class="standard", requests_per_minute=60, tokens_per_minute=900),
     )

@@ -60,7 +60,6 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import ModelStatus, PriorityClass
-from meltcore.settings.routes_config import RoutesConfig
 from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def serve(
     def announce() -> None:
         on_bound(port, folder.path)
         print_listening(config.host, port)
-        print_substitutes(config.routes.substitute)
+        print_substitutes(config.languages.substitute_lists)
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -349,7 +348,7 @@ class Supervisor:
     async def _load_model(self, model: ServedModel) -> None:
         await model.load_or_fail()
         if model.limits is not None:
-            config = replace(self.config, models=(model.config,), foreign=(), routes=RoutesConfig())
+            config = replace(self.config, models=(model.config,), foreign=())
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
     def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.settings.config import ModelStatus
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
@@ -75,9 +75,11 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 
 
 class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):
-    """The models of languages and routes, at the start and when they have changed."""
+    """The models of languages and routes, at the start and when they have changed. order: first names of models."""
 
-    routes: RoutesConfig
+    order: tuple[str, ...]
+    languages: LanguagesSection
+    routes: RoutesSection
 
 
 class AddConnection(msgspec.Struct, tag="connection", frozen=True):

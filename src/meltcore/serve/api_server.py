@@ -115,7 +115,7 @@ class APIServer:
         elif isinstance(message, AddModel | AddForeign):
             self._add(message, descriptors)
         elif isinstance(message, RoutesChanged):
-            self._table.routes = message.routes
+            self._table.change_routes(message.order, message.languages, message.routes)
         elif isinstance(message, Exit):
             self._http.stop()
         elif not isinstance(message, Setup) and message.model in self._models:

@@ -163,7 +163,7 @@ class _Handlers:
         self._models = models
         self._config = config
         self._metrics = metrics
-        self._status = Status(models, config.routes)
+        self._status = Status(models)
 
     async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
         """Answer "ready", or "degraded" and which models where one or a replica cannot serve; 503 where none can.
@@ -238,7 +238,7 @@ class _Handlers:
         return await self._language_model(request.model).detokenize(request)
 
     def _language_model(self, name: str | None) -> LanguageBackend:
-        return language_backend(self._models.find(name or self._models.default(self._config.routes, LANGUAGE_PATHS[0])))
+        return language_backend(self._models.find(name or self._models.default(LANGUAGE_PATHS[0])))
 
     async def start_profile(self, scope: Scope, _receive: Receive) -> dict[str, str]:
         return await while_connected(scope, self._profile("start"))

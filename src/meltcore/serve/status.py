@@ -12,7 +12,6 @@ from meltcore.common.gpus.driver import NoDriverError, Nvml
 from meltcore.serve.requests.backend import Backend, ModelTable
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.serve.tasks.translation.choice import can_translate
-from meltcore.settings.routes_config import RoutesConfig
 from meltcore.text.languages import CODES
 
 # Of a query to NVML. A driver that hangs costs one thread, and its GPUs are left out.
@@ -23,9 +22,9 @@ _KEPT_S = 0.9
 class Status:
     """Reads the counts of all models, and the GPUs that this machine's driver shows."""
 
-    def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
+    def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._choice = ModelChoice(models, config)
+        self._choice = ModelChoice(models)
         self._gpus = GpuLoadReader()
 
     async def read(self) -> dict[str, Any]:
@@ -38,7 +37,7 @@ class Status:
             "gpus": await self._gpus.read(),
             "translates": can_translate(self._choice),
             "languages": CODES,
-            "substitutes": self._choice.config.substitute,
+            "substitutes": self._models.languages.substitute_lists,
         }
 
 

@@ -18,7 +18,7 @@ from meltcore.settings.fleet_spec import (
     ModelSection,
     SharingSection,
 )
-from meltcore.settings.routes_config import PROMPT_FIELDS, language_models
+from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
 from meltcore.settings.server_config import FOREIGN_TEMPLATES
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
@@ -280,7 +280,7 @@ def _check_routes(spec: FleetSpec) -> None:
         if is_given and translate.backend != "llm":
             raise FleetError(f"routes.translate.{key}", "is for backend llm; translation models have no prompt")
     for route, prompt in (("translate", translate.prompt), ("chat", chat.prompt)):
-        if fault := braces_fault(prompt or "", PROMPT_FIELDS[f"{route}_prompt"]):
+        if fault := braces_fault(prompt or "", PROMPT_FIELDS[route]):
             raise FleetError(f"routes.{route}.prompt", fault)
     if chat.model is not None:
         _require_model(spec, "routes.chat.model", chat.model, DEFAULT.name)

@@ -6,19 +6,40 @@ reference page from these structs, so each field states its meaning once, in its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN, Size
+from meltcore.common.options import Size
 from meltcore.common.tasks import DEFAULT, tasks
-from meltcore.settings.config import DType, KVCacheDType, LoadFormat, Quantization
+from meltcore.settings.config import DType, KVCacheDType, LoadFormat, PriorityClass, Quantization
+from meltcore.settings.field_types import (
+    AudioSeconds,
+    Device,
+    FleetSection,
+    GpuId,
+    Name,
+    Origin,
+    PerMinute,
+    Port,
+    PositiveSeconds,
+    Processes,
+    QueueRequests,
+    QueueUnits,
+    Seconds,
+    Sequences,
+    Share,
+    TaskName,
+    Text,
+    Tokens,
+    Url,
+    VariableName,
+)
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
-Priority = Literal["interactive", "standard", "batch"]
 WeightsFormat = Literal["auto", "dense", "q4_0", "q8_0"]
 ModelKind = Literal["engine", "url", "command"]
-ANY_LANGUAGE = "*"
 # What a `command` may name in braces, and what replaces it.
 PLACEHOLDERS = {
     "port": "the port that the server must listen on, on 127.0.0.1",
@@ -34,62 +55,7 @@ PLACEHOLDERS = {
 MAX_SIZE_BYTES = 2**50
 
 
-_CODE = r"[a-z]{3}_[A-Z][a-z]{3}"
-Name: TypeAlias = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$",
-        max_length=128,
-        extra={"expected": "a name of letters, digits and . _ / : -, at most 128 of them"},
-    ),
-]
-LanguageCode: TypeAlias = Annotated[
-    str, Meta(pattern=rf"^{_CODE}$", extra={"expected": "a FLORES code such as kan_Knda"})
-]
-Language: TypeAlias = Annotated[
-    str, Meta(pattern=rf"^({_CODE}|\*)$", extra={"expected": 'a FLORES code such as kan_Knda, or "*"'})
-]
-# Its value is not repeated in errors: a key itself may stand there by mistake.
-VariableName: TypeAlias = Annotated[
-    str,
-    Meta(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        max_length=128,
-        extra={"expected": "the name of an environment variable", "is_secret": True},
-    ),
-]
-Text: TypeAlias = Annotated[str, Meta(min_length=1)]
-TaskName: TypeAlias = Annotated[str, Meta(extra={"choices": tasks})]  # of the built-in tasks, or of another package's
-# A password in it is not repeated in errors.
-Url: TypeAlias = Annotated[
-    str,
-    Meta(
-        pattern=r"^https?://[^/\s]+",
-        extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
-    ),
-]
-Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
-# Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
-Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
-Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
-Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
-QueueUnits: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
-QueueRequests: TypeAlias = Annotated[int, Meta(ge=0, le=100_000_000)]
-Share: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
-PerMinute: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
-PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=31_536_000)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
-AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
-Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
-GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
-Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
-
-
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Is the base of all parts of fleet.yaml: fields by name, no unknown ones."""
-
-
-class ServerSection(_Section, frozen=True, kw_only=True):
+class ServerSection(FleetSection, frozen=True, kw_only=True):
     """The address of the server."""
 
     host: Annotated[Text, Meta(description="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
@@ -125,7 +91,7 @@ class ServerSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class GpuSection(_Section, frozen=True, kw_only=True):
+class GpuSection(FleetSection, frozen=True, kw_only=True):
     """One GPU of the fleet."""
 
     id: Annotated[GpuId, Meta(description="Its number, as CUDA and nvidia-smi count.")]
@@ -134,7 +100,7 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class ModelSection(_Section, frozen=True, kw_only=True):
+class ModelSection(FleetSection, frozen=True, kw_only=True):
     """One model: a checkpoint for an engine of Meltcore's own, or another server by `url` or `command`."""
 
     checkpoint: Annotated[
@@ -156,7 +122,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = None
     environment: Annotated[
         dict[VariableName, str], Meta(description="Environment variables of `command`, beside the inherited ones.")
-    ] = {}
+    ] = msgspec.field(default_factory=dict)
     upstream_model: Annotated[
         Text | None, Meta(description="The model's name at a `url` or `command` (default: the same).")
     ] = None
@@ -231,7 +197,9 @@ class ModelSection(_Section, frozen=True, kw_only=True):
             "vLLM's /sleep and /wake_up."
         ),
     ] = "restart"
-    priority: Annotated[Priority, Meta(description="Class of its requests against those of other models.")] = "standard"
+    priority: Annotated[PriorityClass, Meta(description="Class of its requests against those of other models.")] = (
+        "standard"
+    )
     max_queue: Annotated[
         QueueRequests | None, Meta(description="Requests that may wait (default: limits.max_queue).")
     ] = None
@@ -261,42 +229,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         return tasks()[self.task].has_context
 
 
-class TranslationRule(_Section, frozen=True, kw_only=True):
-    """A model for a direction of translation. The first rule that matches a request decides."""
-
-    source: Annotated[Language, Meta(description='FLORES code of the text, such as eng_Latn, or "*".')]
-    target: Annotated[Language, Meta(description='FLORES code of the translation, or "*".')]
-    model: Annotated[Name, Meta(description="Name or alias of a translation model.")]
-
-    def matches(self, source: str, target: str) -> bool:
-        """Return whether the rule is for this direction."""
-        return self.source in (source, ANY_LANGUAGE) and self.target in (target, ANY_LANGUAGE)
-
-
-class LanguagesSection(_Section, frozen=True, kw_only=True):
-    """Which model serves which language, for requests that name a language and no model."""
-
-    translation: Annotated[
-        tuple[TranslationRule, ...], Meta(description="Directions; the first rule that matches decides.")
-    ] = ()
-    transcription: Annotated[
-        dict[Language, Name], Meta(description='Language of speech to model; "*" is every other language.')
-    ] = {}
-    synthesis: Annotated[
-        dict[Language, Name], Meta(description='Language of text to model; "*" is every other language.')
-    ] = {}
-    substitute: Annotated[
-        dict[LanguageCode, LanguageCode | Annotated[tuple[LanguageCode, ...], Meta(min_length=1)]],
-        Meta(description="Languages that a model may not know: the one, or the first of a list, that it gets instead."),
-    ] = {}
-
-    @property
-    def substitute_lists(self) -> dict[str, tuple[str, ...]]:
-        """`substitute` with a tuple for every language."""
-        return {name: (each,) if isinstance(each, str) else each for name, each in self.substitute.items()}
-
-
-class LimitsSection(_Section, frozen=True, kw_only=True):
+class LimitsSection(FleetSection, frozen=True, kw_only=True):
     """Limits of requests. Those of queues are per model and replaced by the model's own."""
 
     max_body: Annotated[Size | None, Meta(description="Largest request body (default: 8MiB).")] = None
@@ -326,13 +259,13 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class KeySection(_Section, frozen=True, kw_only=True):
+class KeySection(FleetSection, frozen=True, kw_only=True):
     """One API key. The file names where the key is, never the key."""
 
     name: Annotated[Name, Meta(description="Its name in logs and metrics.")]
     env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
     file: Annotated[Text | None, Meta(description="File that holds the key: only its owner may read it.")] = None
-    priority: Annotated[Priority, Meta(description="Highest class that its requests may have.")] = "interactive"
+    priority: Annotated[PriorityClass, Meta(description="Highest class that its requests may have.")] = "interactive"
     requests_per_minute: Annotated[
         PerMinute | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
     ] = None
@@ -341,7 +274,7 @@ class KeySection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class TimeoutsSection(_Section, frozen=True, kw_only=True):
+class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
     """Time limits in seconds."""
 
     request_s: Annotated[PositiveSeconds, Meta(description="A request, from arrival to the last byte.")] = 600.0
@@ -353,7 +286,7 @@ class TimeoutsSection(_Section, frozen=True, kw_only=True):
     connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0
 
 
-class ResidencySection(_Section, frozen=True, kw_only=True):
+class ResidencySection(FleetSection, frozen=True, kw_only=True):
     """When sleepable models that share memory take turns. Without effect where no model is sleepable."""
 
     minimum_s: Annotated[Seconds, Meta(description="Time that a woken model stays awake.")] = 5.0
@@ -367,7 +300,7 @@ class ResidencySection(_Section, frozen=True, kw_only=True):
     ] = "host"
 
 
-class SharingSection(_Section, frozen=True, kw_only=True):
+class SharingSection(FleetSection, frozen=True, kw_only=True):
     """How engines of different classes share a GPU in time."""
 
     means: Annotated[
@@ -394,44 +327,7 @@ class SharingSection(_Section, frozen=True, kw_only=True):
     ] = 50.0
 
 
-class TranslateRoute(_Section, frozen=True, kw_only=True):
-    """What answers `/v1/translate`."""
-
-    backend: Annotated[
-        Literal["indictrans2", "llm"],
-        Meta(description="indictrans2: the models of `languages.translation`; llm: a language model by prompt."),
-    ] = "indictrans2"
-    model: Annotated[Name | None, Meta(description="The language model, where backend is llm.")] = None
-    prompt: Annotated[
-        Text | None, Meta(description="Its system message, with {source} and {target} (default: asks to translate).")
-    ] = None
-    stop: Annotated[tuple[Text, ...], Meta(description="Texts that end its translation.")] = ()
-
-
-class ChatRoute(_Section, frozen=True, kw_only=True):
-    """What answers the chat routes whose requests name no model."""
-
-    model: Annotated[Name | None, Meta(description="A generation model (default: the first of the file).")] = None
-    prompt: Annotated[
-        str | None,
-        Meta(description='System message, with {language}; "": none (default: asks for one short sentence).'),
-    ] = None
-    language: Annotated[
-        LanguageCode | None,
-        Meta(description="Language in which the model is asked: prompts are translated into it, answers from it."),
-    ] = None
-
-
-class RoutesSection(_Section, frozen=True, kw_only=True):
-    """Models behind routes whose requests do not name one."""
-
-    translate: Annotated[TranslateRoute, Meta(description="`/v1/translate` and `/translate`.")] = TranslateRoute()
-    chat: Annotated[ChatRoute, Meta(description="`/v1/indic_chat`, `/v1/chat_direct` and `/v1/speech_to_speech`.")] = (
-        ChatRoute()
-    )
-
-
-class FleetSpec(_Section, frozen=True, kw_only=True):
+class FleetSpec(FleetSection, frozen=True, kw_only=True):
     """A fleet: models that share GPUs behind one address."""
 
     version: Annotated[Literal[1], Meta(description="Version of this format.")] = 1

@@ -7,7 +7,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.options import check_origins, not_empty, option, server_url_fault
 from meltcore.common.tasks import DEFAULT
 from meltcore.settings.config import ENGINE_GROUP, EngineConfig, PriorityClass, Profiler, SharingConfig
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
 _HTTP_GROUP, _LIMITS_GROUP = "HTTP server", "limits"
 _AT_LEAST_ONE = {"minimum": 1}
@@ -194,7 +194,9 @@ class ServerConfig:
 
     models: tuple[ModelConfig, ...]
     foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
-    routes: RoutesConfig = field(default_factory=RoutesConfig)
+    order: tuple[str, ...] = ()  # first names of models, as fleet.yaml has them
+    languages: LanguagesSection = field(default_factory=LanguagesSection)
+    routes: RoutesSection = field(default_factory=RoutesSection)
     residency: ResidencyConfig = ResidencyConfig()
     host: str = option(
         "127.0.0.1", "Address to listen on; 0.0.0.0 accepts other machines.", group=_HTTP_GROUP, type=not_empty
@@ -272,14 +274,6 @@ class ServerConfig:
             given = ",".join(map(str, self.class_shares))
             raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
         check_origins(self.allowed_origins)
-
-    def check_routes(self) -> None:
-        """Raise ConfigError where `routes` names a model that the server does not begin with."""
-        names = [name for model in self.models for name in model.names]
-        names += [name for model in self.foreign for name in model.names]
-        for key, name in self.routes.named_models():
-            if names and name not in names:  # API servers get their models later
-                raise ConfigError(f"routes.{key} is {name!r}, which is no model of this server: {', '.join(names)}")
 
     @property
     def replicas(self) -> list[int]:

@@ -79,7 +79,7 @@ class EchoEndpoint(Endpoint):
     async def respond(self, exchange: Exchange) -> None:
         body, _ = await exchange.body(self._config.max_body_bytes)
         form = decode_request(body, EchoForm)
-        backend = self._models.find(form.model or self._models.default(self._config.routes, "/v1/echo"))
+        backend = self._models.find(form.model or self._models.default("/v1/echo"))
         if not isinstance(backend, EchoBackend):
             raise other_task(backend)
         exchange.fields["model"] = backend.names[0]

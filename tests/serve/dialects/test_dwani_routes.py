@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import dwani
 import pytest
-from server_harness import RunningServer, running, scripted_server, serve_command, server_config
+from server_harness import RunningServer, running, scripted_server, serve_command
 from waiting import wait_until
 
 from meltcore.common.errors import ConfigError
 from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
+from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.routes_section import ChatRoute, RoutesSection, TranslateRoute
 from meltcore.settings.server_config import ForeignConfig, ServerConfig
 
-ROUTES = RoutesConfig(
-    chat_prompt="In {language}:",
-    translate_backend="llm",
-    translate_prompt="{source} to {target}:",
-    translate_stop=("|",),
-    chat_model="gemma3",
-)
-FOREIGN_ROUTES = dataclasses.replace(ROUTES, chat_model="far")
+TRANSLATE = TranslateRoute(backend="llm", prompt="{source} to {target}:", stop=("|",))
+ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="gemma3"))
+FOREIGN_ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="far"))
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +100,24 @@ def test_routes_of_images_and_documents_say_that_they_are_not_supported(
 
 
 def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
-    with pytest.raises(ConfigError, match=r"translate_prompt: got .* may hold .source. and .target."):
-        RoutesConfig(translate_prompt="{text}")
-    with pytest.raises(ConfigError, match=r"chat_prompt: got .* may hold .language."):
-        RoutesConfig(chat_prompt="{")
-    config = server_config(EngineConfig(model="m"), routes=RoutesConfig(translate_model="scripted"))
-    for routes, key in [
-        (RoutesConfig(translate_model="x"), "routes.translate_model is 'x'"),
-        (RoutesConfig(synthesis={"kn": "x"}), "routes.synthesis.kn is 'x'"),
-        (RoutesConfig(translation=(TranslationRoute("*", "kn", "x"),)), r"routes.translation\[0\].model is 'x'"),
+    model = "models: {scripted: {checkpoint: m}}\n"
+    for fields, message in [
+        (
+            "routes: {translate: {backend: llm, model: scripted, prompt: '{text}'}}",
+            "got .* may hold .source. and .target.",
+        ),
+        ("routes: {chat: {prompt: '{'}}", "routes.chat.prompt: got .* may hold .language."),
+        ("routes: {translate: {backend: llm, model: x}}", "routes.translate.model: got 'x'; no model has this name"),
+        ("routes: {chat: {model: far}}", "routes.chat.model: got 'far'; no model has this name; models are scripted"),
+        ("languages: {synthesis: {kan_Knda: x}}", "languages.synthesis.kan_Knda: got 'x'; no model has this name"),
+        (
+            "languages: {translation: [{source: '*', target: kan_Knda, model: x}]}",
+            r"languages.translation\[0\].model: got 'x'; no model has this name; models are scripted",
+        ),
     ]:
-        with pytest.raises(ConfigError, match=f"{key}, which is no model of this server: scripted"):
-            dataclasses.replace(config, routes=routes).check_routes()
+        with pytest.raises(ConfigError, match=message):
+            parse_fleet(model + fields)
+    parse_fleet(model + "routes: {translate: {backend: llm, model: scripted}}")
 
 
 @pytest.mark.slow
@@ -125,9 +125,6 @@ def test_a_foreign_language_model_is_asked_over_http(server: RunningServer, tmp_
     theirs = ForeignConfig(served_model_name=("far",), urls=(server.url,), upstream_model="gemma3")
     dead = ForeignConfig(served_model_name=("dead",), urls=("http://127.0.0.1:1",))
     config = ServerConfig(models=(), foreign=(theirs, dead), port=0, api_server_count=1, routes=FOREIGN_ROUTES)
-    with running(serve_command(dataclasses.replace(config, foreign=(dead,))), tmp_path / "stderr") as near:
-        assert near.wait_exit() == 2
-        assert "routes.chat_model is 'far', which is no model of this server: dead" in near.stderr
     with running(serve_command(config), tmp_path / "stderr") as near:
         wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
         found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})

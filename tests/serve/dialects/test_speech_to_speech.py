@@ -24,7 +24,7 @@ from meltcore.measure.problems.tones import ToneClip, render, tone_clip  # noqa:
 from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402
 from meltcore.settings.config import EngineConfig  # noqa: E402
-from meltcore.settings.routes_config import RoutesConfig  # noqa: E402
+from meltcore.settings.routes_section import ChatRoute, RoutesSection  # noqa: E402
 from meltcore.settings.server_config import ModelConfig, ServerConfig  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
@@ -48,7 +48,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         ModelConfig(engine=EngineConfig(model=name, device="cpu", memory_bytes=2**28), served_model_name=(served,))
         for name, served in ((BUNDLED_TRANSCRIBER, "ears"), ("meltcore/sums", "gemma3"), (str(folder), "mouth"))
     )
-    config = ServerConfig(models=models, port=0, api_server_count=1, routes=RoutesConfig(chat_prompt=""))
+    routes = RoutesSection(chat=ChatRoute(prompt=""))
+    config = ServerConfig(models=models, port=0, api_server_count=1, routes=routes)
     with running(serve_command(config, engine=ENGINE_COMMAND), folder / "stderr") as server:
         server.wait_healthy(120)
         yield server

@@ -228,13 +228,12 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
 
 
 def check_config(config: ServerConfig) -> None:
-    """Raise ConfigError when two models have the same name, or `routes` names none of them."""
+    """Raise ConfigError when two models have the same name."""
     every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
     names = [name for of_model in every_model for name in set(of_model)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two models are served as {name}; give each a --served-model-name of its own")
-    config.check_routes()
 
 
 def check_startable(config: ServerConfig) -> ServerConfig:
@@ -260,7 +259,9 @@ def resolve_config(config: ServerConfig) -> ServerConfig:
 def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     """Raise ConfigError when settings differ that API servers read at their start."""
     fields = [
-        field.name for field in dataclasses.fields(ServerConfig) if field.name not in ("models", "foreign", "routes")
+        field.name
+        for field in dataclasses.fields(ServerConfig)
+        if field.name not in ("models", "foreign", "order", "languages", "routes")
     ]
     # The room of models that take turns follows from the plan: it changes with the models.
     old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))

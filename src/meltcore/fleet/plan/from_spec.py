@@ -10,7 +10,6 @@ from meltcore.common.tasks import tasks
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.settings.config import EngineConfig, SharingConfig
 from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
-from meltcore.settings.routes_config import RoutesConfig, TranslationRoute
 from meltcore.settings.server_config import ForeignConfig, KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
 
 _ENGINE_FIELDS = (
@@ -36,7 +35,9 @@ def server_config(spec: FleetSpec) -> ServerConfig:
         allowed_origins=server.allowed_origins,
         log_format=server.log_format,
         otlp_traces_endpoint=server.otlp_endpoint,
-        routes=routes_config(spec),
+        order=tuple(spec.models),
+        languages=spec.languages,
+        routes=spec.routes,
         residency=ResidencyConfig(
             minimum_s=spec.residency.minimum_s,
             turn_s=spec.residency.turn_s,
@@ -71,25 +72,6 @@ def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
         highest_class=key.priority,
         requests_per_minute=key.requests_per_minute or spec.limits.requests_per_minute,
         tokens_per_minute=key.tokens_per_minute or spec.limits.tokens_per_minute,
-    )
-
-
-def routes_config(spec: FleetSpec) -> RoutesConfig:
-    """Return the choice of models for requests that name a language and no model."""
-    languages, routes = spec.languages, spec.routes
-    prompts = {"translate_prompt": routes.translate.prompt, "chat_prompt": routes.chat.prompt}
-    return RoutesConfig(
-        order=tuple(spec.models),
-        translation=tuple(TranslationRoute(rule.source, rule.target, rule.model) for rule in languages.translation),
-        transcription=languages.transcription,
-        synthesis=languages.synthesis,
-        substitute=languages.substitute_lists,
-        translate_backend=routes.translate.backend,
-        translate_model=routes.translate.model,
-        translate_stop=routes.translate.stop,
-        chat_model=routes.chat.model,
-        chat_language=routes.chat.language,
-        **{key: prompt for key, prompt in prompts.items() if prompt is not None},
     )
 
 

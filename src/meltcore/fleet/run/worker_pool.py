@@ -44,7 +44,7 @@ from meltcore.protocol.channel import (
 )
 from meltcore.serve.http.hops import own_name
 from meltcore.serve.requests.stats import ModelStats, ServerStats
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 from meltcore.settings.server_config import ServerConfig
 
 _COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
@@ -191,7 +191,10 @@ class WorkerPool:
         self._config = config
         for worker in self._workers:
             if worker.started:
-                worker.send(RoutesChanged(config.routes))
+                worker.send(self._routes())
+
+    def _routes(self) -> RoutesChanged:
+        return RoutesChanged(self._config.order, self._config.languages, self._config.routes)
 
     @property
     def num_models(self) -> int:
@@ -280,7 +283,9 @@ class WorkerPool:
         worker.channel = Channel(parent_socket, FromAPIServer)
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
-        config = dataclasses.replace(self._config, models=(), foreign=(), routes=RoutesConfig())
+        config = dataclasses.replace(
+            self._config, models=(), foreign=(), order=(), languages=LanguagesSection(), routes=RoutesSection()
+        )
         setup = Setup(config, worker.worker_id, num_processes, str(self._directory), own_name())
         worker.channel.send(setup, self._stats.shared.fd)
         watch = asyncio.create_task(self._watch(worker))
@@ -290,7 +295,7 @@ class WorkerPool:
     def _on_message(self, worker: APIServerWorker, message: FromAPIServer, _descriptors: list[int]) -> None:
         if isinstance(message, Started):
             worker.started = True
-            worker.send(RoutesChanged(self._config.routes))  # not in its setup: they name models
+            worker.send(self._routes())  # not in its setup: they name models
             for model in self._models.values():
                 worker.send(model.added, model.stats.shared.fd)
                 for missed in (model.open, model.status):

@@ -15,7 +15,7 @@ from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, Det
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.config import ModelStatus
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
 # In which requests are accepted.
 SERVING: frozenset[ModelStatus] = frozenset(("ready", "sleeping", "waking"))
@@ -127,19 +127,20 @@ def reasons_text(reasons: Mapping[str, str]) -> str:
 
 
 class ModelTable:
-    """Finds the backend of a model by any of its names."""
+    """Finds the backend of a model by any of its names, and has the models of languages and routes."""
 
     def __init__(self, backends: Sequence[Backend] = ()) -> None:
         self.backends: list[Backend] = []
+        self.languages, self.routes = LanguagesSection(), RoutesSection()
         self._by_name: dict[str, Backend] = {}
-        self._routes: RoutesConfig | None = None
+        self._order: Sequence[str] = ()
         for backend in backends:
             self.add(backend)
 
     def add(self, backend: Backend) -> None:
         """Add a model. Its names lead to it from now on, also those that another model has.
 
-        It comes before an older one of its name, and else where the order of `routes` puts it.
+        It comes before an older one of its name, and else where the order of the file puts it.
         """
         at = next((index for index, each in enumerate(self.backends) if each.names[0] == backend.names[0]), None)
         self.backends.insert(len(self.backends) if at is None else at, backend)
@@ -151,21 +152,17 @@ class ModelTable:
         self.backends.remove(backend)
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
-    @property
-    def routes(self) -> RoutesConfig | None:
-        """The routes of a fleet, instead of those of the configuration, and the order of its models."""
-        return self._routes
+    def change_routes(self, order: Sequence[str], languages: LanguagesSection, routes: RoutesSection) -> None:
+        """Take over the models of languages and routes, and the order of models by their first names.
 
-    @routes.setter
-    def routes(self, routes: RoutesConfig | None) -> None:
-        self._routes = routes
+        The first model is the default, whatever order models were added in.
+        """
+        self.languages, self.routes, self._order = languages, routes, order
         self._sort()
 
     def _sort(self) -> None:
-        """Keep the order of the file whatever order models were added in: the first is the default."""
-        if self._routes is not None:
-            places = {name: place for place, name in enumerate(self._routes.order)}
-            self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
+        places = {name: place for place, name in enumerate(self._order)}
+        self.backends.sort(key=lambda backend: places.get(backend.names[0], len(places)))
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no model can serve, with the reason of each."""
@@ -201,15 +198,13 @@ class ModelTable:
         backend.check_ready()
         return backend
 
-    def default(self, routes: RoutesConfig, path: str) -> str | None:
+    def default(self, path: str) -> str | None:
         """Return the model for a request that names none. None means that no model serves `path`.
 
-        It is `chat_model` of the routes for chats and completions, else the first model that serves the path. routes:
-        of a server that is no fleet.
+        It is the model of the chat routes for chats and completions, else the first model that serves the path.
         """
-        chat_model = (self.routes or routes).chat_model
-        if chat_model is not None and path in LANGUAGE_PATHS:
-            return chat_model
+        if self.routes.chat.model is not None and path in LANGUAGE_PATHS:
+            return self.routes.chat.model
         return next((backend.names[0] for backend in self.backends if path in backend.paths), None)
 
     def _first(self) -> Backend:

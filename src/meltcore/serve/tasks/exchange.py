@@ -106,7 +106,7 @@ class Endpoint(ABC):
 
     def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
         self._models = models
-        self.choices = ModelChoice(models, config.routes)
+        self.choices = ModelChoice(models)
         self._config = config
         self._log = log
 

@@ -7,7 +7,8 @@ from typing import NoReturn, Protocol, TypeGuard, TypeVar
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
-from meltcore.settings.routes_config import RoutesConfig
+from meltcore.settings.field_types import ANY_LANGUAGE
+from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 from meltcore.text.languages import code_among
 
 
@@ -26,20 +27,23 @@ class SpokenBackend(Protocol):
 
 _Backend = TypeVar("_Backend", bound=SpokenBackend)
 _Language = TypeVar("_Language", str, str | None)
-ANY_LANGUAGE = "*"
 
 
 class ModelChoice:
     """Finds the model that a request names, else the configured one of its language, else the first that has it."""
 
-    def __init__(self, models: ModelTable, config: RoutesConfig) -> None:
+    def __init__(self, models: ModelTable) -> None:
         self._models = models
-        self._config = config
 
     @property
-    def config(self) -> RoutesConfig:
-        """The models of languages and routes, as fleet.yaml has them now."""
-        return self._models.routes or self._config
+    def languages(self) -> LanguagesSection:
+        """The models of languages, as fleet.yaml has them now."""
+        return self._models.languages
+
+    @property
+    def routes(self) -> RoutesSection:
+        """The models of routes, as fleet.yaml has them now."""
+        return self._models.routes
 
     @property
     def backends(self) -> Sequence[Backend]:
@@ -81,7 +85,7 @@ class ModelChoice:
 
         A model without a chat template refuses the chat itself, and says how to give it one.
         """
-        candidates = self.candidates(model or self.config.chat_model)
+        candidates = self.candidates(model or self.routes.chat.model)
         for backend in sorted(candidates, key=lambda backend: not backend.chats):
             if _is_language_model(backend):
                 backend.check_ready()
@@ -97,7 +101,7 @@ class ModelChoice:
         return [language, *self._substitutes(language)]
 
     def _substitutes(self, language: str | None) -> Sequence[str]:
-        substitute = self.config.substitute
+        substitute = self.languages.substitute_lists
         name = None if language is None else code_among(language, list(substitute))
         return () if name is None else substitute[name]
 

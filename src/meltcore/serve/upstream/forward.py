@@ -103,7 +103,7 @@ class ForwardingEndpoint(Endpoint):
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose theirs by language."""
         has_default = path in LANGUAGE_PATHS or path in FOREIGN_PATHS
-        return self._models.default(self._config.routes, path) if has_default else None
+        return self._models.default(path) if has_default else None
 
     def _not_here(self, fields: _Fields | None, name: str | None, path: str) -> RequestError:
         if fields is None:

@@ -38,7 +38,7 @@ class _GenerationEndpoint(Endpoint):
         body, _ = await exchange.body(self.limit_bytes)
         request = decode_request(body, self.form)
         exchange.fields["user"] = request.user
-        name = request.model or self._models.default(self._config.routes, exchange.scope["path"])
+        name = request.model or self._models.default(exchange.scope["path"])
         backend = language_backend(self._models.find(name))
         exchange.fields["model"] = backend.names[0]
         if request.stream_options is not None and not request.stream:

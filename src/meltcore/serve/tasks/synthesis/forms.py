@@ -89,7 +89,9 @@ def synthesizer(
 
     Raises RequestError (400, 404, 503).
     """
-    backend, known = choices.by_language(_synthesizes, "synthesize speech", choices.config.synthesis, language, model)
+    backend, known = choices.by_language(
+        _synthesizes, "synthesize speech", choices.languages.synthesis, language, model
+    )
     if language is None or known is not None:
         return backend
     languages = ", ".join(backend.languages)

@@ -41,7 +41,7 @@ def transcriber(choices: ModelChoice, request: SpeechRequest) -> tuple[SpeechBac
 
     Raises RequestError (400, 404, 503).
     """
-    models = choices.config.transcription
+    models = choices.languages.transcription
     backend, known = choices.by_language(_transcribes, "transcribe speech", models, request.language, request.model)
     return backend, request if known is None else request._replace(language=known)
 

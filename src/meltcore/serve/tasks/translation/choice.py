@@ -8,9 +8,10 @@ from typing import TypeGuard
 import msgspec
 
 from meltcore.serve.requests.backend import Backend
-from meltcore.serve.tasks.model_choice import ANY_LANGUAGE, ModelChoice, refuse
+from meltcore.serve.tasks.model_choice import ModelChoice, refuse
 from meltcore.serve.tasks.translation.forms import TranslateRequest, TranslationBackend
 from meltcore.serve.tasks.translation.llm_translation import LLMTranslator
+from meltcore.settings.field_types import ANY_LANGUAGE
 from meltcore.text.languages import code_among
 
 
@@ -33,28 +34,29 @@ def translator(choices: ModelChoice, request: TranslateRequest) -> tuple[Transla
 def can_translate(choices: ModelChoice) -> bool:
     """Return whether POST /v1/translate has a model."""
     backends = choices.backends
-    is_llm = choices.config.translate_backend == "llm" and any(backend.chats for backend in backends)
+    is_llm = choices.routes.translate.backend == "llm" and any(backend.chats for backend in backends)
     return is_llm or any(map(_translates, backends))
 
 
 def _translator(choices: ModelChoice, request: TranslateRequest) -> TranslationBackend:
-    name, config = request.model, choices.config
-    for rule in config.translation:
+    name, route = request.model, choices.routes.translate
+    for rule in choices.languages.translation:
         if name is None and _matches(rule.source, request.src_lang) and _matches(rule.target, request.tgt_lang):
             name = rule.model
-    if name is None and config.translate_backend == "llm":
-        return _llm_translator(choices, config.translate_model)
+    if name is None and route.backend == "llm":
+        return _llm_translator(choices, route.model)
     candidates = choices.candidates(name)
     found = [backend for backend in candidates if _translates(backend)]
     if found:  # without the pair, the first one's error says what it translates
         return next((backend for backend in found if backend.has_pair(request)), found[0])
-    if name is not None and (request.model is None or config.translate_backend == "llm"):
+    if name is not None and (request.model is None or route.backend == "llm"):
         return _llm_translator(choices, name)
     return refuse(candidates, "translate; serve an IndicTrans2 checkpoint")
 
 
 def _llm_translator(choices: ModelChoice, model: str | None) -> LLMTranslator:
-    return LLMTranslator(choices.chat_model(model), choices.config.translate_prompt, choices.config.translate_stop)
+    route = choices.routes.translate
+    return LLMTranslator(choices.chat_model(model), route.system_message, route.stop)
 
 
 def _matches(known: str, language: str) -> bool:

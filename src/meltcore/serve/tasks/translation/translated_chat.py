@@ -21,9 +21,9 @@ async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, langu
     source, target = (
         english_name(language, name) for language, name in zip(languages, ("src_lang", "tgt_lang"), strict=True)
     )
-    backend, config = choices.chat_model(exchange.fields["model"]), choices.config
+    backend, route = choices.chat_model(exchange.fields["model"]), choices.routes.chat
     exchange.fields["model"] = backend.names[0]
-    own = config.chat_language
+    own = route.language
     own_name = target if own is None else english_name(own, "chat_language")
 
     async def translated(text: str, source: str, target: str) -> str:
@@ -32,7 +32,7 @@ async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, langu
 
     if own is not None and source != own_name:
         prompt = await translated(prompt, languages[0], own)
-    answer = (await ask(backend, config.chat_prompt.format(language=own_name), prompt, exchange.identity)).text
+    answer = (await ask(backend, route.system_message.format(language=own_name), prompt, exchange.identity)).text
     if own is not None and target != own_name:
         answer = await translated(answer, own, languages[1])
     return answer

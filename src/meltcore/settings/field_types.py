@@ -1,0 +1,66 @@
+"""Defines the types of fields of fleet.yaml, with their limits and what errors say is expected."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN
+from meltcore.common.tasks import tasks
+
+ANY_LANGUAGE = "*"
+_CODE = r"[a-z]{3}_[A-Z][a-z]{3}"
+Name: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$",
+        max_length=128,
+        extra={"expected": "a name of letters, digits and . _ / : -, at most 128 of them"},
+    ),
+]
+LanguageCode: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^{_CODE}$", extra={"expected": "a FLORES code such as kan_Knda"})
+]
+Language: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^({_CODE}|\*)$", extra={"expected": 'a FLORES code such as kan_Knda, or "*"'})
+]
+# Its value is not repeated in errors: a key itself may stand there by mistake.
+VariableName: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        max_length=128,
+        extra={"expected": "the name of an environment variable", "is_secret": True},
+    ),
+]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+TaskName: TypeAlias = Annotated[str, Meta(extra={"choices": tasks})]  # of the built-in tasks, or of another package's
+# A password in it is not repeated in errors.
+Url: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^https?://[^/\s]+",
+        extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
+    ),
+]
+Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
+# Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
+Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
+Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
+QueueUnits: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+QueueRequests: TypeAlias = Annotated[int, Meta(ge=0, le=100_000_000)]
+Share: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+PerMinute: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=31_536_000)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=31_536_000)]
+AudioSeconds: TypeAlias = Annotated[float, Meta(ge=1, le=1_000_000_000)]
+Port: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+GpuId: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
+Device: TypeAlias = Literal["auto", "cpu"] | Annotated[tuple[GpuId, ...], Meta(min_length=1)]
+
+
+class FleetSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Is the base of all parts of fleet.yaml: fields by name, no unknown ones."""
