@@ -67,6 +67,7 @@ tables: $(STAMP)  ## Write the tables of the docs from benchmarks/results/.
 	$(BIN)/python scripts/performance_tables.py
 	$(BIN)/python scripts/cli_reference.py
 	$(BIN)/python scripts/fleet_reference.py
+	$(BIN)/python scripts/replica_picture.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \

@@ -115,6 +115,8 @@ class ScriptedEngine:
             print(self.options.say)
         self.send(Loading("scripted", 0.5))
         time.sleep(self.options.load_s)
+        while (Path(self.config.model) / "hold").exists():  # a test removes it
+            time.sleep(0.01)
         if self.options.fail and Path(self.options.directory).name == self.options.fail_of:
             self.send(EngineFailed(self.options.fail))
             return 1

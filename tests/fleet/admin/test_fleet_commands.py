@@ -166,13 +166,27 @@ def test_rolling_restart_loses_nothing(fleet: Fleet, capsys: pytest.CaptureFixtu
                 else:
                     assert answer.json()["usage"]["completion_tokens"] == 20
 
-    with ThreadPoolExecutor(4) as pool:
+    holds = {name: fleet.folder / name / "hold" for name in ("first", "second")}
+    for hold in holds.values():
+        hold.touch()
+    with ThreadPoolExecutor(5) as pool:
         asking = [pool.submit(ask, name) for name in ("first", "second") * 2]
         try:
-            assert main(["restart"]) == 0
+            wait_until(lambda: {(name, 200) for name in holds} <= set(answers), "answers before the restart")
+            restarted = pool.submit(main, ["restart"])
+            for name, hold in holds.items():
+                wait_until(lambda name=name: (name, 503) in answers, f"a refusal of {name} while it is restarted")
+                hold.unlink()
+            assert restarted.result() == 0
             assert main(["restart", "third"]) == 2
+            num_before = len(answers)
+            wait_until(
+                lambda: {(name, 200) for name in holds} <= set(answers[num_before:]), "answers of the new engines"
+            )
         finally:
             stop.set()
+            for hold in holds.values():
+                hold.unlink(missing_ok=True)
         for future in asking:
             future.result()
     assert "restarted first, second" in (output := capsys.readouterr()).out

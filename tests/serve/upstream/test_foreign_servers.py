@@ -106,9 +106,9 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
         parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path)
         model = ForeignModel(0, foreign("a", sleepable=True), ServerStats().models[0], parts)  # type: ignore[arg-type]
         (server,) = model.replicas
-        server.process, server.state, server.is_asleep = Process(), "sleeping", True  # type: ignore[assignment]
+        server.process, server.state = Process(), "sleeping"  # type: ignore[assignment]
         await model.replace_engines(1.0)
-        assert (server.state, server.is_asleep, server.restarts, ended) == ("sleeping", False, 1, [1])
+        assert (server.state, server.restarts, ended) == ("unloaded", 1, [1])
         await model.stop()
 
     asyncio.run(restart())
@@ -146,7 +146,7 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
         server.wait_metric("wakes_total", 4)
         for guard in sorted(alive()):
             os.kill(max(group_members(guard)), signal.SIGKILL)  # one that sleeps among them
-        wait_until(lambda: "the server of a has ended asleep" in server.stderr, "the report")
+        wait_until(lambda: "the server of a has ended: exit status" in server.stderr, "the report")
         ask("a")
         ask("b")
         server.signal()

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -15,7 +15,7 @@ from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement, place_replicas, placed_gpus
 from meltcore.fleet.plan.running_fleet import Running
 from meltcore.fleet.run.foreign_model import ForeignModel, check_foreign
-from meltcore.fleet.run.replica import Replica
+from meltcore.fleet.run.replica import Replica, ReplicaLife
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.supervised_model import POLL_S
 from meltcore.fleet.swap.turns import Turns
@@ -284,20 +284,17 @@ def _rows(model: Model, port: int) -> list[EngineRow]:
 
 
 def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
-    limits = replica.limits
     is_open = model.limits is not None
-    state = "loading" if replica.state == "ready" and not is_open else replica.state
+    state = _state(model, replica)
     return EngineRow(
         model=model.name,
         replica=replica.index,
         task="unknown" if model.task is None else model.task.name,
-        state="failed" if model.status == "failed" else state,
+        state="loading" if state == "ready" and not is_open else state,
         status=model.status,
         reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,
         pid=model.engines[replica.index].pid,
-        memory_bytes=replica.resident_bytes
-        if replica.state == "sleeping"
-        else _memory_bytes(limits.memory if limits is not None else ()),
+        memory_bytes=_memory_bytes(replica),
         restarts=replica.restarts,
         open_requests=round(model.stats.open_requests(replica.index)),
         port=port,
@@ -305,6 +302,13 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         gpus=len(placed_gpus(replica.placement)),
         node=model.engines[replica.index].node,
     )
+
+
+def _state(model: Model, replica: ReplicaLife) -> str:
+    """Return the state of a replica as operators see it: one without a process sleeps like its model."""
+    if model.status == "failed":
+        return "failed"
+    return "sleeping" if replica.state == "unloaded" else replica.state
 
 
 def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
@@ -315,7 +319,7 @@ def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
         model=model.name,
         replica=replica,
         task="foreign",
-        state=model.status if server is None else server.state,
+        state=model.status if server is None else _state(model, server),
         status=model.status,
         reason=model.reason if model.status != "ready" else one_line(server.reason) if server is not None else "",
         pid=process.pid if process is not None else None,
@@ -327,6 +331,12 @@ def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
     )
 
 
-def _memory_bytes(rows: Sequence[Any]) -> int:
-    """Return the sum of a memory table, without CUDA graphs out of its reserve and weights that sleep on the host."""
+def _memory_bytes(replica: Replica) -> int:
+    """Return what an engine holds: asleep as it said, else the sum of its memory table.
+
+    CUDA graphs out of its reserve and weights that sleep on the host are left out.
+    """
+    if replica.state in ("sleeping", "unloaded"):
+        return replica.resident_bytes if replica.state == "sleeping" else 0
+    rows = () if replica.limits is None else replica.limits.memory
     return sum(row.size_bytes for row in rows if row.note != "out of the reserve" and row.name != "weights asleep")

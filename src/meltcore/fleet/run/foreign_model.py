@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from meltcore.common.errors import ConfigError, EngineDeadError, MeltcoreError
+from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
-from meltcore.fleet.run.replica import Death, ReplicaLife
+from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
 from meltcore.protocol.channel import AddForeign
 from meltcore.serve.engines.engine_process import EngineProcess
@@ -108,42 +108,12 @@ class ForeignModel(SupervisedModel[ForeignServer]):
     def _shortened(self, reason: str) -> str:
         return one_line(reason)
 
-    async def _keep(self, server: ForeignServer) -> None:
-        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
-        while True:
-            failure: MeltcoreError
-            await self.may_run.wait()
-            try:
-                load_s = await self._start(server)
-            except MeltcoreError as error:
-                reason, failure = str(error), error
-            else:
-                self._on_ready(server, load_s)
-                assert server.process is not None
-                reason = await server.process.wait()
-                if not server.is_asleep:
-                    reason += f":\n{server.process.log_tail()}"
-                failure = EngineDeadError(reason)
-                if server.is_asleep:  # it is started again when it is wanted
-                    await server.process.stop()
-                    self._parts.report(f"the server of {self.name} has ended asleep: {reason}")
-                    server.is_asleep = False
-                    server.restarts += 1
-                    continue
-            if server.process is not None:
-                await server.process.stop()  # what it left in its group
-            pause_s = self._after_end(server, reason)
-            if pause_s is None:
-                self._give_up(server, failure)
-                return
-            await asyncio.sleep(pause_s)
-            server.restarts += 1
-
     async def _start(self, server: ForeignServer) -> float:
-        server.state = "waiting"
+        """Start the process of a replica; returns the seconds until it could serve. Raises ConfigError."""
+        server.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):
-            server.state = "loading"
+            server.apply("placed")
             self.stats.set("start_s", time.monotonic())
             process = ForeignProcess(self.config, server.index, server.port, server.log, self._parts.report)
             server.process = process
@@ -158,7 +128,8 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         return self._parts.gate.loading(Placement(engine, gpu_environment(gpus)))
 
     def _on_ready(self, server: ForeignServer, load_s: float) -> None:
-        server.state, server.reason = "ready", ""
+        server.apply("loaded")
+        server.reason = ""
         self.stats.set("start_took_s", load_s)
         self.stats.mark_replica_ready(server.index)
         self._note_started(server, load_s)
@@ -167,24 +138,21 @@ class ForeignModel(SupervisedModel[ForeignServer]):
 
     # --- ending
 
-    def _after_end(self, server: ForeignServer, reason: str) -> float | None:
-        """Note the end of a process; returns the pause until the next start, None for no start."""
-        now_s = time.monotonic()
-        was_serving = server.state in ("ready", "draining")
-        self.stats.mark_replica_dead(server.index)
-        server.reason = reason
-        server.deaths.append(Death(now_s, ""))
-        pause_s = None if self._draining else self._parts.policy.pause_s(server.deaths_s, now_s)
-        server.state = "failed" if pause_s is None else "pausing"
-        self.stats.set("start_s", now_s + (pause_s or 0.0))
+    async def _wait_ended(self, server: ForeignServer) -> str:
+        assert server.process is not None, "it is ready"
+        return f"{await server.process.wait()}:\n{server.process.log_tail()}"
+
+    async def _leave(self, server: ForeignServer) -> None:
+        await self._stop_process(server)  # what it left in its group
+
+    def _tell_end(self, server: ForeignServer, *, was_serving: bool, num_open: int, plan: str) -> None:
+        event, what = ("engine_died", "has ended") if was_serving else ("engine_failed", "could not start")
+        reason = server.reason
+        self._parts.log.write(
+            event, model=self.name, replica=server.index, why=one_line(reason), open_requests=num_open
+        )
         subject = f"the server of {self.name}" + (f" (replica {server.index})" if len(self.replicas) > 1 else "")
-        event = "engine_died" if was_serving else "engine_failed"
-        self._parts.log.write(event, model=self.name, replica=server.index, why=self._shortened(reason))
-        what = "has ended" if was_serving else "could not start"
-        plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
         self._parts.report(f"{subject} {what}: {reason}; {plan}")
-        self.update_status()
-        return pause_s
 
     async def stop(self) -> None:
         """End all processes now."""
@@ -209,47 +177,37 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             if server.process is not None:
                 server.process.kill()
 
-    # --- sleeping: a process is ended, and started again, or it sleeps by itself
+    # --- sleeping
 
-    async def sleep_servers(self, keep: Literal["host", "disk"], limit_s: float) -> Literal["host", "disk"]:
-        """Let servers sleep that can, and end the others, which are started again; returns where weights are now.
-
-        keep: where they shall be. limit_s: for a server's answer.
-        """
-        await asyncio.gather(*(self._sleep(server, keep, limit_s) for server in self.replicas))
-        return "host" if any(server.is_asleep for server in self.replicas) else "disk"
-
-    async def _sleep(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> None:
-        if server.state == "failed":
-            return
-        if self.config.sleep_mode == "vllm" and keep == "host" and server.state == "ready" and server.process:
-            server.is_asleep = True  # before it is asked: it may end meanwhile
-            try:
-                await server.process.post(_SLEEP_PATH, limit_s)
-            except ConfigError as error:
-                server.is_asleep = False
+    async def sleep_process(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
+        """Let a server sleep that can; returns whether it does. One that refuses is reported."""
+        if self.config.sleep_mode != "vllm" or keep != "host" or server.process is None:
+            return False
+        try:
+            await server.process.post(_SLEEP_PATH, limit_s)
+        except ConfigError as error:
+            if server.state == "draining":  # else it has ended, which was reported
                 self._parts.report(f"the server of {self.name} cannot sleep ({error}): it is ended, and started again")
-            else:
-                server.state = "sleeping"
-                return
-        await self.end_engine(server)
+            return False
+        return True
 
-    async def wake_servers(self, limit_s: float) -> None:
-        """Wake the servers that sleep; one that does not wake is ended, and started again."""
-        await asyncio.gather(*(self._wake(server, limit_s) for server in self.replicas if server.is_asleep))
-
-    async def _wake(self, server: ForeignServer, limit_s: float) -> None:
+    async def wake_process(self, server: ForeignServer, limit_s: float) -> str:
+        """Wake a server; returns "". One that does not wake is ended, and started again."""
         assert server.process is not None, "it sleeps"
+        problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)
         except ConfigError as error:
-            if server.is_asleep:  # else it has ended
-                self._parts.report(f"the server of {self.name} could not be woken ({error}): it is started again")
-                await self.end_engine(server)
-            return
-        server.is_asleep = False
-        server.state = "ready"
-        self.stats.mark_replica_ready(server.index)
+            problem = str(error)
+        if server.state != "sleeping":  # it has ended, and is started again
+            return ""
+        if problem:
+            self._parts.report(f"the server of {self.name} could not be woken ({problem}): it is started again")
+            await self.end_engine(server)
+        else:
+            server.apply("woke")
+            self.stats.mark_replica_ready(server.index)
+        return ""
 
     # --- state
 
@@ -258,7 +216,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         """Whether the model is loaded for the first time."""
         return self.status == "loading"
 
-    def update_status(self) -> None:
+    def update_status(self, pause_s: float | None = None) -> None:  # noqa: ARG002 - its clients see no pause
         """Derive the status from the processes."""
         if self._draining:
             return

@@ -1,9 +1,12 @@
-"""One replica of a model and its engine's life, and what has come of the starts of all replicas."""
+"""One replica of a model: the table of its life, and what has come of the starts of all replicas.
+
+The table holds for engines of ours and for servers that a command starts. `scripts/replica_picture.py` draws it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +16,43 @@ from meltcore.common.errors import EnginePendingError, MeltcoreError
 from meltcore.fleet.plan.placement import Placement
 from meltcore.protocol.shell import Asleep, Awake, EngineReady
 
-# "pending": nothing was started, as no node has room or the cluster cannot be changed; it is tried again.
-ReplicaState = Literal["waiting", "pending", "loading", "ready", "draining", "sleeping", "pausing", "failed", "stopped"]
+ReplicaState = Literal[
+    "waiting",  # until its model may run, and others on its GPUs have loaded
+    "pending",  # no node has room for it, or the cluster cannot be changed; it is tried again
+    "loading",
+    "ready",
+    "draining",  # its open requests end, and it gets no others
+    "sleeping",  # its process has given its memory back, and can be woken
+    "unloaded",  # its model sleeps, and it has no process
+    "pausing",  # its process has ended, and is started again after a pause
+    "failed",  # its process has ended, and is not started again
+]
+# What the supervisor does with a replica, then what becomes of its process.
+ReplicaEvent = (
+    Literal["start", "drain", "unload", "replace"]
+    | Literal["placed", "unplaced", "loaded", "slept", "woke", "died", "died asleep", "gave up"]
+)
+_STOPS: Mapping[ReplicaEvent, ReplicaState] = {"unload": "unloaded", "replace": "waiting"}
+_ENDS: Mapping[ReplicaEvent, ReplicaState] = {
+    "unplaced": "pending",
+    "died": "pausing",
+    "died asleep": "unloaded",
+    "gave up": "failed",
+}
+# The next state by state and event. What is not here cannot happen.
+LIFE: Mapping[ReplicaState, Mapping[ReplicaEvent, ReplicaState]] = {
+    "waiting": {"start": "waiting", "placed": "loading", **_ENDS, **_STOPS},
+    "pending": {"start": "pending", "placed": "loading", **_ENDS, **_STOPS},
+    "loading": {"loaded": "ready", **_ENDS, **_STOPS},
+    # A model that is put to sleep drains its ready replicas before one can die.
+    "ready": {"drain": "draining", "unplaced": "pending", "died": "pausing", "gave up": "failed", "replace": "waiting"},
+    "draining": {"slept": "sleeping", **_ENDS, **_STOPS},
+    "sleeping": {"woke": "ready", **_ENDS, "unload": "unloaded"},
+    "unloaded": {"start": "waiting", "unload": "unloaded"},
+    "pausing": {"start": "waiting", **_STOPS},
+    "failed": _STOPS,
+}
+SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  # it has been ready
 
 
 class Death(NamedTuple):
@@ -36,19 +74,26 @@ class ReplicaLife:
     deaths: list[Death] = field(default_factory=list)
     started: asyncio.Future[Any] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
-    is_asleep: bool = False  # its process sleeps, and can be woken
 
-    def begin(self) -> None:
-        """Begin a new life: nothing has come of it yet."""
-        self.state, self.reason, self.deaths = "waiting", "", []
+    def apply(self, event: ReplicaEvent) -> None:
+        """Take the state that follows by the table of a replica's life. Raises ValueError where none does."""
+        if event not in LIFE[self.state]:
+            raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
+        self.state = LIFE[self.state][event]
+
+    def begin(self, event: Literal["unload", "replace"]) -> None:
+        """Begin a new life after a process that was ended. One that is replaced has no deaths."""
+        self.apply(event)
+        self.reason = ""
+        if event == "replace":
+            self.deaths = []
         self.started = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda started: started.cancelled() or started.exception())
 
-    def begin_asleep(self) -> None:
-        """Begin a new life asleep, with the deaths of the last one."""
-        deaths = self.deaths
-        self.begin()
-        self.state, self.deaths, self.is_asleep = "sleeping", deaths, False
+    @property
+    def node(self) -> str:
+        """The node of a cluster on which it is; "" for this machine."""
+        return ""
 
     @property
     def deaths_s(self) -> list[float]:
@@ -73,10 +118,10 @@ class Replica(ReplicaLife):
     resident_bytes: int = 0  # that it holds while it sleeps
     answer: asyncio.Future[Asleep | Awake] | None = None  # of an engine that was asked to sleep or wake
 
-    def begin_asleep(self) -> None:
-        """Begin a new life asleep, with the deaths of the last one."""
-        super().begin_asleep()
-        self.resident_bytes = 0
+    @property
+    def node(self) -> str:
+        """The node of a cluster on which it is; "" for this machine."""
+        return self.placement.node
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
         """Note where its engine is started: there it is started again."""

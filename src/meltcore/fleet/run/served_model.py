@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,21 +20,17 @@ from meltcore.common.tasks import DEFAULT, Task
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.readiness import probe, probe_error
-from meltcore.fleet.run.replica import Death, Replica
+from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.restart_policy import Outage
-from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
+from meltcore.fleet.run.supervised_model import POLL_S, ROOM_POLL_S, ServerParts, SupervisedModel
 from meltcore.protocol.batch import BatchReady
 from meltcore.protocol.channel import AddModel, OpenModel, ReplicaEnded, ReplicaStarted
 from meltcore.protocol.engines import FromEngine, shared_stats
-from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, Loading
+from meltcore.protocol.shell import Asleep, Awake, EngineOutputs, EngineReady, Loading, Sleep, Wake
 from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.engines.engine_process import EngineProcess, common_limits
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.settings.server_config import ModelConfig
-
-REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
-REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
-ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
 
 
 class ServedModel(SupervisedModel[Replica]):
@@ -88,52 +84,32 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = await self._parts.pool.open_model(self._opened(limits))
         self.limits = limits
 
-    async def _keep(self, replica: Replica) -> None:
-        """Start the engine of a replica, and start it again each time that it dies, as the policy has it."""
+    async def _start(self, replica: Replica) -> EngineReady:
+        """Start an engine for a replica, once a node has room for it. Raises MeltcoreError."""
         while True:
-            await self.may_run.wait()
             try:
-                limits = await self._start(replica)
+                return await self._start_placed(replica)
             except EnginePendingError as error:
                 await self._wait_for_room(replica, str(error))
-                continue
-            except MeltcoreError as error:
-                reason, is_final = str(error), isinstance(error, ConfigError) and replica.limits is None
-                failure: MeltcoreError = error
-                await self.engines[replica.index].stop()
-            else:
-                self._on_ready(replica, limits)
-                reason, is_final = await self.engines[replica.index].wait(), False
-                failure = EngineDeadError(reason)
-            engine = self.engines[replica.index]
-            pause_s = self._after_end(replica, reason, is_final, is_evicted=engine.is_evicted)
-            await engine.leave()
-            if pause_s is None:
-                self._give_up(replica, failure)
-                return
-            await asyncio.gather(asyncio.sleep(pause_s), engine.wait_freed())  # not beside one that has the memory
-            replica.restarts += 1
+            await self.may_run.wait()
 
-    async def _start(self, replica: Replica) -> EngineReady:
-        """Start an engine for a replica and wait until it can serve. Raises MeltcoreError."""
-        if replica.state != "pending":
-            replica.state = "waiting"
+    async def _start_placed(self, replica: Replica) -> EngineReady:
+        """Start an engine and wait until it can serve. Raises MeltcoreError; EnginePendingError without a place."""
+        replica.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._parts.gate.loading(replica.placement):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
             engine = self.engines[replica.index] = self._new_engine(replica)
-            if replica.state != "pending":
-                replica.state = "loading"
-                self.update_status()
             limit_s, began_s = self.config.start_timeout_s, time.monotonic()
             self.stats.set("start_s", began_s)
             try:
                 async with asyncio.timeout(limit_s):
                     await engine.prepare()
                     if replica.state == "pending":
-                        replica.state, replica.reason = "loading", ""
-                        self.update_status()
+                        replica.reason = ""
+                    replica.apply("placed")
+                    self.update_status()
                     self._parts.pool.broadcast(ReplicaStarted(self.number, replica.index, number))
                     limits = await engine.start()
             except TimeoutError:
@@ -148,15 +124,17 @@ class ServedModel(SupervisedModel[Replica]):
         await self.engines[replica.index].stop()
         self._remove_sockets(replica)
         if (replica.state, replica.reason) != ("pending", reason):
-            replica.state, replica.reason = "pending", reason
+            replica.reason = reason
             self.log("engine_pending", replica, why=reason)
             self.report(f"{self.describe(replica.index, 'the engine')} is pending: {reason}")
+        replica.apply("unplaced")
         self._starts.note()
         self.update_status()
         await asyncio.gather(asyncio.sleep(ROOM_POLL_S), self.engines[replica.index].wait_freed())
 
     def _on_ready(self, replica: Replica, limits: EngineReady) -> None:
-        replica.limits, replica.state, replica.reason = limits, "ready", ""
+        replica.apply("loaded")
+        replica.limits, replica.reason = limits, ""
         self._note_started(replica, limits)
         if self.limits is not None:  # a restart, or one that came later than the others
             self._reopen(limits)
@@ -179,48 +157,20 @@ class ServedModel(SupervisedModel[Replica]):
 
     # --- ending
 
-    def _after_end(self, replica: Replica, reason: str, is_final: bool, *, is_evicted: bool) -> float | None:
-        """Fail the requests of an engine that has ended; returns the pause until the next start, None for no start.
-
-        is_evicted: that is no death, and it is pending until then.
-        """
-        policy, now_s = self._parts.policy, time.monotonic()
-        was_serving = replica.state in ("ready", "draining", "sleeping")
-        is_asleep, replica.is_asleep = not self.may_run.is_set(), False
-        num_failed = round(self.stats.open_requests(replica.index))
-        replica.reason = reason
-        if not is_evicted:
-            replica.deaths.append(Death(now_s, replica.placement.node))
-        pause_s = None
-        if not is_final and not self._draining:
-            pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)
-        replica.state = "failed" if pause_s is None else "pending" if is_evicted else "pausing"
-        self._starts.note()  # a pending one is not waited for
-        self.stats.set("start_s", now_s + (pause_s or 0.0))
-        if is_asleep and pause_s is not None:  # the requests that wait for it wait on
-            replica.state, pause_s = "sleeping", 0.0
-        else:
-            self.stats.mark_replica_dead(replica.index)
-        num_live, num_models = len(self.stats.live_replicas()), self._parts.pool.num_models
-        self._end_requests(replica, REPLICA_DEAD if num_live else policy.death_text(pause_s, num_models))
-        self.update_status(pause_s)
-        subject = self.describe(replica.index, "the engine")
+    def _tell_end(self, replica: Replica, *, was_serving: bool, num_open: int, plan: str) -> None:
+        policy, subject, reason = self._parts.policy, self.describe(replica.index, "the engine"), replica.reason
         if was_serving:
-            self.log("engine_died", replica, why=reason, open_requests=num_failed)
-            ended, num_replicas = "failed", self.stats.replicas
+            self.log("engine_died", replica, why=reason, open_requests=num_open)
+            ended, num_live, num_replicas = "failed", len(self.stats.live_replicas()), self.stats.replicas
             if num_replicas > 1:
                 ended = "are retried or failed" if num_live else ended
                 ended += f"; {num_live} of {num_replicas} replicas go on without it"
-            text = f"{subject} has died: {reason}; {num_failed} open requests {ended}"
+            text = f"{subject} has died: {reason}; {num_open} open requests {ended}"
             self._parts.report(replica.note_end(text))
         else:
             policy.tell(partial(self._tell_failed_start, replica, f"{subject} could not start: {reason}"))
         if not self._draining:
-            plan = "it is not started again" if pause_s is None else f"it is started again in {pause_s:g} s"
-            if is_asleep and pause_s is not None:
-                plan = "it is started again when it is wanted"
             policy.tell(lambda: self._parts.report(f"{subject}: {plan}"))
-        return pause_s
 
     def _tell_failed_start(self, replica: Replica, text: str) -> None:
         self.log("engine_failed", replica, why=replica.reason)
@@ -234,8 +184,17 @@ class ServedModel(SupervisedModel[Replica]):
         if replica.sockets is not None:
             shutil.rmtree(replica.sockets, ignore_errors=True)
 
-    def _on_replaced(self, replica: Replica) -> None:
-        self._end_requests(replica, REPLICA_REPLACED)
+    def _is_final(self, replica: Replica, error: MeltcoreError) -> bool:
+        return isinstance(error, ConfigError) and replica.limits is None
+
+    def _is_evicted(self, replica: Replica) -> bool:
+        return self.engines[replica.index].is_evicted
+
+    async def _wait_ended(self, replica: Replica) -> str:
+        return await self.engines[replica.index].wait()
+
+    async def _leave(self, replica: Replica) -> None:
+        await self.engines[replica.index].leave()
 
     async def _stop_process(self, replica: Replica) -> None:
         await self.engines[replica.index].stop()
@@ -251,6 +210,56 @@ class ServedModel(SupervisedModel[Replica]):
         """End all engines without waiting."""
         for engine in self.engines:
             engine.kill()
+
+    # --- sleeping
+
+    async def sleep_process(self, replica: Replica, keep: Literal["host", "disk"], limit_s: float) -> bool:
+        """Let an engine sleep; returns whether it does. One that cannot is reported; one that has died was before."""
+        answer = await self._ask(replica, Sleep(keep), limit_s)
+        if isinstance(answer, Asleep) and answer.error is None:
+            replica.resident_bytes = answer.resident_bytes
+            self.log("engine_asleep", replica, freed_bytes=answer.freed_bytes, seconds=round(answer.seconds, 6))
+            return True
+        reason = answer.error if isinstance(answer, Asleep) else answer
+        if replica.state == "draining":
+            subject = self.describe(replica.index, self.name)
+            self.report(f"{subject} cannot sleep ({reason}): its process is ended, and started when it is wanted")
+        return False
+
+    async def wake_process(self, replica: Replica, limit_s: float) -> str:
+        """Wake an engine; returns why it still sleeps, "" where it does not: it serves, or has died."""
+        answer = await self._ask(replica, Wake(), limit_s)
+        if replica.state != "sleeping":  # it has died, and is started again
+            return ""
+        if isinstance(answer, Awake) and answer.error is None:
+            replica.apply("woke")
+            self.stats.mark_replica_ready(replica.index)
+            self.log("engine_awake", replica, bytes_copied=answer.bytes_copied, seconds=round(answer.seconds, 6))
+            return ""
+        reason = str(answer.error if isinstance(answer, Awake) else answer)
+        self.log("wake_failed", replica, why=reason)
+        self.report(f"{self.describe(replica.index, self.name)} could not be woken: {reason}")
+        return reason
+
+    async def _ask(self, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
+        """Return an engine's answer, or why there is none."""
+        engine = self.engines[replica.index]
+        answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
+        replica.answer = answer
+        engine.send(message)
+        ended = asyncio.create_task(engine.wait())
+        waited: set[asyncio.Future[Any]] = {answer, ended}
+        try:
+            await asyncio.wait(waited, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if ended.done():
+                await asyncio.sleep(POLL_S)  # its death is noted meanwhile
+                return ended.result()
+            return f"it did not answer within {limit_s:g} s"
+        finally:
+            ended.cancel()
+            replica.answer = None
 
     # --- state
 

@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from meltcore.common.errors import MeltcoreError
+from meltcore.common.errors import EngineDeadError, MeltcoreError
 from meltcore.fleet.run.engines import Launcher
-from meltcore.fleet.run.replica import ReplicaLife, Starts
+from meltcore.fleet.run.replica import SERVED, Death, ReplicaEvent, ReplicaLife, Starts
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.worker_pool import WorkerPool
@@ -23,6 +23,9 @@ from meltcore.settings.config import ModelStatus
 from meltcore.settings.server_config import ForeignConfig, ModelConfig
 
 POLL_S = 0.02  # while draining
+ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
+REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
+REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
 _R = TypeVar("_R", bound=ReplicaLife)
 
 
@@ -88,16 +91,51 @@ class SupervisedModel(ABC, Generic[_R]):
         """End a process that takes too long to start; it is started again like one that has died."""
 
     @abstractmethod
-    def update_status(self) -> None:
-        """Derive the status from the replicas."""
+    def update_status(self, pause_s: float | None = None) -> None:
+        """Derive the status from the replicas. `pause_s`: until a process is started again that has just ended."""
 
     @abstractmethod
-    async def _keep(self, replica: _R) -> None:
-        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+    async def sleep_process(self, replica: _R, keep: Literal["host", "disk"], limit_s: float) -> bool:
+        """Let the process of a draining replica sleep, which may take so long; returns whether it does."""
+
+    @abstractmethod
+    async def wake_process(self, replica: _R, limit_s: float) -> str:
+        """Wake the process of a sleeping replica; returns why it still sleeps, "" where it does not."""
+
+    @abstractmethod
+    async def _start(self, replica: _R) -> Any:
+        """Start a process for a replica and wait until it can serve; returns its limits. Raises MeltcoreError."""
+
+    @abstractmethod
+    def _on_ready(self, replica: _R, result: Any) -> None:
+        """Note that a replica serves; `result` is that of `_start`."""
+
+    @abstractmethod
+    async def _wait_ended(self, replica: _R) -> str:
+        """Wait until the process of a replica has ended; returns why."""
 
     @abstractmethod
     async def _stop_process(self, replica: _R) -> None:
         """End the process of a replica, which is not kept any more."""
+
+    @abstractmethod
+    async def _leave(self, replica: _R) -> None:
+        """Clear away what is left of a process that has ended."""
+
+    @abstractmethod
+    def _tell_end(self, replica: _R, *, was_serving: bool, num_open: int, plan: str) -> None:
+        """Log and print how a process has ended or could not start, and the plan for it.
+
+        num_open: its requests.
+        """
+
+    def _is_final(self, replica: _R, error: MeltcoreError) -> bool:  # noqa: ARG002 - another try may help
+        """Return whether a start that has failed with this error will always fail."""
+        return False
+
+    def _is_evicted(self, replica: _R) -> bool:  # noqa: ARG002 - a process of this machine is not
+        """Return whether a process was ended for lack of memory on its node, which is no death."""
+        return False
 
     def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
         """Return the name of a replica in messages, `default` where they need none."""
@@ -111,7 +149,7 @@ class SupervisedModel(ABC, Generic[_R]):
         Replicas that have started, and those that are pending, go on where it does not.
         """
         for replica in self.replicas:
-            replica.begin()
+            replica.begin("replace")
             replica.task = asyncio.create_task(self._keep(replica))
         await self._starts.wait_all(self._start_error)
 
@@ -126,6 +164,54 @@ class SupervisedModel(ABC, Generic[_R]):
         except MeltcoreError as error:
             await self._stop_all()
             self.fail(str(error))
+
+    async def _keep(self, replica: _R) -> None:
+        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+        while True:
+            await self.may_run.wait()
+            try:
+                result = await self._start(replica)
+            except MeltcoreError as error:
+                failure, is_final = error, self._is_final(replica, error)
+                await self._stop_process(replica)
+            else:
+                self._on_ready(replica, result)
+                failure, is_final = EngineDeadError(await self._wait_ended(replica)), False
+            pause_s = self._after_end(replica, str(failure), is_final=is_final)
+            await self._leave(replica)
+            if pause_s is None:
+                self._give_up(replica, failure)
+                return
+            await asyncio.gather(asyncio.sleep(pause_s), self._wait_freed(replica))  # not beside one that has memory
+            replica.restarts += 1
+
+    def _after_end(self, replica: _R, reason: str, *, is_final: bool) -> float | None:
+        """Fail the requests of a process that has ended; returns the pause until the next start, None for no start."""
+        policy, now_s, is_evicted = self._parts.policy, time.monotonic(), self._is_evicted(replica)
+        was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
+        replica.reason = reason
+        if not is_evicted:
+            replica.deaths.append(Death(now_s, replica.node))
+        pause_s = None
+        if not is_final and not self._draining:
+            pause_s = ROOM_POLL_S if is_evicted else policy.pause_s(replica.deaths_s, now_s)
+        self.stats.set("start_s", now_s + (pause_s or 0.0))
+        if pause_s is None:
+            event: ReplicaEvent = "gave up"
+            plan = "it is not started again"
+        elif self.may_run.is_set():
+            event, plan = "unplaced" if is_evicted else "died", f"it is started again in {pause_s:g} s"
+        else:
+            event, plan, pause_s = "died asleep", "it is started again when it is wanted", 0.0
+        replica.apply(event)
+        self._starts.note()  # a pending one is not waited for
+        if event != "died asleep":  # the requests that wait for it wait on
+            self.stats.mark_replica_dead(replica.index)
+        lost = REPLICA_DEAD if self.stats.live_replicas() else policy.death_text(pause_s, self._parts.pool.num_models)
+        self._end_requests(replica, lost)
+        self.update_status(pause_s)
+        self._tell_end(replica, was_serving=was_serving, num_open=num_open, plan=plan)
+        return pause_s
 
     def _note_started(self, replica: _R, result: Any) -> None:
         """Note that a replica serves; `result` is the outcome of its first start."""
@@ -181,15 +267,15 @@ class SupervisedModel(ABC, Generic[_R]):
         if replica.task is not None:
             replica.task.cancel()
             await asyncio.gather(replica.task, return_exceptions=True)
-        self._on_replaced(replica)
+        self._end_requests(replica, REPLICA_REPLACED)
         await self._stop_process(replica)
         await self._wait_freed(replica)
 
     async def _wait_freed(self, replica: _R) -> None:
         """Wait until a process that was ended can have no memory any more: another one is started."""
 
-    def _on_replaced(self, replica: _R) -> None:
-        """End the requests of a replica whose process is about to be ended."""
+    def _end_requests(self, replica: _R, message: str) -> None:
+        """End the requests of a replica whose process has ended or is about to, with this error."""
 
     # --- replacing
 
@@ -208,7 +294,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
     async def _replace(self, replica: _R, drain_limit_s: float) -> None:
         if replica.state == "ready":
-            replica.state = "draining"
+            replica.apply("drain")
             self.stats.drain_replica(replica.index)
             self.update_status()
             deadline_s = time.monotonic() + drain_limit_s
@@ -216,7 +302,7 @@ class SupervisedModel(ABC, Generic[_R]):
                 await asyncio.wait({replica.task}, timeout=POLL_S)
         self.stats.mark_replica_dead(replica.index)
         await self._end_process(replica)
-        replica.begin()
+        replica.begin("replace")
         replica.restarts += 1
         self.all_ended.clear()
         replica.task = asyncio.create_task(self._keep(replica))
@@ -245,7 +331,7 @@ class SupervisedModel(ABC, Generic[_R]):
     async def end_engine(self, replica: _R) -> None:
         """End the process of a replica; it is started again once the model may run."""
         await self._end_process(replica)
-        replica.begin_asleep()
+        replica.begin("unload")
         replica.restarts += 1
         if not self._draining:
             self.stats.mark_replica_asleep(replica.index)
