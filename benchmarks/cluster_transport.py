@@ -106,7 +106,7 @@ async def over_zeromq(streams: int, steps: int, *, is_remote: bool) -> dict[str,
     receiver = Receiver(streams, steps)
     with tempfile.TemporaryDirectory() as there_name, tempfile.TemporaryDirectory() as here_name:
         there, here = Path(there_name), Path(here_name)
-        keys, host = KeyPair.new(), "127.0.0.1"
+        keys, host = KeyPair.generate(), "127.0.0.1"
         if is_remote:
             write_binding(there, Binding(host, keys.public))
         else:

@@ -100,7 +100,7 @@ class Engine:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.curve_server = True
-        keys = KeyPair.new()
+        keys = KeyPair.generate()
         socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         set_heartbeats(socket)
         self.listening = Listening(socket.bind_to_random_port(f"tcp://{_HOST}"), keys.public)

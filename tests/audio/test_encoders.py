@@ -17,7 +17,7 @@ import soundfile
 from test_audio_decode import tone
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.audio.encode import encoder
+from meltcore.audio.encode import make_encoder
 from meltcore.audio.encoders import AudioEncoders, missing_package
 from meltcore.common.errors import RequestError
 
@@ -38,7 +38,7 @@ def test_pieces_become_one_file(format_name: str, is_whole: bool) -> None:
     """A tone in four pieces, one of them empty: no gap, no change of phase, no click."""
     if (missing := missing_package(format_name)) is not None:
         pytest.skip(missing)
-    speech, file = tone(6.0, RATE), encoder(format_name, RATE, is_whole=is_whole)
+    speech, file = tone(6.0, RATE), make_encoder(format_name, RATE, is_whole=is_whole)
     pieces = [speech[:50_000], speech[50_000:60_000], speech[60_000:], speech[:0]]
     parts = [file.add(piece, is_last=index == 3) for index, piece in enumerate(pieces)]
     assert bool(parts[0]) is (not is_whole and format_name != "flac") or format_name == "aac"
@@ -54,12 +54,12 @@ def test_pieces_become_one_file(format_name: str, is_whole: bool) -> None:
 
 
 def test_wav_header_has_sizes_when_they_are_known() -> None:
-    whole = encoder("wav", RATE, is_whole=False).add(tone(1.0, RATE), is_last=True)
+    whole = make_encoder("wav", RATE, is_whole=False).add(tone(1.0, RATE), is_last=True)
     assert soundfile.info(io.BytesIO(whole)).frames == RATE
     assert whole[4:8] == (len(whole) - 8).to_bytes(4, "little")
-    begun = encoder("wav", RATE, is_whole=False).add(tone(1.0, RATE), is_last=False)
+    begun = make_encoder("wav", RATE, is_whole=False).add(tone(1.0, RATE), is_last=False)
     assert (begun[40:44], begun[4:8]) == (b"\xff" * 4, b"\xff" * 4)
-    loud = encoder("pcm", RATE, is_whole=False).add(np.array([2.0, -2.0], np.float32), is_last=True)
+    loud = make_encoder("pcm", RATE, is_whole=False).add(np.array([2.0, -2.0], np.float32), is_last=True)
     assert np.frombuffer(loud, "<i2").tolist() == [32767, -32767]
 
 

@@ -230,7 +230,7 @@ def window_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def page_freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the position after the step that is being scheduled. Its next owner is in the same step."""
-    whole = Scheduler._grow
+    whole = Scheduler._allocate_pages
 
     def early(self: Scheduler, request: Request, tokens: int) -> bool:
         computed, request.num_computed_tokens = request.num_computed_tokens, tokens
@@ -239,7 +239,7 @@ def page_freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             request.num_computed_tokens = computed
 
-    monkeypatch.setattr(Scheduler, "_grow", early)
+    monkeypatch.setattr(Scheduler, "_allocate_pages", early)
 
 
 def window_one_column_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def norms_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def embedding_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_layer, "_rounded", lambda value, dtype: 1.0)
+    monkeypatch.setattr(embedding_layer, "_round_to", lambda value, dtype: 1.0)
 
 
 def silu_for_gelu(monkeypatch: pytest.MonkeyPatch) -> None:

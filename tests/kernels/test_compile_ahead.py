@@ -142,7 +142,7 @@ def begun(order: CompileOrder) -> tuple[list[int], list[int]]:
         jobs = _Jobs(pool, order)
         for index, cost in enumerate(COSTS):
             jobs.add(cost, lambda cost=cost: (costs.append(cost), go_on.wait(WAIT_S)))
-            while order.is_own(index) and not costs:
+            while order.is_assigned(index) and not costs:
                 time.sleep(0.001)
         early = len(costs)
         go_on.set()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meltcore.engine.worker import loading
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, row_parts
+from meltcore.layers.weight_loader import ConvertingLoader, ShardLoader, split_rows
 from meltcore.models import loader
 from meltcore.models.checkpoints import gguf_weights
 from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -119,12 +119,12 @@ def test_ranks_draw_the_same_parts(tmp_path: Path) -> None:
 def test_parts_of_a_sharded_tensor_are_its_rows() -> None:
     source, kept = torch.arange(40.0).view(10, 4), torch.zeros(5, 2)
     target = ShardLoader(source.shape, (((slice(1, 3), slice(2, 4)), kept[:2]), ((slice(6, 9), slice(2, 4)), kept[2:])))
-    for rows, part in row_parts(target, 4):
+    for rows, part in split_rows(target, 4):
         assert part.shape == (len(rows), 4)
         part.copy_(source[rows.start : rows.stop])
     assert torch.equal(kept, source[[1, 2, 6, 7, 8], 2:])
     whole = ShardLoader(source.shape, (((slice(0, 9),), ConvertingLoader(torch.Size((9, 4)), print)),))
-    assert [part for _, part in row_parts(whole, 4)] == [whole]
+    assert [part for _, part in split_rows(whole, 4)] == [whole]
 
 
 def test_building_a_model_allocates_its_weights_alone(tmp_path: Path) -> None:
@@ -148,9 +148,16 @@ def test_cached_memory_is_freed_before_other_tensors_are_allocated(
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (events.append(name), function(*args))[1])
 
-    for name in ("fill_weights", "free_cached_memory", "_plan"):
+    for name in ("fill_weights", "free_cached_memory", "_plan_memory"):
         record(loading, name)
     record(type(build_model(checkpoint, torch.float32, CPU)), "prepare")
     config = EngineConfig(model=str(tmp_path), load_format=load_format, max_model_len=64, memory_bytes=2**28)
     loading.load(config, open_checkpoint(str(tmp_path), files="all"), CPU, lambda *_: None)
-    assert events == ["_plan", "fill_weights", "free_cached_memory", "prepare", "free_cached_memory", "_plan"]
+    assert events == [
+        "_plan_memory",
+        "fill_weights",
+        "free_cached_memory",
+        "prepare",
+        "free_cached_memory",
+        "_plan_memory",
+    ]

@@ -1,1 +1,1 @@
-"""Audio without torch: decoding of uploads and encoding of speech, in worker processes."""
+"""Decodes uploaded audio and encodes speech in worker processes, without torch."""

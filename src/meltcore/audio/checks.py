@@ -1,4 +1,4 @@
-"""What all readers of audio files share: their errors, and a limit on what is counted in a file."""
+"""Defines what all readers of audio files share: their errors, and a limit on the number of counted elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refusal(reason: str) -> RequestError:
     return RequestError(f"the audio {reason}", param="file", code="invalid_audio")
 
 
-def cut(announced: int, found: int) -> RequestError:
+def truncation_error(announced: int, found: int) -> RequestError:
     """Return the error of a file that ends within one of its parts."""
     return refusal(f"is truncated: a part of it has {announced} bytes, of which {found} are there")
 

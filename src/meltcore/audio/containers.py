@@ -1,4 +1,4 @@
-"""Finds where audio files begin, end and join, from their bytes alone: no decoder sees what is not a whole file.
+"""Finds where audio files begin, end and join, from their bytes alone. No decoder sees a file that is not whole.
 
 FFmpeg and libsndfile end an answer early where the bytes of a file end early, and both read one file of several that
 were joined. So the elements at the top of each container are counted here first.
@@ -16,26 +16,27 @@ from meltcore.audio.marks import (
     ASF_HEADER,
     M2TS_MARK,
     TS_MARK,
-    after_aac,
-    after_flac,
-    after_mp3,
-    after_others,
     ape_tags,
-    files_from,
+    file_starts,
     id3_end,
+    starts_after_aac,
+    starts_after_flac,
+    starts_after_mp3,
+    starts_after_others,
 )
 from meltcore.audio.matroska import split_matroska
 from meltcore.audio.media_files import split_amr, split_asf, split_avi, split_flv, split_ts, split_wavpack
 from meltcore.audio.mp4 import split_mp4
 from meltcore.audio.mpeg import frame_runs, run_end
 from meltcore.audio.ogg import split_ogg
-from meltcore.audio.sample_files import split_aiff, split_au, split_caf, split_w64, split_wav, with_sizes
+from meltcore.audio.sample_files import restore_sizes, split_aiff, split_au, split_caf, split_w64, split_wav
 
 
 class Container(NamedTuple):
-    """A format by FFmpeg's name and by its common one.
+    """A container format, with FFmpeg's name for it and the name that errors show.
 
-    is_timed: its packets have times that may leave gaps; has_zero: these count from zero, not from the first packet.
+    The packets of an `is_timed` format have times that may leave gaps. The times of a `has_zero` format count from
+    zero, and not from the first packet.
     """
 
     ffmpeg_name: str
@@ -90,15 +91,15 @@ _TAGS, _MAX_TRAILER_BYTES = (b"APETAGEX", b"ID3", b"TAG"), 1024
 _MAX_JOINED, _MAX_OTHERS = 500, 16  # files in one, and of these such that follow one of another container
 
 
-def container_of(data: bytes, position: int = 0) -> Container | None:
+def find_container(data: bytes, position: int = 0) -> Container | None:
     """Return the container whose mark is at `position`. None means MP3, or data that FFmpeg must not read."""
     return next((container for magic, container in _MAGICS if magic.match(data, position)), None)
 
 
-def without_lead(data: bytes) -> bytes:
-    """Return a file without what is before it: zero bytes, ID3v2 tags, and a little else before most containers.
+def strip_lead(data: bytes) -> bytes:
+    """Return a file without its lead: zero bytes, ID3v2 tags, and up to _MAX_LEAD_BYTES before most containers.
 
-    FFmpeg itself skips other bytes before MP3 and AAC. Raises RequestError for a tag alone.
+    FFmpeg itself skips other bytes before MP3 and AAC. Raises RequestError for a tag without a file.
     """
     start = 0
     for _ in each_element():
@@ -117,23 +118,24 @@ def without_lead(data: bytes) -> bytes:
             start = zeros.end()
         else:
             break
-    if container_of(data, start) is None:
-        later = files_from(data, start, start + _MAX_LEAD_BYTES)[:1]
+    if find_container(data, start) is None:
+        later = file_starts(data, start, start + _MAX_LEAD_BYTES)[:1]
         start = later[0] if later else start
         if data[:1] == b"\x00" and not later and data[start] != 0xFF:  # other formats begin with zeros, as HTK does
             return data
     return data[start:] if start else data
 
 
-def parts(data: bytes) -> list[bytes]:
-    """Return the files that were joined to this one, in order: mostly one. Raises RequestError for a truncated file.
+def split_joined_files(data: bytes) -> list[bytes]:
+    """Return the files that were joined to this one, in order. Most uploads are one file.
 
-    MP3 and AAC are sequences of frames, which decoders read to their end however many files they come from.
+    MP3 and AAC are sequences of frames, which decoders read to their end however many files they come from. Raises
+    RequestError for a truncated file.
     """
     pieces: list[bytes] = []
     for _ in range(_MAX_OTHERS):
-        data = without_lead(data)
-        container = container_of(data) or _frames_of(data)
+        data = strip_lead(data)
+        container = find_container(data) or _frames_container(data)
         starts, other, unknown = [0], 0, 0
         for end in _SPLITTERS[container](data):
             follows = _container_at(data, end)  # splitters yield each place where a file may begin
@@ -147,44 +149,44 @@ def parts(data: bytes) -> list[bytes]:
             if len(pieces) + len(starts) > _MAX_JOINED:
                 raise refusal(f"is joined from more than {_MAX_JOINED} files, the limit")
         if unknown and not other:
-            other = next((place for place in after_others(data, unknown) if _container_at(data, place)), 0)
+            other = next((place for place in starts_after_others(data, unknown) if _container_at(data, place)), 0)
         stop = other or len(data)
         if unknown and container in _EXACT:
             stop = unknown
             _check_tag(data[unknown:other] if other else data[unknown:])
         pieces += [data] if (starts, stop) == ([0], len(data)) else [data[a:b] for a, b in pairwise([*starts, stop])]
         if not other:
-            return [with_sizes(piece) for piece in pieces]
+            return [restore_sizes(piece) for piece in pieces]
         data = data[other:]
     raise refusal(f"is joined from files of different formats more than {_MAX_OTHERS} times, the limit")
 
 
-def _frames_of(data: bytes) -> Container:
-    """Return whether data without a mark has frames of MP3 or AAC, before which may be other bytes."""
+def _frames_container(data: bytes) -> Container:
+    """Return the container of data without a mark: MP3 or AAC. Other bytes may stand before its frames."""
     first = next(frame_runs(data, 0), 0)
-    return AAC if container_of(data, first) is AAC else MP3
+    return AAC if find_container(data, first) is AAC else MP3
 
 
 def _check_tag(data: bytes) -> None:
-    """Raise RequestError for bytes behind frames that may be more of them: no tag, and too many."""
+    """Raise RequestError for bytes behind frames that may be more frames: they are no tag, and too many."""
     is_tag = data.startswith(_TAGS) or any(start == 0 for start, _ in ape_tags(data))
     if len(data) > _MAX_TRAILER_BYTES and any(data) and not is_tag:
         raise refusal(f"has {len(data)} bytes behind its last frame that are neither a frame nor a tag")
 
 
 def _container_at(data: bytes, position: int) -> Container | None:
-    """Return the container of a file that begins here, None for a tag alone or other bytes."""
+    """Return the container of a file that begins here, or None where a tag or other bytes begin."""
     first = position
     if data[position : position + 3] == b"ID3" and len(data) > position + 10:
         first = next(frame_runs(data[: position + _MAX_TAG_BYTES], id3_end(data, position)), 0)
-    return container_of(data, position) or (MP3 if run_end(data, first) else None)
+    return find_container(data, position) or (MP3 if run_end(data, first) else None)
 
 
 _SPLITTERS: dict[Container, Callable[[bytes], Iterator[int]]] = {
     WAV: split_wav,
-    FLAC: after_flac,
-    MP3: after_mp3,
-    AAC: after_aac,
+    FLAC: starts_after_flac,
+    MP3: starts_after_mp3,
+    AAC: starts_after_aac,
     AMR: split_amr,
     OGG: split_ogg,
     MP4: split_mp4,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import parts
+from meltcore.audio.containers import split_joined_files
 from meltcore.audio.ffmpeg import Floats
 from meltcore.audio.files import AudioFile, open_audio
 from meltcore.common.errors import RequestError
@@ -61,45 +61,45 @@ def decode(data: bytes, limits: AudioLimits) -> Iterator[Clip | float]:
     for block in _all_samples(data, limits):
         num_samples += block if isinstance(block, int) else len(block)
         if num_samples > limits.max_audio_s * limits.sample_rate:
-            raise _too_long(limits)
+            raise _length_error(limits)
         if isinstance(block, int):
             yield from cutter.add_silence(block)
             continue
-        peak = max(peak, _peak(block))
+        peak = max(peak, _peak_value(block))
         yield from cutter.add(block)
     if num_samples == 0:
         raise refusal("holds no samples")
     if peak < SILENCE_PEAK:
         raise refusal(f"is silent: its loudest sample is {peak} of {_INT16_MAX}")
-    yield from cutter.rest()
+    yield from cutter.flush()
     yield num_samples / limits.sample_rate
 
 
 def _all_samples(data: bytes, limits: AudioLimits) -> Iterator[Samples | int]:
-    """Yield the samples of a file, and of those that were joined to it, and the lengths of silent gaps."""
-    for part in parts(data):
+    """Yield the samples of a file and of the files that were joined to it, and the lengths of silent gaps."""
+    for part in split_joined_files(data):
         with closing(open_audio(part, limits.max_audio_s)) as file:
             _check_format(file, limits)
-            yield from _resampled(file, limits)
+            yield from _resample_file(file, limits)
 
 
 def _check_format(file: AudioFile, limits: AudioLimits) -> None:
-    """Check what the header says. A longer or shorter file than it says is found while decoding."""
+    """Check what the header says. Decoding finds a file that is longer or shorter than its header says."""
     if not 1 <= file.num_channels <= limits.max_channels:
         raise refusal(f"has {file.num_channels} channels; the limit is {limits.max_channels}")
     if not limits.min_rate <= file.sample_rate <= limits.max_rate:
         raise refusal(f"has {file.sample_rate} Hz; {limits.min_rate} to {limits.max_rate} are accepted")
     if file.num_frames is not None and file.num_frames > limits.max_audio_s * file.sample_rate:
-        raise _too_long(limits)
+        raise _length_error(limits)
 
 
-def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | int]:
+def _resample_file(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | int]:
     """Yield the file as mono int16 blocks at the clips' rate, and the lengths of silent gaps at that rate."""
     resampler = _Resampler(file.sample_rate, limits.sample_rate)
     num_read = 0
     for block in file.blocks():
         if isinstance(block, int):
-            yield _int16(resampler.rest())
+            yield _to_int16(resampler.flush())
             yield resampler.skip(block)
             num_read += block
             continue
@@ -110,12 +110,12 @@ def _resampled(file: AudioFile, limits: AudioLimits) -> Iterator[Samples | int]:
             )
         if block.shape[1] > limits.max_channels:
             raise refusal(f"has {block.shape[1]} channels; the limit is {limits.max_channels}")
-        yield _int16(resampler.add(mixed(block, file.sample_rate)))
-    yield _int16(resampler.rest())
+        yield _to_int16(resampler.add(mix_channels(block, file.sample_rate)))
+    yield _to_int16(resampler.flush())
 
 
 class _Resampler:
-    """Changes the rate of samples, and of silence without computing its samples."""
+    """Changes the rate of samples, and the length of silence without computing its samples."""
 
     def __init__(self, rate: int, new_rate: int) -> None:
         self._rate, self._new_rate = rate, new_rate
@@ -123,7 +123,7 @@ class _Resampler:
         self._stream: Any = None
 
     def add(self, mono: Floats) -> Floats:
-        """Add samples; return those that are ready at the new rate."""
+        """Add samples; return the samples that are ready at the new rate."""
         import soxr
 
         self._num_in += len(mono)
@@ -133,8 +133,8 @@ class _Resampler:
         self._num_out += len(mono)
         return mono
 
-    def rest(self) -> Floats:
-        """Return the last samples of what was added. What is added later begins with a new filter."""
+    def flush(self) -> Floats:
+        """Return the last samples of what was added. Samples that are added later begin with a new filter."""
         last = np.zeros(0, np.float32)
         if self._stream is not None:
             last = self._stream.resample_chunk(last, last=True)
@@ -150,7 +150,7 @@ class _Resampler:
         return length
 
 
-def mixed(block: Floats, sample_rate: int) -> Floats:
+def mix_channels(block: Floats, sample_rate: int) -> Floats:
     """Return the mean of all channels [frames, channels], or the loudest channel where they cancel each other.
 
     One channel of a recording may have the opposite sign of another one. Each quarter of a second is judged alone. A
@@ -163,11 +163,11 @@ def mixed(block: Floats, sample_rate: int) -> Floats:
     step = max(1, sample_rate // _MIX_RATE)
     means = block[: len(block) // step * step].reshape(-1, step, num_channels).mean(axis=1)
     differences = np.diff(means, axis=0, prepend=means[:1])  # little is left of what is below 100 Hz
-    totals, window = _energies(differences), round(_MIX_WINDOW_S * sample_rate / step)
+    totals, window = _channel_energies(differences), round(_MIX_WINDOW_S * sample_rate / step)
     for start in range(0, len(means), window):
         part = slice(start, start + window)
         if _channels_cancel(means[part]) or _channels_cancel(differences[part]):
-            energies = _energies(differences[part])
+            energies = _channel_energies(differences[part])
             # Of channels that are about as loud always the same one: their signs differ.
             loudest = np.where(energies >= _AS_LOUD * energies.max(), totals, -1).argmax()
             at = slice(start * step, (start + window) * step)
@@ -178,22 +178,22 @@ def mixed(block: Floats, sample_rate: int) -> Floats:
 def _channels_cancel(channels: Floats) -> bool:
     """Return whether the mean of channels has little of the energy that unlike channels would leave in it."""
     mean = channels.mean(axis=1)
-    return bool(mean @ mean < _CANCELLED * _energies(channels).sum() / channels.shape[1] ** 2)
+    return bool(mean @ mean < _CANCELLED * _channel_energies(channels).sum() / channels.shape[1] ** 2)
 
 
-def _energies(channels: Floats) -> Floats:
+def _channel_energies(channels: Floats) -> Floats:
     energies: Floats = np.einsum("ij,ij->j", channels, channels)
     return energies
 
 
-def _int16(samples: Floats) -> Samples:
+def _to_int16(samples: Floats) -> Samples:
     scaled = np.multiply(samples, _INT16_MAX, dtype=np.float32)
     np.clip(scaled, -_INT16_MAX, _INT16_MAX, out=scaled)
     return np.rint(scaled, out=scaled).astype(np.int16)
 
 
-def _peak(samples: Samples) -> int:
-    """Return the largest absolute value, 0 of no samples. It is at most _INT16_MAX."""
+def _peak_value(samples: Samples) -> int:
+    """Return the largest absolute value, or 0 for no samples. It is at most _INT16_MAX."""
     return max(int(samples.max(initial=0)), -int(samples.min(initial=0)))
 
 
@@ -210,30 +210,33 @@ class _Cutter:
         """Add samples; yield the clips that are complete."""
         self._pending = np.concatenate([self._pending, block])
         while len(self._pending) > self._max_samples:
-            yield from self._clip(self._quietest())
+            yield from self._take_clip(self._quietest_position())
 
     def add_silence(self, num_samples: int) -> Iterator[Clip]:
-        """Add silence; yield the clips that are complete. Of more than a clip of it, no samples are made."""
+        """Add silence; yield the clips that are complete.
+
+        Silence longer than a clip is counted without making its samples.
+        """
         if num_samples <= self._max_samples:
             yield from self.add(np.zeros(num_samples, np.int16))
             return
         edge = np.zeros(self._window // 2, np.int16)  # as a cut in silence leaves it
         yield from self.add(edge)
-        yield from self.rest()
+        yield from self.flush()
         self._start += num_samples - 2 * len(edge)
         yield from self.add(edge)
 
-    def rest(self) -> Iterator[Clip]:
-        """Yield what is left."""
-        yield from self._clip(len(self._pending))
+    def flush(self) -> Iterator[Clip]:
+        """Yield the remaining samples as clips."""
+        yield from self._take_clip(len(self._pending))
 
-    def _clip(self, size: int) -> Iterator[Clip]:
+    def _take_clip(self, size: int) -> Iterator[Clip]:
         samples, self._pending = self._pending[:size], self._pending[size:]
-        if _peak(samples) >= SILENCE_PEAK:
+        if _peak_value(samples) >= SILENCE_PEAK:
             yield Clip(self._start, samples.tobytes())
         self._start += size
 
-    def _quietest(self) -> int:
+    def _quietest_position(self) -> int:
         """Return the middle of the quietest window between the shortest and the longest length of a clip."""
         first, frame = int(self._max_samples * _MIN_CLIP_FRACTION), self._window // _WINDOW_FRAMES
         num_frames = (self._max_samples - first) // frame
@@ -245,5 +248,5 @@ class _Cutter:
         return first + (quietest + 1) * frame + self._window // 2
 
 
-def _too_long(limits: AudioLimits) -> RequestError:
+def _length_error(limits: AudioLimits) -> RequestError:
     return refusal(f"is longer than {limits.max_audio_s:,.0f} s, the limit")

@@ -24,16 +24,17 @@ Floats = npt.NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """One audio file in the making."""
+    """An audio file that is being encoded."""
 
     def add(self, samples: Floats, *, is_last: bool) -> bytes:
-        """Encode more mono samples from -1 to 1. Returns what is ready; after the last ones, the rest."""
+        """Encode more mono samples from -1 to 1. Returns the bytes that are ready, or all after the last samples."""
 
 
-def encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encoder:
-    """Return the encoder of a new file. is_whole: return nothing before the end, so that the header has all sizes.
+def make_encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encoder:
+    """Return the encoder of a new file at `sample_rate` Hz.
 
-    format_name: wav, pcm (int16, little-endian, no header), mp3, opus (in Ogg), flac (always whole) or aac (ADTS).
+    `format_name` is wav, pcm (int16, little-endian, no header), mp3, opus (in Ogg), flac (always whole) or aac (ADTS).
+    With `is_whole` all bytes are returned at the end, so that the header has all sizes.
     """
     if format_name in ("wav", "pcm"):
         return _PCM(sample_rate if format_name == "wav" else None, is_whole)
@@ -44,7 +45,7 @@ def encoder(format_name: str, sample_rate: int, *, is_whole: bool) -> Encoder:
 
 
 class _PCM:
-    """int16 samples, after the header of a WAV file unless `rate` is None."""
+    """Encodes int16 samples, behind the header of a WAV file unless `rate` is None."""
 
     def __init__(self, rate: int | None, is_whole: bool) -> None:
         self._rate = rate
@@ -67,7 +68,7 @@ class _PCM:
 
 
 class _SoundFile:
-    """A file of libsndfile. At its end libsndfile completes the header, which only a whole file can have."""
+    """Encodes with libsndfile, which completes the header at the end. Only a whole file can have this header."""
 
     def __init__(self, arguments: dict[str, Any], rate: int, is_whole: bool) -> None:
         import soundfile
@@ -89,7 +90,7 @@ class _SoundFile:
 
 
 class _AAC:
-    """Frames of AAC, each with a header of its own (ADTS)."""
+    """Encodes frames of AAC, each with a header of its own (ADTS)."""
 
     def __init__(self, rate: int) -> None:
         import av

@@ -20,13 +20,13 @@ _CPU_LIMIT_S = 60
 
 
 def missing_package(format_name: str) -> str | None:
-    """Return the package that a format needs and this environment lacks; None if it can be written."""
+    """Return the package that a format needs and this environment lacks, or None if it can be written."""
     return "PyAV (meltcore[av])" if format_name == "aac" and find_spec("av") is None else None
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the files that are open in it, and the turn of the one that talks to it."""
+    """A worker process, the files that are open in it, and the lock for a caller that talks to it."""
 
     process: asyncio.subprocess.Process
     num_files: int = 0
@@ -34,7 +34,7 @@ class _Worker:
 
 
 class EncodedFile:
-    """One file in the making."""
+    """A file that a worker process is encoding."""
 
     def __init__(self, encoders: AudioEncoders, worker: _Worker, file_id: int, form: tuple[str, int, bool]) -> None:
         self._encoders = encoders
@@ -50,7 +50,10 @@ class EncodedFile:
 
 
 class AudioEncoders:
-    """Up to `max_workers` processes, by default one per two cores. A new file goes to the process with the fewest."""
+    """Up to `max_workers` processes, by default one per two cores.
+
+    A new file goes to the process with the fewest files.
+    """
 
     def __init__(self, max_workers: int | None = None) -> None:
         self._max_workers = max_workers or max(1, len(os.sched_getaffinity(0)) // 2)
@@ -61,7 +64,7 @@ class AudioEncoders:
 
     @asynccontextmanager
     async def open(self, format_name: str, sample_rate: int, *, is_whole: bool) -> AsyncIterator[EncodedFile]:
-        """Begin a file, and drop it at the end. `encode.encoder` explains the arguments."""
+        """Begin a file, and drop it when the block ends. `encode.make_encoder` explains the arguments."""
         worker, file_id = await self._choose(), next(self._file_ids)
         worker.num_files += 1
         try:
@@ -88,10 +91,10 @@ class AudioEncoders:
     def _begin(self, worker: _Worker, message: Encode | DropFile) -> asyncio.Task[bytes]:
         task = asyncio.create_task(self._take_turn(worker, message))
         self._exchanges.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget_exchange)
         return task
 
-    def _ended(self, task: asyncio.Task[bytes]) -> None:
+    def _forget_exchange(self, task: asyncio.Task[bytes]) -> None:
         self._exchanges.discard(task)
         if not task.cancelled():
             task.exception()  # a caller that has gone does not ask for it, and asyncio would report it
@@ -112,7 +115,7 @@ class AudioEncoders:
         return answer.data
 
     async def _choose(self) -> _Worker:
-        """Return the process with the fewest files; start another while all have some and there may be more."""
+        """Return the process with the fewest files. Starts another one while all have files and more are allowed."""
         async with self._starting:
             worker = min(self._workers, key=lambda each: each.num_files, default=None)
             if worker is None or (worker.num_files and len(self._workers) < self._max_workers):

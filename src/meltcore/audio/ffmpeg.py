@@ -1,4 +1,4 @@
-"""Reads audio with FFmpeg (PyAV): samples in the places that packet times give them, in few formats."""
+"""Reads audio with FFmpeg (PyAV), in few formats, and puts samples where the times of packets place them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Floats = npt.NDArray[np.float32]
 def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: float) -> FFmpegFile | None:
     """Open a file, or return None for data that is neither MP3 nor AAC and has no container. Raises RequestError."""
     probe = (_MAX_PROBE_BYTES, 0)
-    file = _opened(data, container, *probe)
+    file = _open_file(data, container, *probe)
     if file is None:
         return None
     if container is None:
@@ -69,7 +69,7 @@ def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: floa
     if stream is None and container in _FOUND_BY_PACKETS:
         file.close()
         probe = (len(data), round(max_audio_s * 1e6))
-        file = _opened(data, container, *probe)
+        file = _open_file(data, container, *probe)
         stream = _audio_stream(file)
     if stream is None:
         file.close()
@@ -77,10 +77,11 @@ def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: floa
     return FFmpegFile(data, container, file, stream, max_audio_s, probe)
 
 
-def _opened(data: bytes, container: Container | None, probe_bytes: int, probe_us: int = 0) -> Any:
-    """Return a file that FFmpeg has opened, None for data of no container that it does not know. Raises RequestError.
+def _open_file(data: bytes, container: Container | None, probe_bytes: int, probe_us: int = 0) -> Any:
+    """Return a file that FFmpeg has opened, or None for data of no container that it does not know.
 
-    PyAV's types do not tell a reader from a writer, nor what a frame's array holds.
+    Raises RequestError for a damaged file. PyAV's types do not tell a reader from a writer, nor what a frame's array
+    holds.
     """
     import av
 
@@ -95,15 +96,15 @@ def _opened(data: bytes, container: Container | None, probe_bytes: int, probe_us
     except av.FFmpegError as error:
         if container is None:
             return None
-        raise _damaged(container, error) from error
+        raise _damage_error(container, error) from error
 
 
-def _damaged(container: Container, error: Any) -> Exception:
+def _damage_error(container: Container, error: Any) -> Exception:
     return refusal(f"is {container.shown_name} that is truncated or damaged: {error.strerror}")
 
 
 def _audio_stream(file: Any) -> Any:
-    """Return the first stream of audio that can be decoded, None without one."""
+    """Return the first stream of audio that can be decoded, or None without one."""
     return next((each for each in file.streams.audio if each.codec_context is not None and each.rate), None)
 
 
@@ -113,7 +114,7 @@ class FFmpegFile:
     def __init__(
         self, data: bytes, container: Container, file: Any, stream: Any, max_audio_s: float, probe: tuple[int, int]
     ) -> None:
-        """Take a file and its stream. probe: the bytes and microseconds of its beginning that found the stream."""
+        """Take a file and its stream, which FFmpeg found within the bytes and microseconds of `probe`."""
         stream.codec_context.thread_count = 1  # CPU time and memory are limited, and files are decoded concurrently
         if container is CAF and stream.codec_context.name == "alac":
             # FFmpeg takes what a short last frame lacks for padding, and cuts as much off the frame again.
@@ -122,15 +123,15 @@ class FFmpegFile:
         self._max_audio_s = max_audio_s
         self._data, self._probe = data, probe
         self.sample_rate, self.num_channels = int(stream.rate), int(stream.channels)
-        self.num_frames = round(self._announced_s(data) * self.sample_rate) or None
-        self._last_s = self._last_announced_s(data)
+        self.num_frames = round(self._announced_end_s(data) * self.sample_rate) or None
+        self._last_s = self._announced_length_s(data)
         self._num_read = 0  # samples of each channel, with the silence in gaps
         self._num_packets = 0  # that were read
         self._first_time_s = 0.0
-        self._start_s = self._zero_s()
-        self._first_s = self._first_in_ogg_s(data) if container is OGG and self._start_s is not None else 0.0
+        self._start_s = self._file_start_s()
+        self._first_s = self._ogg_audio_start_s(data) if container is OGG and self._start_s is not None else 0.0
 
-    def _zero_s(self) -> float | None:
+    def _file_start_s(self) -> float | None:
         """Return the time at which the file begins, or None if it begins with its first sample."""
         if self._container.has_zero:
             return 0.0
@@ -139,23 +140,26 @@ class FFmpegFile:
         ]
         return min(starts, default=None)
 
-    def _first_in_ogg_s(self, data: bytes) -> float:
-        """Return when the audio of a video begins. FFmpeg takes 0 for FLAC, and where all packets are on one page."""
+    def _ogg_audio_start_s(self, data: bytes) -> float:
+        """Return when the audio of a video begins. FFmpeg returns 0 for FLAC, and where all packets are on one page."""
         import av
 
         end, num_packets = first_packets(data, self._stream.index)
-        with _opened(data, OGG, _MAX_PROBE_BYTES) as file:
+        with _open_file(data, OGG, _MAX_PROBE_BYTES) as file:
             packets = file.demux(file.streams[self._stream.index])
             try:
                 lengths = [packet.duration or 0 for packet in islice(packets, num_packets)]
             except av.FFmpegError as error:
-                raise _damaged(OGG, error) from error
+                raise _damage_error(OGG, error) from error
         # FFmpeg lets the last packet of a file go to its end, which is the error in question.
         *earlier, last = lengths or [end]
         return float((end - sum(earlier) - min(last, max(earlier, default=end))) * self._stream.time_base)
 
-    def _announced_s(self, data: bytes) -> float:
-        """Return when the audio ends as the header says, 0 where it does not. FFmpeg's own value may be an estimate."""
+    def _announced_end_s(self, data: bytes) -> float:
+        """Return when the audio ends as the header says, or 0 where it does not say.
+
+        FFmpeg's own value may be an estimate.
+        """
         if self._container is MATROSKA:
             # It has the duration of all streams together, a recording that was not closed has none.
             is_written = _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES] and len(self._file.streams) == 1
@@ -176,8 +180,8 @@ class FFmpegFile:
         is_from_first = self._container is MP4 and not has_fragments(data)
         return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
-    def _last_announced_s(self, data: bytes) -> float | None:
-        """Return the length of the file by its header, None where it has none. Times beyond it are damaged."""
+    def _announced_length_s(self, data: bytes) -> float | None:
+        """Return the file's length by its header, or None where the header has none. Times beyond it are damaged."""
         if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
             return (self._file.duration or 0) / 1e6 or None
         is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
@@ -231,13 +235,13 @@ class FFmpegFile:
             # Joined files may differ in all of these.
             if form != (form := (frame.format.name, frame.layout.name, frame.sample_rate)):
                 if converter is not None:
-                    yield from self._converted(converter, None)
+                    yield from self._convert_frame(converter, None)
                 converter = av.AudioResampler(format="flt", layout=frame.layout, rate=self.sample_rate)
-            yield from self._converted(converter, frame)
+            yield from self._convert_frame(converter, frame)
         if converter is not None:
-            yield from self._converted(converter, None)
+            yield from self._convert_frame(converter, None)
 
-    def _converted(self, converter: Any, frame: Any) -> Iterator[Floats]:
+    def _convert_frame(self, converter: Any, frame: Any) -> Iterator[Floats]:
         for converted in converter.resample(frame):
             self._num_read += converted.samples
             yield converted.to_ndarray().reshape(converted.samples, -1)
@@ -254,17 +258,17 @@ class FFmpegFile:
             try:
                 frames = self._amr_frames(packet) if is_amr and packet.size else packet.decode()
             except av.InvalidDataError:
-                if (has_frames and frame_bytes(_head(packet)) == 0) or (is_padded and packet.size == 1):
+                if (has_frames and frame_bytes(_packet_head(packet)) == 0) or (is_padded and packet.size == 1):
                     continue
-                if has_frames and packet.size < frame_bytes(_head(packet)):
-                    raise self._cut(packet) from None
+                if has_frames and packet.size < frame_bytes(_packet_head(packet)):
+                    raise self._truncation_error(packet) from None
                 raise
-            if has_frames and 0 < packet.size < frame_bytes(_head(packet)):
-                raise self._cut(packet)
+            if has_frames and 0 < packet.size < frame_bytes(_packet_head(packet)):
+                raise self._truncation_error(packet)
             yield from frames
 
     def _amr_frames(self, packet: Any) -> Iterator[Any]:
-        """Yield the frames of a packet of AMR, silent ones for its pauses, which FFmpeg does not decode."""
+        """Yield the frames of a packet of AMR, with silent frames for its pauses, which FFmpeg does not decode."""
         import av
 
         codec, pts = self._stream.codec_context, packet.pts
@@ -276,14 +280,14 @@ class FFmpegFile:
                 pts = None  # of the first frame alone
                 yield frame
 
-    def _cut(self, packet: Any) -> Exception:
-        announced, at_s = frame_bytes(_head(packet)), self._num_read / self.sample_rate
+    def _truncation_error(self, packet: Any) -> Exception:
+        announced, at_s = frame_bytes(_packet_head(packet)), self._num_read / self.sample_rate
         return refusal(f"is truncated: at {at_s:.1f} s a frame of {announced} bytes has {packet.size}")
 
     def _silence_before(self, frame: Any) -> Iterator[int]:
-        """Yield the length of the silence from the end of what was read to a frame's time.
+        """Yield the length of the silence between the samples that were read and the time of a frame.
 
-        Raises RequestError beyond the limit, and for a time that is damaged.
+        Raises RequestError for silence beyond the limit, and for a time that is damaged.
         """
         at_s = self._first_s if self._num_read == 0 else 0.0
         if not self._container.is_timed or (frame.pts is None and not at_s):
@@ -297,9 +301,9 @@ class FFmpegFile:
         gap_s = time_s - self._start_s - end_s
         gap = f"has a gap of {gap_s:,.1f} s in its packet times at {end_s:,.1f} s"
         # Ogg's first time is counted back from the end of a page, and its packets may have none.
-        if gap_s >= _GAP_S and not at_s and (reason := self._damage(time_s, gap_s)):
+        if gap_s >= _GAP_S and not at_s and (reason := self._damage_reason(time_s, gap_s)):
             raise refusal(f"{gap}, which is damage: {reason}")
-        if self._begins_anew(time_s, gap_s):
+        if self._is_restart(time_s, gap_s):
             self._start_s = time_s - end_s
             return
         if gap_s < _GAP_S or self._is_jitter(time_s, gap_s):
@@ -310,49 +314,49 @@ class FFmpegFile:
         self._num_read += missing
         yield missing
 
-    def _begins_anew(self, time_s: float, gap_s: float) -> bool:
-        """Return whether times are counted anew from this one on.
+    def _is_restart(self, time_s: float, gap_s: float) -> bool:
+        """Return whether times are counted from a new origin from this time on.
 
-        Joined transport streams begin anew. In files that do not count from zero, the first packets may have times
-        that are damaged, or none of the recording's.
+        The times of joined transport streams start again. In files that do not count from zero, the times of the first
+        packets may be damaged, or may not belong to the recording.
         """
         is_early = self._num_read > 0 and self._num_packets <= _AGREEING_PACKETS
         if self._container.has_zero or not (is_early or self._container is MPEG_TS):
             return False
-        return (is_early and gap_s >= _LONG_GAP_S) or (gap_s < -_JUMP_S and not self._returns(time_s, gap_s))
+        return (is_early and gap_s >= _LONG_GAP_S) or (gap_s < -_JUMP_S and not self._is_passing_jump(time_s, gap_s))
 
     def _is_jitter(self, time_s: float, gap_s: float) -> bool:
         """Return whether the next times fall back behind a short gap."""
-        following = self._times[self._num_packets : self._num_packets + _NEXT_PACKETS]
+        following = self._packet_times[self._num_packets : self._num_packets + _NEXT_PACKETS]
         return gap_s < _JUMP_S and bool(following.min(initial=np.inf) < time_s - gap_s / 2)
 
-    def _damage(self, time_s: float, gap_s: float) -> str:
-        """Return why a gap is none of the recording, empty for one that later times and the header agree with."""
-        later = self._least_times[self._num_packets :]
+    def _damage_reason(self, time_s: float, gap_s: float) -> str:
+        """Return why a gap does not belong to the recording, or "" where later times and the header agree with it."""
+        later = self._least_later_times[self._num_packets :]
         if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
             return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"
         if gap_s >= _LONG_GAP_S and len(later) + 1 < _AGREEING_PACKETS:
             return f"{len(later) + 1} packets follow it, and beyond {_LONG_GAP_S:g} s {_AGREEING_PACKETS} must"
         if gap_s >= _JUMP_S and len(later):
             back_s = time_s - float(later[0])
-            is_back = self._returns(time_s, gap_s) if self._container is MPEG_TS else back_s > gap_s / 2
+            is_back = self._is_passing_jump(time_s, gap_s) if self._container is MPEG_TS else back_s > gap_s / 2
             if is_back:
                 return f"a later time is {back_s:,.1f} s before its end, and at most half of its length is accepted"
         return ""
 
-    def _returns(self, time_s: float, gap_s: float) -> bool:
+    def _is_passing_jump(self, time_s: float, gap_s: float) -> bool:
         """Return whether the next times go on as if a transport stream had not had this jump."""
-        following = self._times[self._num_packets : self._num_packets + _TS_PACKETS]
-        expected = time_s - gap_s + self._packet_s * np.arange(1, len(following) + 1)
+        following = self._packet_times[self._num_packets : self._num_packets + _TS_PACKETS]
+        expected = time_s - gap_s + self._packet_length_s * np.arange(1, len(following) + 1)
         return bool((np.abs(following - expected) < min(abs(gap_s), _JUMP_S) / 2).any())
 
     @cached_property
-    def _times(self) -> npt.NDArray[np.float64]:
+    def _packet_times(self) -> npt.NDArray[np.float64]:
         """The times of all packets in seconds. They are read from the file once, when it has a gap."""
         import av
 
         times = list[float]()
-        with _opened(self._data, self._container, *self._probe) as file, suppress(av.FFmpegError):
+        with _open_file(self._data, self._container, *self._probe) as file, suppress(av.FFmpegError):
             stream = file.streams[self._stream.index]
             for packet in _packets(file, stream):
                 if packet.size:
@@ -361,28 +365,29 @@ class FFmpegFile:
         return np.array(times)
 
     @cached_property
-    def _least_times(self) -> npt.NDArray[np.float64]:
-        """The least time of each packet and those behind it."""
-        return np.minimum.accumulate(self._times[::-1])[::-1]
+    def _least_later_times(self) -> npt.NDArray[np.float64]:
+        """The least time of each packet and all packets behind it."""
+        return np.minimum.accumulate(self._packet_times[::-1])[::-1]
 
     @cached_property
-    def _packet_s(self) -> float:
-        """The length of a packet: the median of what times differ by."""
-        return float(np.median(np.diff(self._times[np.isfinite(self._times)]))) if len(self._times) > 1 else 0.0
+    def _packet_length_s(self) -> float:
+        """The length of a packet in seconds: the median difference between the times of neighbors."""
+        times = self._packet_times
+        return float(np.median(np.diff(times[np.isfinite(times)]))) if len(times) > 1 else 0.0
 
     def close(self) -> None:
         """Release the decoder."""
         self._file.close()
 
 
-def _head(packet: Any) -> bytes:
+def _packet_head(packet: Any) -> bytes:
     return bytes(memoryview(packet)[:6])
 
 
 def _packets(file: Any, stream: Any) -> Iterator[Any]:
-    """Yield the packets of a stream, and last an empty one.
+    """Yield the packets of a stream, and an empty packet at its end.
 
-    PyAV fails at each packet of a stream that begins later; these are left out.
+    PyAV fails at each packet of a stream that begins later; these packets are left out.
     """
     while True:
         try:

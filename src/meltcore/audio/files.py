@@ -1,7 +1,7 @@
 """Opens audio files that are in memory: with FFmpeg (PyAV) where it is installed, and with libsndfile.
 
 FFmpeg reads a dozen containers, which are recognized by their first bytes; its many other formats cannot be reached.
-libsndfile reads other formats, and without PyAV what it can read to the end: it guesses the length of some files.
+libsndfile reads other formats. Without PyAV it also reads these containers, where it need not guess their length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from meltcore.audio.checks import refusal
-from meltcore.audio.containers import AAC, AMR, ASF, AVI, FLV, MATROSKA, MP4, MPEG_TS, WAVPACK, container_of
+from meltcore.audio.containers import AAC, AMR, ASF, AVI, FLV, MATROSKA, MP4, MPEG_TS, WAVPACK, find_container
 from meltcore.audio.ffmpeg import Floats, open_with_ffmpeg
 
 _BLOCK_S = 10.0  # decoded in one call
@@ -25,7 +25,7 @@ _LACKS_AV = "this server lacks PyAV (meltcore[av]), which reads it"
 
 
 class AudioFile(Protocol):
-    """An open file. num_frames: as its header announces them, None where it does not."""
+    """An open file. `num_frames` is the length that its header announces, or None where it announces none."""
 
     sample_rate: int
     num_channels: int
@@ -42,13 +42,15 @@ class AudioFile(Protocol):
 
 
 def open_audio(data: bytes, max_audio_s: float) -> AudioFile:
-    """Open one file, which `containers.parts` has found whole. max_audio_s: limits the silence in gaps.
+    """Open one file, which `containers.split_joined_files` has found whole.
 
-    Raises RequestError (400) for one that is empty, damaged, or in no format that is read here.
+    Gaps in it may have `max_audio_s` of silence.
+
+    Raises RequestError (400) for a file that is empty or damaged, or whose format is not read here.
     """
     if not data:
         raise refusal("is empty")
-    container = container_of(data)
+    container = find_container(data)
     if find_spec("av"):
         file = open_with_ffmpeg(data, container, max_audio_s)
         if file is not None:

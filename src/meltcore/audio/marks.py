@@ -1,4 +1,4 @@
-"""Knows how audio files begin: by short marks at the beginning of data, by longer ones among other bytes."""
+"""Knows how audio files begin: by short marks at the beginning of data, and by longer marks among other bytes."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ def is_start(data: bytes, position: int) -> bool:
     return any(pattern.match(data, position) for pattern in _STARTS)
 
 
-def files_from(data: bytes, position: int, end: int | None = None) -> list[int]:
-    """Return where files begin from `position` on, by their marks. end: where the last mark ends."""
+def file_starts(data: bytes, position: int, end: int | None = None) -> list[int]:
+    """Return where files begin from `position` on, by their marks. The last mark ends before `end`."""
     end = len(data) if end is None else end
     return sorted(match.start() for pattern in _STARTS for match in pattern.finditer(data, position, end))
 
 
-def later_files(data: bytes, position: int) -> Iterator[int]:
+def later_file_starts(data: bytes, position: int) -> Iterator[int]:
     """Yield where files begin behind one at `position` that does not tell its size."""
-    return _outside_tags(data, position, files_from(data, position + 1))
+    return _skip_tags(data, position, file_starts(data, position + 1))
 
 
-def after_mp3(data: bytes) -> Iterator[int]:
+def starts_after_mp3(data: bytes) -> Iterator[int]:
     """Yield where other files begin behind frames of MP3. Tags between its frames are left to FFmpeg."""
-    return _outside_tags(data, 0, files_from(data, 1), frame_runs(data, 1, AAC_SYNC))
+    return _skip_tags(data, 0, file_starts(data, 1), frame_runs(data, 1, AAC_SYNC))
 
 
-def after_aac(data: bytes) -> Iterator[int]:
+def starts_after_aac(data: bytes) -> Iterator[int]:
     """Yield where other files begin behind frames of AAC."""
-    return _outside_tags(data, 0, files_from(data, 1), frame_runs(data, 1, MP3_SYNC))
+    return _skip_tags(data, 0, file_starts(data, 1), frame_runs(data, 1, MP3_SYNC))
 
 
-def after_flac(data: bytes) -> Iterator[int]:
+def starts_after_flac(data: bytes) -> Iterator[int]:
     """Yield where files of any kind begin behind frames of FLAC, whose own lengths are not known."""
-    return _outside_tags(data, 0, files_from(data, 1), _id3_tags(data, 1), frame_runs(data, 1, NO_FLAC_SYNC))
+    return _skip_tags(data, 0, file_starts(data, 1), _id3_tags(data, 1), frame_runs(data, 1, NO_FLAC_SYNC))
 
 
-def after_others(data: bytes, position: int) -> Iterator[int]:
-    """Yield where files of any kind begin behind bytes at `position` that are none of a file."""
+def starts_after_others(data: bytes, position: int) -> Iterator[int]:
+    """Yield where files of any kind begin behind bytes at `position` that belong to no file."""
     later = position + 1
-    return _outside_tags(data, position, files_from(data, later), _id3_tags(data, later), frame_runs(data, later))
+    return _skip_tags(data, position, file_starts(data, later), _id3_tags(data, later), frame_runs(data, later))
 
 
 def id3_end(data: bytes, start: int) -> int:
@@ -84,8 +84,8 @@ def _id3_tags(data: bytes, position: int) -> Iterator[int]:
     return (match.start() for match in _ID3.finditer(data, position))
 
 
-def _outside_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[int]:
-    """Yield places in order, without those in tags and metadata from `position` on: a cover may have any mark."""
+def _skip_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[int]:
+    """Yield places in order, but no place in tags and metadata from `position` on: a cover may have any mark."""
     tags = [*ape_tags(data, position), *((start, id3_end(data, start)) for start in _id3_tags(data, position))]
     found = [(place, place) for each in places for place in each]
     end = _flac_metadata_end(data, position)
@@ -97,7 +97,7 @@ def _outside_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterato
 
 
 def _flac_metadata_end(data: bytes, start: int) -> int:
-    """Return where the frames of a FLAC file at `start` begin, `start` where none is."""
+    """Return where the frames of a FLAC file at `start` begin, or `start` where no FLAC file begins."""
     if not _FLAC.match(data, start):
         return start
     position, is_last = start + 4, False

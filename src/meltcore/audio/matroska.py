@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meltcore.audio.checks import cut, each_element
+from meltcore.audio.checks import each_element, truncation_error
 
 _EBML, _SEGMENT, _CLUSTER = 0x1A45DFA3, 0x18538067, 0x1F43B675
 # Of seeking, information, tracks, clusters, cues, attachments, chapters and tags: these end a cluster without a size.
@@ -24,7 +24,7 @@ def split_matroska(data: bytes) -> Iterator[int]:
             break
         if position == segment_end and position:
             yield position
-        element, size, body = _ebml(data, position)
+        element, size, body = _read_element(data, position)
         if element == _EBML and position:
             if position != segment_end:
                 yield position
@@ -37,17 +37,17 @@ def split_matroska(data: bytes) -> Iterator[int]:
             position = body
         elif size is None or body + size > len(data):
             if is_open or element == _CLUSTER:
-                raise cut(size or 0, max(len(data) - body, 0))
+                raise truncation_error(size or 0, max(len(data) - body, 0))
             return
         else:
             position = body + size
         last = element
     if last == _CLUSTER and segment_end > len(data):
-        raise cut(segment_end, len(data))
+        raise truncation_error(segment_end, len(data))
 
 
-def _ebml(data: bytes, position: int) -> tuple[int, int | None, int]:
-    """Return an element's id, its size (None if it is unknown) and where its content begins. The id 0 is no element."""
+def _read_element(data: bytes, position: int) -> tuple[int, int | None, int]:
+    """Return an element's id, its size (None if unknown) and where its content begins. No element has the id 0."""
     id_bytes = 9 - data[position].bit_length()
     start = position + id_bytes
     if id_bytes > 4:

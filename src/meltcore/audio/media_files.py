@@ -1,11 +1,11 @@
-"""Counts the elements of AVI, ASF, FLV, MPEG-TS, WavPack and AMR files, as other modules do of other containers."""
+"""Counts the elements of AVI, ASF, FLV, MPEG-TS, WavPack and AMR files. Other containers have modules of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meltcore.audio.checks import cut, each_element
-from meltcore.audio.marks import ASF_HEADER, is_start, later_files
+from meltcore.audio.checks import each_element, truncation_error
+from meltcore.audio.marks import ASF_HEADER, is_start, later_file_starts
 from meltcore.audio.sample_files import UNKNOWN_SIZE
 
 _ASF_DATA = b"\x36\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c"
@@ -41,10 +41,10 @@ def split_avi(data: bytes) -> Iterator[int]:
             return
         size = int.from_bytes(head[4:8], "little")
         if not 12 < size < UNKNOWN_SIZE:
-            yield from later_files(data, position)
+            yield from later_file_starts(data, position)
             return
         if position + 8 + size > len(data):
-            raise cut(size, len(data) - position - 8)
+            raise truncation_error(size, len(data) - position - 8)
         position += 8 + size + size % 2
 
 
@@ -58,11 +58,11 @@ def split_asf(data: bytes) -> Iterator[int]:
         if name not in (ASF_HEADER, _ASF_DATA, *_ASF_INDEXES) or size < 24:
             return
         if name == _ASF_DATA and size <= _ASF_LIVE_BYTES:
-            yield from later_files(data, position)
+            yield from later_file_starts(data, position)
             return
         if position + size > len(data):
             if name not in _ASF_INDEXES:
-                raise cut(size, len(data) - position)
+                raise truncation_error(size, len(data) - position)
             return
         position += size
 
@@ -82,7 +82,7 @@ def split_flv(data: bytes) -> Iterator[int]:
             return
         size = 11 + int.from_bytes(data[position + 1 : position + 4], "big")
         if position + size > len(data):
-            raise cut(size, len(data) - position)
+            raise truncation_error(size, len(data) - position)
         position += size + 4  # each tag has its size behind it
 
 
@@ -97,7 +97,7 @@ def split_wavpack(data: bytes) -> Iterator[int]:
                 yield position
             return
         if position + size > len(data):
-            raise cut(size, len(data) - position)
+            raise truncation_error(size, len(data) - position)
         block_index, num_samples, flags = (int.from_bytes(head[at : at + 4], "little") for at in (16, 20, 24))
         if num_samples and block_index == 0 and flags & _WAVPACK_FIRST:
             if has_samples:
@@ -107,7 +107,7 @@ def split_wavpack(data: bytes) -> Iterator[int]:
 
 
 def split_ts(data: bytes) -> Iterator[int]:
-    """Yield where an MPEG transport stream ends. Joined ones are one stream, whose times begin anew.
+    """Yield where an MPEG transport stream ends. Joined streams are one stream, whose times start again.
 
     Raises RequestError for an incomplete last packet.
     """
@@ -115,7 +115,7 @@ def split_ts(data: bytes) -> Iterator[int]:
     marks = data[first::size]
     count = len(marks) - len(marks.lstrip(b"G"))
     if count * size > len(data):
-        raise cut(size, len(data) - (count - 1) * size)
+        raise truncation_error(size, len(data) - (count - 1) * size)
     if count * size < len(data):
         yield count * size
 
@@ -139,12 +139,12 @@ def split_amr(data: bytes) -> Iterator[int]:
             yield position
             return
         if position + size > len(data):
-            raise cut(size, len(data) - position)
+            raise truncation_error(size, len(data) - position)
         position += size
 
 
 def amr_frames(packet: bytes, is_wide: bool) -> Iterator[tuple[bytes, bool]]:
-    """Yield the frames of a packet of AMR, and whether each is of a pause. Bytes of no frame are yielded together."""
+    """Yield the frames of a packet of AMR, and whether each is a pause. Other bytes are yielded together."""
     sizes, first_pause = (_AMR_WB_BYTES, _AMR_WB_PAUSE) if is_wide else (_AMR_BYTES, _AMR_PAUSE)
     position = 0
     while position < len(packet):
@@ -155,5 +155,5 @@ def amr_frames(packet: bytes, is_wide: bool) -> Iterator[tuple[bytes, bool]]:
 
 
 def _amr_bytes(head: int, sizes: tuple[int, ...]) -> int:
-    """Return the length of a frame by its first byte, 0 for a byte that begins none."""
+    """Return the length of a frame by its first byte, or 0 for a byte that begins no frame."""
     return 0 if head & _AMR_ZEROS else sizes[head >> 3]

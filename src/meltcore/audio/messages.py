@@ -13,7 +13,7 @@ MAX_MESSAGE_BYTES = 2**31
 class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
     """Asks for the clips of one file, whose `num_bytes` bytes follow the message.
 
-    Limits: see AudioLimits; cpu_s: of CPU time, until the worker is killed.
+    AudioLimits explains the limits. A worker that takes more than `cpu_s` seconds of CPU time is killed.
     """
 
     num_bytes: int
@@ -37,15 +37,17 @@ class Decoded(msgspec.Struct, tag="end", array_like=True, frozen=True):
 
 
 class NotDecoded(msgspec.Struct, tag="error", array_like=True, frozen=True):
-    """Says why a file cannot be decoded. Clips may have come before."""
+    """Says why a file cannot be decoded. Messages with clips may have come before."""
 
     message: str
 
 
 class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
-    """Asks for the next bytes of the file `file_id`, which begins with its first message. See `encode.encoder`.
+    """Asks for the next bytes of the file `file_id`, which begins with its first message. See `encode.make_encoder`.
 
-    samples: float32 in this machine's byte order, mono, from -1 to 1; cpu_s: of CPU time, until the worker is killed.
+    Args:
+        samples: float32 in this machine's byte order, mono, from -1 to 1.
+        cpu_s: CPU time after which the worker is killed.
     """
 
     file_id: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meltcore.audio.checks import cut, each_element, refusal
+from meltcore.audio.checks import each_element, refusal, truncation_error
 
 # Boxes of MP4 that count packets, with the place of that number, and those that hold them
 _INDEX_COUNTS = {b"stsz": 16, b"stz2": 16, b"trun": 12}
@@ -22,7 +22,7 @@ def split_mp4(data: bytes) -> Iterator[int]:
             has_index = False
         has_index |= name == b"moov"
         if position + size > len(data) and name in (b"mdat", b"moof", b"moov"):
-            raise cut(size, len(data) - position)
+            raise truncation_error(size, len(data) - position)
         if position and position + size > len(data):
             yield position  # no box, perhaps another file
         num_samples += _indexed_samples(data, position, size, name, steps)
@@ -50,7 +50,7 @@ def _boxes(data: bytes, position: int, end: int, steps: Iterator[None]) -> Itera
 
 
 def _indexed_samples(data: bytes, position: int, size: int, name: bytes, steps: Iterator[None], depth: int = 0) -> int:
-    """Return the number of packets that the index of a box and of those in it has."""
+    """Return the number of packets in the index of a box and of the boxes in it."""
     if name == b"cmov":
         raise refusal("has a compressed index (cmov), which is not read")
     if name in _INDEX_COUNTS:

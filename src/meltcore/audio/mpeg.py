@@ -43,7 +43,7 @@ def frame_runs(data: bytes, position: int, syncs: re.Pattern[bytes] = ANY_SYNC) 
 
 
 def run_end(data: bytes, position: int) -> int:
-    """Return where frames of one kind end that begin at `position`, 0 for fewer than those of a run."""
+    """Return where the frames of one kind end that begin at `position`, or 0 for fewer frames than make a run."""
     kind, count = data[position + 1 : position + 2], 0
     while (head := data[position : position + 6])[1:2] == kind and (size := frame_bytes(head)) > 1:
         position, count = position + size, count + 1
@@ -51,7 +51,7 @@ def run_end(data: bytes, position: int) -> int:
 
 
 def announced_samples(data: bytes) -> int:
-    """Return the samples that the header of an MP3 file announces (Xing's, in its first frame), 0 without one."""
+    """Return the samples that an MP3 file announces in its first frame (Xing's header), or 0 without a header."""
     mark = re.compile(rb"(?:Xing|Info)\x00\x00\x00.(....)", re.DOTALL).search(data, 0, frame_bytes(data[:6]))
     if mark is None or not data[mark.start() + 7] & 1:
         return 0

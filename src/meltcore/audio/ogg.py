@@ -30,9 +30,9 @@ def split_ogg(data: bytes) -> Iterator[int]:
 
 
 def first_packets(data: bytes, index: int) -> tuple[int, int]:
-    """Return the time at which the first page of packets of a stream ends, in its units, and the number of packets.
+    """Return the time at which the first page with packets of a stream ends, in its units, and the number of packets.
 
-    index: the stream's number in the order of first pages. Pages of headers come before it and have the time 0.
+    `index` counts streams in the order of their first pages. The pages with headers come before it and have the time 0.
     """
     position, num_packets, serials = 0, 0, list[bytes]()
     for _ in each_element():

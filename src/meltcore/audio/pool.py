@@ -50,7 +50,7 @@ class AudioWorkers:
         Raises RequestError (400) for a file that cannot be decoded or exceeds a limit.
         """
         request = Decode(len(data), sample_rate, max_clip_s, max_audio_s, self._cpu_limit_s)
-        async with self._worker() as worker, aclosing(_exchange_messages(worker, request, data)) as messages:
+        async with self._lend_worker() as worker, aclosing(_exchange_messages(worker, request, data)) as messages:
             async for message in messages:
                 if isinstance(message, NotDecoded):
                     raise RequestError(message.message, param="file", code="invalid_audio")
@@ -63,7 +63,7 @@ class AudioWorkers:
         self._all.clear()
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def _lend_worker(self) -> AsyncIterator[asyncio.subprocess.Process]:
         """Lend a worker. It is killed unless it has answered in full."""
         async with self._slots:
             worker = self._free.pop() if self._free else await self._start()

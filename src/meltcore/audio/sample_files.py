@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from meltcore.audio.checks import cut, each_element, refusal
-from meltcore.audio.marks import after_others, later_files
+from meltcore.audio.checks import each_element, refusal, truncation_error
+from meltcore.audio.marks import later_file_starts, starts_after_others
 
 # The least size of samples that programs write before they know it: some write 2e9, sox 0x7ffff000, arecord 2**31.
 # The load generator, which may not import this file, judges answers by the same number (wav.py).
@@ -39,7 +39,7 @@ def split_wav(data: bytes) -> Iterator[int]:
             if size == 0xFFFFFFFF and 0 < long_size < 2**62:
                 size = long_size
             elif size >= UNKNOWN_SIZE or (size == 0 and not _is_chunk(data[position + 8 : position + 12], 0, rest)):
-                yield from later_files(data, position)
+                yield from later_file_starts(data, position)
                 return
             if size == 0:
                 raise refusal("holds no samples")
@@ -48,7 +48,7 @@ def split_wav(data: bytes) -> Iterator[int]:
             end = position + 8 + size
         position += 8 + size + size % 2
     has_more = len(data) - position > _MAX_TRAILER_BYTES and any(data[position:])
-    if end and has_more and not any(after_others(data, position)):
+    if end and has_more and not any(starts_after_others(data, position)):
         raise refusal(
             f"has {len(data) - end} bytes after the samples that its header announces, which end at byte {end}"
         )
@@ -61,12 +61,14 @@ def _is_chunk(name: bytes, size: int, rest: int) -> bool:
 
 def split_aiff(data: bytes) -> Iterator[int]:
     """Yield where the next AIFF file begins. Raises RequestError for one whose samples are not all there."""
-    return _split(data, b"FORM", lambda head: 8 + (size := _number(head, 4)) + size % 2, unknown=8 + UNKNOWN_SIZE)
+    return _split(data, b"FORM", lambda head: 8 + (size := _read_number(head, 4)) + size % 2, unknown=8 + UNKNOWN_SIZE)
 
 
 def split_au(data: bytes) -> Iterator[int]:
     """Yield where the next AU file begins. Raises RequestError for one whose samples are not all there."""
-    return _split(data, b".snd", lambda head: _number(head, 8) and _number(head, 4) + _number(head, 8), UNKNOWN_SIZE)
+    return _split(
+        data, b".snd", lambda head: (size := _read_number(head, 8)) and _read_number(head, 4) + size, UNKNOWN_SIZE
+    )
 
 
 def split_w64(data: bytes) -> Iterator[int]:
@@ -75,7 +77,10 @@ def split_w64(data: bytes) -> Iterator[int]:
 
 
 def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: int) -> Iterator[int]:
-    """Yield where the next file with this mark begins. size_of: its size by its first 24 bytes, small where unknown."""
+    """Yield where the next file with the mark `magic` begins.
+
+    `size_of` returns the size of the file by its first 24 bytes, or a size below `unknown` where the header tells none.
+    """
     position = 0
     for _ in each_element():
         if position:
@@ -84,10 +89,10 @@ def _split(data: bytes, magic: bytes, size_of: Callable[[bytes], int], unknown: 
             return
         size = size_of(data[position : position + 24])
         if not 12 < size < unknown:
-            yield from later_files(data, position)
+            yield from later_file_starts(data, position)
             return
         if position + size > len(data) + 1:  # the last byte may be missing that makes a size even
-            raise cut(size, len(data) - position)
+            raise truncation_error(size, len(data) - position)
         position += size
 
 
@@ -95,7 +100,7 @@ def split_caf(data: bytes) -> Iterator[int]:
     """Yield where the next CAF file begins. Raises RequestError for one whose samples are not all there."""
     position = 8
     for _ in each_element():
-        name, size = data[position : position + 4], _number(data, position + 4, 8)
+        name, size = data[position : position + 4], _read_number(data, position + 4, 8)
         if position + 12 > len(data):
             return
         if name == b"caff":
@@ -104,30 +109,30 @@ def split_caf(data: bytes) -> Iterator[int]:
             continue
         if position + 12 + size > len(data):
             if name == b"data" and size < _UNKNOWN_LONG_SIZE:
-                raise cut(size, len(data) - position - 12)
-            yield from later_files(data, position) if name == b"data" else [position]
+                raise truncation_error(size, len(data) - position - 12)
+            yield from later_file_starts(data, position) if name == b"data" else [position]
             return
         position += 12 + size
 
 
-def with_sizes(data: bytes) -> bytes:
+def restore_sizes(data: bytes) -> bytes:
     """Return a file of AIFF, RF64 or W64 with the sizes that its program left out, which FFmpeg needs."""
     if data[:4] in (b"RF64", b"BW64") and data[12:16] == b"ds64":
         size = int.from_bytes(data[28:36], "little")
         # With the name of a file of 32 bits, all that follows is read.
         return data if 0 < size < _UNKNOWN_LONG_SIZE else b"RIFF" + data[4:]
     if data[:4] == b"riff":
-        return _w64_with_sizes(data)
+        return _restore_w64_size(data)
     if data[:4] != b"FORM":
         return data
     position, common = 12, 0
     while position + 16 <= len(data) and data[position : position + 4] != b"SSND":
         if data[position : position + 4] == b"COMM":
             common = position
-        size = _number(data, position + 4)
+        size = _read_number(data, position + 4)
         position += 8 + size + size % 2
-    size, num_frames, rest = _number(data, position + 4), _number(data, common + 10), len(data) - position - 8
-    frame_bytes = _number(data, common + 8, 2) * ((_number(data, common + 14, 2) + 7) // 8)
+    size, num_frames, rest = _read_number(data, position + 4), _read_number(data, common + 10), len(data) - position - 8
+    frame_bytes = _read_number(data, common + 8, 2) * ((_read_number(data, common + 14, 2) + 7) // 8)
     if not common or rest < 8 or not frame_bytes or (8 < size < UNKNOWN_SIZE and 0 < num_frames < UNKNOWN_SIZE):
         return data
     samples = ((rest - 8) // frame_bytes).to_bytes(4, "big")
@@ -135,7 +140,7 @@ def with_sizes(data: bytes) -> bytes:
     return head + data[common + 14 : position + 4] + rest.to_bytes(4, "big") + data[position + 8 :]
 
 
-def _w64_with_sizes(data: bytes) -> bytes:
+def _restore_w64_size(data: bytes) -> bytes:
     """Return a W64 file with the size of its samples, which go to its end where its program did not know it."""
     position = 40  # behind the names and the size of the file
     for _ in each_element():
@@ -149,5 +154,5 @@ def _w64_with_sizes(data: bytes) -> bytes:
     return data
 
 
-def _number(data: bytes, position: int, num_bytes: int = 4) -> int:
+def _read_number(data: bytes, position: int, num_bytes: int = 4) -> int:
     return int.from_bytes(data[position : position + num_bytes], "big")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from meltcore.audio.decode import AudioLimits, Clip, decode
-from meltcore.audio.encode import Encoder, encoder
+from meltcore.audio.encode import Encoder, make_encoder
 from meltcore.audio.messages import (
     LENGTH_BYTES,
     Decoded,
@@ -68,7 +68,9 @@ def _encode(request: Encode, files: dict[int, Encoder]) -> bytes:
     """Return the next bytes of a file, one of `files` or a new one."""
     file = files.get(request.file_id)
     if file is None:
-        file = files[request.file_id] = encoder(request.format_name, request.sample_rate, is_whole=request.is_whole)
+        file = files[request.file_id] = make_encoder(
+            request.format_name, request.sample_rate, is_whole=request.is_whole
+        )
     data = file.add(np.frombuffer(request.samples, np.float32), is_last=request.is_last)
     if request.is_last:
         del files[request.file_id]

@@ -111,7 +111,7 @@ def exit_status(report: "NodesReport") -> int:
 def certificate_status(report: "NodesReport") -> int:
     """Return the exit status of the worst node, as Nagios defines it: UNKNOWN of a failed one, WARN of a slow one."""
     from meltcore.measure.documents.certificate import Certificate
-    from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst
+    from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 
     verdicts: list[CheckVerdict] = [
         node.document.verdict for node in report.nodes if isinstance(node.document, Certificate)
@@ -120,4 +120,4 @@ def certificate_status(report: "NodesReport") -> int:
     verdicts += ["FAIL" if node.returncode == MEANINGS["FAIL"].exit_code else "UNKNOWN" for node in report.failed]
     if report.slow or report.differences:
         verdicts.append("WARN")
-    return MEANINGS[worst(verdicts, "UNKNOWN")].exit_code
+    return MEANINGS[worst_verdict(verdicts, "UNKNOWN")].exit_code

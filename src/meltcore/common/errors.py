@@ -17,7 +17,7 @@ class ConfigError(MeltcoreError):
 
 
 class UnservableModelError(ConfigError):
-    """Reports all reasons why a model cannot be served, in one line. source: the file or folder."""
+    """Reports in one line all reasons why a model cannot be served. `source` is the file or folder with the model."""
 
     def __init__(self, source: str, reasons: Sequence[str]) -> None:
         self.source, self.reasons = source, tuple(reasons)

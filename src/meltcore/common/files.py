@@ -40,10 +40,9 @@ def is_gguf(name: str | Path) -> bool:
 def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwrite replaces it") -> Iterator[Path]:
     """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
 
-    Until then `path` is what it was, and after an error in the block nothing is left of the new one. A symbolic link
-    stays, and what it names is replaced; a replaced file keeps its mode. Raises ConfigError where `path` exists without
-    `overwrite` (its message ends with `hint`), where it is a device or pipe, and where it cannot be written, for
-    example on a full disk.
+    Until then `path` stays as it was, and after an error in the block nothing is left of the new file. A symbolic link
+    stays, and its target is replaced; a replaced file keeps its mode. Raises ConfigError where `path` exists without
+    `overwrite` (its message ends with `hint`), where it is a device or pipe, and where it cannot be written.
     """
     exists_error = ConfigError(f"{path} exists already; {hint}")
     if not overwrite and os.path.lexists(path):
@@ -175,7 +174,7 @@ def write_document(path: Path, content: msgspec.Struct) -> Path:
 def read_document(path: Path | str, *types: type[Content], name: str = "") -> Content:
     """Read the document in a file, or in the file `name` of a run folder.
 
-    Raises ConfigError for a file that cannot be read, holds none of `types`, or is of another schema version.
+    Raises ConfigError for a file that cannot be read, has a type other than `types`, or is of another schema version.
     """
     path = Path(path)
     path = path / name if name and path.is_dir() else path

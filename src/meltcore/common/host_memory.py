@@ -73,8 +73,8 @@ def drop_pages(address: int, size: int) -> int:
 def host_available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can still use.
 
-    They are MemAvailable of /proc/meminfo, or less where the limits of the process's control groups leave less. root:
-    the root of the file system with /proc and /sys. Raises ConfigError when /proc/meminfo has no MemAvailable.
+    They are MemAvailable of /proc/meminfo, or less where the limits of the process's control groups leave less. `root`
+    is the root of the file system with /proc and /sys. Raises ConfigError when /proc/meminfo has no MemAvailable.
     """
     available = _meminfo_bytes(root, "MemAvailable")
     if available is None:
@@ -85,7 +85,7 @@ def host_available_bytes(root: Path = Path("/")) -> int:
 def host_total_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process can use at most.
 
-    They are MemTotal of /proc/meminfo, or less where the limits of the process's control groups are less. root: the
+    They are MemTotal of /proc/meminfo, or less where the limits of the process's control groups are less. `root` is the
     root of the file system with /proc and /sys. Raises ConfigError when /proc/meminfo has no MemTotal.
     """
     total = _meminfo_bytes(root, "MemTotal")

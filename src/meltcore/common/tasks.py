@@ -163,7 +163,7 @@ def tasks() -> Mapping[str, Task]:
 
 
 def task_of(path: str) -> Task:
-    """Return the task that answers a path. Raises LookupError where none does."""
+    """Return the task that answers a path. Raises LookupError where no task does."""
     for task in tasks().values():
         if path in task.paths:
             return task
@@ -171,7 +171,7 @@ def task_of(path: str) -> Task:
 
 
 def task_of_part(module: str) -> Task:
-    """Return the task that has a module as one of its parts: the module knows its task so. Raises LookupError."""
+    """Return the task that has a module as one of its parts. A part finds its own task so. Raises LookupError."""
     for task in tasks().values():
         if module in (task.engine.partition(":")[0], task.messages):
             return task
@@ -179,9 +179,9 @@ def task_of_part(module: str) -> Task:
 
 
 def recognized_task(model: str, *, dummy: bool) -> Task | None:
-    """Return the task of a checkpoint that has no config.json; None for others. dummy: for random weights.
+    """Return the task of a checkpoint that has no config.json, or None for other checkpoints.
 
-    Raises ConfigError for files of such a task that cannot be used.
+    `dummy` says whether weights are random. Raises ConfigError for files of such a task that cannot be used.
     """
     for task in tasks().values():
         if task.recognizes and load(task.recognizes)(model, dummy=dummy):

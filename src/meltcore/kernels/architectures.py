@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Architecture(NamedTuple):
     """A GPU architecture.
 
-    shared_kib: shared memory per thread block, KiB; sms: SMs of `gpu_type`, a large GPU of it.
+    `gpu_type` is a large GPU of it with `sms` SMs, and a thread block has `shared_kib` KiB of memory.
     """
 
     shared_kib: int

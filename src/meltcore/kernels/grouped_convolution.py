@@ -30,9 +30,9 @@ def grouped_convolution(
 ) -> torch.Tensor:
     """Return mish(convolution + bias) of as many frames, [rows, frames, channels] in the type of `hidden`.
 
-    hidden: [rows, frames, channels], contiguous; weight: [channels, group size, taps] of an odd number of taps, from
-    `taps_first`; bias: [channels]; lengths: [rows] int64, frames of each row that are read. Others count as zeros, as
-    those before the first do. Accumulated in float32.
+    hidden: [rows, frames, channels], contiguous; weight: [channels, group size, taps] with an odd number of taps, from
+    `taps_first`; bias: [channels]; lengths: [rows] int64, frames of each row that are read. Frames beyond them count as
+    zeros, as frames before the first do. Accumulated in float32.
     """
     rows, frames, channels = hidden.shape
     group_size, taps = weight.shape[1:]

@@ -45,7 +45,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def pdl_options(device: torch.device, enabled: bool = True) -> dict[str, bool]:
     """Return the keyword arguments of a launch: the constexpr PDL, and `launch_pdl` if the device has PDL.
 
-    enabled: False for a launch that should not start early.
+    A launch that should not start early has `enabled` False.
     """
     return _WITH_PDL if enabled and capability(device) >= _PDL_CAPABILITY else _WITHOUT_PDL
 

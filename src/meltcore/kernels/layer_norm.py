@@ -1,7 +1,7 @@
 """Residual addition and layer normalization (Ba et al. 2016, arXiv:1607.06450) in one pass, computed in float32.
 
-Diffusion transformers modulate: AdaLN-zero (Peebles and Xie 2023, arXiv:2212.09748) multiplies what is added by a gate,
-and scales and shifts the norm, with vectors of each row.
+Diffusion transformers modulate both with vectors of each row: AdaLN-zero (Peebles and Xie 2023, arXiv:2212.09748)
+multiplies the added term by a gate, and scales and shifts the norm.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def add_modulated_layer_norm(
 ) -> torch.Tensor:
     """Add gate * added to `hidden` in place and return `modulated_layer_norm` of the sum.
 
-    hidden, added: [rows, tokens, size], contiguous, of one type; gate, scale, shift: [rows or 1, size], out of a
-    table. The norm is that of the sum as it is stored.
+    hidden, added: [rows, tokens, size], contiguous, of one type; gate, scale, shift: [rows or 1, size], rows of a
+    table. The norm is computed from the sum as it is stored.
     """
     if not use_triton(hidden):
         return _modulated(hidden.addcmul_(gate[:, None], added), scale, shift, eps)

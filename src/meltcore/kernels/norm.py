@@ -21,9 +21,9 @@ class Norm(NamedTuple):
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each last-dimension row to unit mean square, then by `weight`.
 
-    hidden: [..., size] of any float type, rows may be strided. weight: [size]; in the type of `hidden` it multiplies
-    the row rounded to that type (as Llama does), in float32 the result is rounded after the multiplication. Returns the
-    shape and type of `hidden`.
+    hidden: [..., size] of any float type, rows may be strided. weight: [size]. A weight of the type of `hidden`
+    multiplies the row rounded to that type (as Llama does). With a float32 weight the result is rounded after the
+    multiplication. Returns the shape and type of `hidden`.
     """
     if not use_triton(hidden):
         return rms_norm_reference(hidden, weight, eps)

@@ -53,7 +53,7 @@ def compile_source(source: str, name: str, macros: Mapping[str, int], arch: int 
 class CudaKernel:
     """A kernel of CUDA C++ files beside the Python module that launches it, compiled per device and macros.
 
-    The files are one source, in their order. suffix: "a" for instructions that only one architecture has.
+    The files are one source, in their order. The suffix "a" allows instructions that only one architecture has.
     """
 
     def __init__(self, paths: Sequence[Path], name: str, *, suffix: str = "") -> None:
@@ -74,7 +74,7 @@ class CudaKernel:
         return cubin
 
     def cached_path(self, macros: Mapping[str, int], arch: int) -> Path | None:
-        """Return the binary's file in the cache folder; None if it is not there."""
+        """Return the binary's file in the cache folder, or None if it is not there."""
         path = self._cache(macros, arch).get_file(f"{self.name}.cubin")
         return None if path is None else Path(path)
 
@@ -99,10 +99,9 @@ class CudaKernel:
     ) -> None:
         """Launch on the current stream of `device`.
 
-        Tensors are passed as pointers, numbers as 32-bit ones, tensor maps by value.
-
-        shared_bytes: dynamic shared memory per block. cooperative: all blocks run concurrently, or the launch fails.
-        pdl: the launch may start before the previous kernel has ended (see launch.py).
+        Tensors are passed as pointers, numbers as 32-bit numbers, tensor maps by value. A block has `shared_bytes` of
+        dynamic shared memory. With `cooperative` all blocks run concurrently, or the launch fails. With `pdl` the
+        launch may start before the previous kernel has ended (see launch.py).
         """
         from cuda.bindings import driver
 
@@ -139,7 +138,10 @@ _report: Callable[[Binary], None] | None = None
 
 @contextmanager
 def record_launches(report: Callable[[Binary], None]) -> Iterator[None]:
-    """Report each binary that launches need, and launch none: what skipped kernels leave may hold invalid indices."""
+    """Report each binary that launches need, and launch nothing.
+
+    What skipped kernels leave may hold invalid indices.
+    """
     global _report
     reported = set[Binary]()
 

@@ -1,4 +1,4 @@
-"""Scaled frequencies of rotary embeddings, with which a model reads texts longer than those of its training.
+"""Scaled frequencies of rotary embeddings, with which a model reads texts longer than its training texts.
 
 This module does not import torch, since plans of memory read configurations too.
 """
@@ -56,8 +56,8 @@ class YarnScaling:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): keeps high frequencies, divides low ones by `factor`.
 
     Between the dimensions with `beta_fast` and `beta_slow` turns in `original_max_position_embeddings` positions it
-    goes linearly from one to the other. attention_factor: scales cosines and sines, so scores by its square; truncate:
-    whether the bounds are rounded to whole dimensions.
+    goes linearly from one to the other. `attention_factor` scales cosines and sines, so scores by its square. With
+    `truncate` the bounds are rounded to whole dimensions.
     """
 
     factor: float
@@ -95,8 +95,8 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): divides each frequency by a factor of its own.
 
-    A context of more than `original_max_position_embeddings` tokens has the long factors at all positions, so that
-    keys of one cache belong together; any other has the short ones. attention_factor: scales cosines and sines, so
+    A context of more than `original_max_position_embeddings` tokens has the long factors at all positions, so that keys
+    of one cache belong together; any other has the short factors. `attention_factor` scales cosines and sines, so
     scores by its square.
     """
 
@@ -108,7 +108,7 @@ class LongRopeScaling:
     rope_type = "longrope"
 
     def scale_frequencies(self, frequencies: torch.Tensor, theta: float, context: int) -> torch.Tensor:  # noqa: ARG002 - same for all types
-        """Return the scaled `frequencies`, [rotary_dim / 2] float64. context: tokens that a sequence may have."""
+        """Return the scaled `frequencies`, [rotary_dim / 2] float64. A sequence may have `context` tokens."""
         import torch
 
         factors = self.long_factor if context > self.original_max_position_embeddings else self.short_factor

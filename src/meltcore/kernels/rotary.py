@@ -6,7 +6,7 @@ others rotate by an angle of zero, so no kernel needs to know `rotary_dim`.
 
 Other models rotate neighboring pairs instead: `rotate_pairs`.
 
-A model reads texts longer than those of its training with scaled frequencies: `RopeScaling`.
+A model reads texts longer than its training texts with scaled frequencies: `RopeScaling`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def inverse_frequencies(
 ) -> torch.Tensor:
     """Return the radians per position of each pair of rotated dimensions: [rotary_dim / 2] float64.
 
-    context: tokens that a sequence may have, which some scalings depend on.
+    A sequence may have `context` tokens, which some scalings depend on.
     """
     frequencies = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     return frequencies if scaling is None else scaling.scale_frequencies(frequencies, theta, context)
@@ -43,8 +43,8 @@ def rotary_table(
 ) -> torch.Tensor:
     """Return cosines and sines of every position: [max_positions, head_dim] float32, cosines in the first half.
 
-    rotary_dim: number of dimensions of a checkpoint's head that rotate (default: all); heads are then in
-    `half_split_order`. Angles are computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
+    Of a checkpoint's head `rotary_dim` dimensions rotate, by default all; heads are then in `half_split_order`. Angles
+    are computed in float64: at position 1,000,000 float32 is wrong by up to 0.03 radians.
     """
     frequencies = inverse_frequencies(rotary_dim or head_dim, theta, scaling, max_positions).to(device)
     attention_factor = 1.0 if scaling is None else scaling.attention_factor
@@ -72,7 +72,7 @@ def unrotated_table(head_dim: int, max_positions: int, device: torch.device) -> 
 def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
     """Return, for each dimension of a head here, its index in a checkpoint's head: [head_dim] int64.
 
-    rotary_dim: number of dimensions that rotate, the first ones of a checkpoint's head.
+    The first `rotary_dim` dimensions of a checkpoint's head rotate.
     """
     rotated, unrotated = torch.arange(head_dim).split([rotary_dim, head_dim - rotary_dim])
     halves = zip(rotated.tensor_split(2), unrotated.tensor_split(2), strict=True)

@@ -46,7 +46,10 @@ class MemoryDriver(Protocol):
 
 @dataclass
 class Segment:
-    """A range of addresses. handle: its physical memory, None while unmapped; host_address: its copy, if it has one."""
+    """A range of addresses. Its physical memory is `handle`, None while unmapped.
+
+    `host_address` is its copy, if it has one.
+    """
 
     tag: str
     address: int
@@ -100,7 +103,9 @@ class VirtualMemory:
             self._driver.free_pinned(segment.host_address)
 
     def sleep(self, copied_tags: Collection[str]) -> int:
-        """Unmap all segments, after copying those with `copied_tags` to pinned memory. Returns the bytes unmapped.
+        """Unmap all segments, after copying the segments with `copied_tags` to pinned memory.
+
+        Returns the unmapped bytes.
 
         The pinned memory is allocated at the first copy and kept. Raises SleepError without it, and unmaps nothing.
         """

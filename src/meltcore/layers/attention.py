@@ -15,13 +15,16 @@ from meltcore.layers.tensor_parallel import TensorParallelGroup
 class Attention(nn.Module):
     """Computes residual + o_proj(attention(qkv_proj(norm(residual)))) with grouped queries.
 
-    qkv_bias: queries, keys and values have a bias (Qwen2). qk_norm: each head's query and key are normalized (Qwen3).
-    output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5); the first matrix of `qkv_proj`
-    then holds the gates of all heads above the queries of all heads. wide_qk_norm: queries and keys are normalized over
-    all heads together instead (OLMo 2). sliding_window: how many of the newest tokens a query sees, its own included;
-    by default all. scale: the factor of the scores, by default head_dim^-0.5. post_norm: the output of `o_proj` is
-    normalized before it is added (Gemma 3). pre_norm: the residual stream is normalized before it
-    is read; OLMo 2 has the norms after the layers only.
+    Args:
+        qkv_bias: queries, keys and values have a bias (Qwen2).
+        qk_norm: each head's query and key are normalized (Qwen3).
+        wide_qk_norm: queries and keys are normalized over all heads together instead (OLMo 2).
+        output_gate: each head's output is multiplied by the sigmoid of a gate (Qwen3.5). The first matrix of `qkv_proj`
+            then holds the gates of all heads above the queries of all heads.
+        sliding_window: how many of the newest tokens a query sees, its own included. None lets it see all.
+        scale: factor of the scores, by default head_dim^-0.5.
+        post_norm: the output of `o_proj` is normalized before it is added (Gemma 3).
+        pre_norm: the residual stream is normalized before it is read. OLMo 2 has norms only after the layers.
     """
 
     def __init__(
@@ -74,7 +77,10 @@ class Attention(nn.Module):
         cache: tuple[torch.Tensor, torch.Tensor],
         metadata: AttentionMetadata,
     ) -> None:
-        """Add the layer's output to the residual stream. positions: [tokens]; cache: this layer's keys and values."""
+        """Add the layer's output to the residual stream.
+
+        `positions` is [tokens]; `cache` has this layer's keys and values.
+        """
         qkv = self.qkv_proj(*residual.read(self.norm))
         if self.output_gate:
             gates, qkv = qkv.tensor_split([self.num_heads * self.head_dim], dim=1)
@@ -89,7 +95,7 @@ class Attention(nn.Module):
     def _weight_rows(self, local_heads: range, projections_per_head: int = 1) -> range:
         """Return the rows of a projection that belong to `local_heads`.
 
-        projections_per_head: 2 when the projection holds a gate of head_dim rows for each head too, else 1.
+        `projections_per_head` is 2 when the projection also holds a gate of head_dim rows for each head, else 1.
         """
         rows_per_head = projections_per_head * self.head_dim
         return range(local_heads.start * rows_per_head, local_heads.stop * rows_per_head)

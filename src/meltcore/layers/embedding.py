@@ -62,7 +62,7 @@ class ParallelLMHead(nn.Module):
         """Compute logits of the tokens that this rank keeps.
 
         [rows, hidden_size] -> [rows, local tokens] float32: in 16 bits large logits are up to 1/16 apart, so the best
-        of a step may tie. out: contiguous memory for the result; by default it is new.
+        tokens of a step may tie. The result is written to `out`, contiguous memory that is new by default.
         """
         if out is None and hidden.dtype != torch.float32:
             out = hidden.new_empty(len(hidden), self.local_vocab_size, dtype=torch.float32)
@@ -72,8 +72,8 @@ class ParallelLMHead(nn.Module):
 class VocabParallelEmbedding(ParallelLMHead):
     """Looks up the embeddings of tokens. With tied embeddings it is the output head too.
 
-    scale: factor of the embeddings. None leaves them as they are. rounds_scale: the factor is rounded to the weights'
-    type, as transformers does for Gemma.
+    `scale` is a factor of the embeddings; None leaves them as they are. With `rounds_scale` the factor is rounded to
+    the weights' type, as transformers does for Gemma.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class VocabParallelEmbedding(ParallelLMHead):
         # One rank has a token's row and all others zeros, so the all-reduce is exact in any type.
         embeddings = self.weight.embeddings(token_ids, self._local_tokens.start if self._group else None)
         if self._scale is not None:
-            embeddings *= _rounded(self._scale, embeddings.dtype) if self._rounds_scale else self._scale
+            embeddings *= _round_to(self._scale, embeddings.dtype) if self._rounds_scale else self._scale
         return ResidualStream(embeddings, self._group)
 
 
 @cache
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def _round_to(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 

@@ -25,7 +25,8 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 class GatedMLP(nn.Module):
     """Computes residual + down_proj(act(gate(x)) * up(x)), where x = norm(residual). One GEMM computes gate and up.
 
-    post_norm: down_proj's output is normalized before it is added (Gemma 3). pre_norm: False if x = residual (OLMo 2).
+    With `post_norm`, down_proj's output is normalized before it is added (Gemma 3). Without `pre_norm`, x = residual
+    (OLMo 2).
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class GatedMLP(nn.Module):
 class SparseMoeBlock(nn.Module):
     """Adds to each token's residual the weighted outputs of the top_k experts that the router selects for it.
 
-    Router and experts read norm(residual). router: [experts, hidden_size]. norm_topk_prob: the weights of a token's
-    experts add up to one. shared_expert: every token also goes through one more expert, the last of `experts`, weighted
-    by the sigmoid of a gate. The last row of the router computes that gate.
+    Router and experts read norm(residual). The router is [experts, hidden_size]. With `norm_topk_prob` the weights of a
+    token's experts add up to one. With `shared_expert` every token also goes through one more expert, the last of
+    `experts`, weighted by the sigmoid of a gate. The last row of the router computes that gate.
     """
 
     experts: ExpertsWeight
@@ -125,9 +126,9 @@ class SparseMoeBlock(nn.Module):
             residual.add_all_reduce(self._group, self.experts.add_outputs(None, hidden, routing))
 
     def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
-        """Normalize `inputs` [tokens, hidden_size] and select experts.
+        """Normalize `inputs` [tokens, hidden_size] and select experts. Returns both.
 
-        Returns both. norm: None if already normalized.
+        Without `norm` they are normalized already.
         """
         seed = uniform_routing_seed()
         hidden, routing = route_tokens(

@@ -40,7 +40,7 @@ class StoredScales(NamedTuple):
 def _tensors(target: BlockFp8Tensor, part: MatrixPart, stored: StoredScales | None) -> dict[str, WeightLoader]:
     """Return the loaders of a checkpoint's matrix into `target`, which keeps its part.
 
-    stored: None for an unquantized checkpoint, of which each row is quantized independently of the others.
+    For an unquantized checkpoint `stored` is None. Each of its rows is quantized independently of the other rows.
     """
     values, scales = target
     part = part._replace(rows=range(len(values)))
@@ -95,8 +95,11 @@ def _block_scales_loader(target: BlockFp8Tensor, part: MatrixPart) -> WeightLoad
 class Fp8Weight(nn.Module):
     """An FP8 weight with one scale per output channel.
 
-    values: [sum(output_sizes), input_size] e4m3; scales: [sum(output_sizes)] float32. stored: the scales of the
-    checkpoint. None stands for an unquantized checkpoint, whose weight is quantized as it is loaded.
+    Args:
+        values: [sum(output_sizes), input_size] e4m3.
+        scales: [sum(output_sizes)] float32.
+        stored: scales of the checkpoint. None stands for an unquantized checkpoint, whose weight is quantized as it is
+            loaded.
     """
 
     def __init__(self, output_sizes: Sequence[int], input_size: int, stored: StoredScales | None = None) -> None:
@@ -125,9 +128,12 @@ class Fp8Weight(nn.Module):
 
 
 class BlockFp8Weight(nn.Module):
-    """An FP8 weight with a scale per block: of 128 columns, and of as many rows as divide each matrix, up to 128.
+    """An FP8 weight with a scale per block. A block has 128 columns, and as many rows as divide each matrix, up to 128.
 
-    values: [sum(output_sizes), input_size] e4m3; scales: float32. row_multiple: how many rows keep their order.
+    Args:
+        values: [sum(output_sizes), input_size] e4m3.
+        scales: float32, one per block.
+        row_multiple: number of neighboring rows that keep their order.
     """
 
     def __init__(
@@ -163,9 +169,11 @@ class BlockFp8Weight(nn.Module):
 class Fp8Experts(nn.Module):
     """FP8 weights of experts, with scales per block or per channel. This rank keeps the range `local_columns`.
 
-    gate_up_values: [experts, 2 * len(local_columns), hidden_size] e4m3, gate rows above up rows; down_values: [experts,
-    hidden_size, len(local_columns)]. stored: the scales of the checkpoint. None stands for an unquantized one, whose
-    weights are quantized per channel as they are loaded.
+    Args:
+        gate_up_values: [experts, 2 * len(local_columns), hidden_size] e4m3, gate rows above up rows.
+        down_values: [experts, hidden_size, len(local_columns)] e4m3.
+        stored: scales of the checkpoint. None stands for an unquantized checkpoint, whose weights are quantized per
+            channel as they are loaded.
     """
 
     def __init__(
@@ -211,14 +219,14 @@ class Fp8Experts(nn.Module):
 
     def fused_gate_up_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of tensors with gate_up_proj of the first `num_experts` experts, gate above up."""
-        return _fused([[self.gate_tensors(expert), self.up_tensors(expert)] for expert in range(num_experts)])
+        return _fused_loaders([[self.gate_tensors(expert), self.up_tensors(expert)] for expert in range(num_experts)])
 
     def fused_down_tensors(self, num_experts: int) -> dict[str, WeightLoader]:
         """Return the loaders of tensors with down_proj of the first `num_experts` experts."""
-        return _fused([[self.down_tensors(expert)] for expert in range(num_experts)])
+        return _fused_loaders([[self.down_tensors(expert)] for expert in range(num_experts)])
 
     def _allocate(self, num_experts: int, rows: int, columns: int, matrix_rows: int) -> list[nn.Parameter]:
-        """Allocate values and scales of one projection. matrix_rows: the rows of each matrix in it."""
+        """Allocate values and scales of one projection, whose matrices have `matrix_rows` rows each."""
         values = torch.empty(num_experts, rows, columns, dtype=FP8)
         has_blocks = self._stored is not None and self._stored.strategy == "block"
         row_group, column_blocks = (math.gcd(BLOCK, matrix_rows), num_blocks(columns)) if has_blocks else (1, 1)
@@ -234,7 +242,7 @@ class Fp8Experts(nn.Module):
         return _tensors(target, MatrixPart(shape, (self._local_columns,), range(columns), range(rows)), self._stored)
 
 
-def _fused(experts: Sequence[Sequence[dict[str, WeightLoader]]]) -> dict[str, WeightLoader]:
+def _fused_loaders(experts: Sequence[Sequence[dict[str, WeightLoader]]]) -> dict[str, WeightLoader]:
     """Return the loaders of tensors that stack matrices of all experts, each expert's one above the other."""
     fused: dict[str, WeightLoader] = {}
     for end, first in experts[0][0].items():
@@ -245,14 +253,14 @@ def _fused(experts: Sequence[Sequence[dict[str, WeightLoader]]]) -> dict[str, We
             start = 0
             for tensors in matrices:
                 stop = start + tensors[end].shape[0]
-                slices.append(((slice(expert, expert + 1), slice(start, stop)), _of_one_expert(tensors[end])))
+                slices.append(((slice(expert, expert + 1), slice(start, stop)), _expert_loader(tensors[end])))
                 start = stop
         shape = (len(experts), sum(tensors[end].shape[0] for tensors in experts[0]), *first.shape[1:])
         fused[end] = ShardLoader(torch.Size(shape), tuple(slices))
     return fused
 
 
-def _of_one_expert(target: WeightLoader) -> WeightLoader:
+def _expert_loader(target: WeightLoader) -> WeightLoader:
     """Return the loader of a tensor with a leading dimension of 1."""
     return ConvertingLoader(
         torch.Size((1, *target.shape)), lambda source: target.copy_(source[0]), stored_dtypes(target)
@@ -267,7 +275,7 @@ FP8_PER_CHANNEL = QuantizationMethod(Fp8Weight, DenseWeight, Fp8Experts)
 def stored_fp8_method(stored: StoredScales, row_multiple: int = BLOCK) -> QuantizationMethod:
     """Return the quantization method of a published FP8 checkpoint: the same object for the same arguments.
 
-    row_multiple: how many rows of the layer keep their order, for scales of blocks.
+    For scales of blocks, `row_multiple` neighboring rows of the layer keep their order.
     """
     experts = partial(Fp8Experts, stored=stored)
     if stored.strategy == "block":

@@ -16,10 +16,10 @@ from meltcore.layers.weight_loader import WeightLoader, as_slice, merged_shard_l
 class GatedDeltaNet(nn.Module):
     """A recurrent layer that computes residual + out_proj(gated_delta_net(in_proj(norm(residual)))).
 
-    num_heads: number of value heads; each key head serves num_heads / num_key_heads of them. `in_proj` computes
-    queries, keys and values, which pass a convolution over `conv_kernel` tokens; output gates z; and b and a, from
-    which a head's step size and decay are computed. a_log, dt_bias: [heads], float32 whatever the model's type;
-    value_norm: [value_dim].
+    There are `num_heads` value heads, and each key head serves num_heads / num_key_heads of them. `in_proj` computes
+    queries, keys and values, which pass a convolution over `conv_kernel` tokens, output gates z, and b and a. A head's
+    step size and decay are computed from b and a. `a_log` and `dt_bias` are [heads], float32 whatever the model's type,
+    and `value_norm` is [value_dim].
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, residual: ResidualStream, cache: tuple[torch.Tensor, torch.Tensor], metadata: AttentionMetadata
     ) -> None:
-        """Add the layer's output to the residual stream. cache: this layer's convolution and recurrent states."""
+        """Add the layer's output to the residual stream. `cache` has this layer's convolution and recurrent states."""
         parameters = self.conv, self.a_log, self.dt_bias, self.value_norm, self.eps
         params = GatedDeltaParams(*parameters, self.num_key_heads, *cache)
         output = gated_delta_net(self.in_proj(*residual.read(self.norm)), params, metadata)

@@ -1,8 +1,8 @@
-"""Weights that stay block-quantized on the device, in the formats of ggml (kernels/quant/ggml.py).
+"""Keeps weights block-quantized on the device, in the formats of ggml (kernels/quant/ggml.py).
 
 Loaders take a tensor as a GGUF file stores it: rows of blocks, uint8 [rows, bytes of a row]. The formats of a file's
-tensors differ within a layer, so a layer's quantization method holds the format of each matrix; None stands for an
-unquantized one.
+tensors differ within a layer, so a layer's quantization method holds the format of each matrix. None stands for an
+unquantized matrix.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class GgmlWeight(nn.Module):
 class GgmlExperts(nn.Module):
     """Block-quantized weights of experts. This rank keeps the range `local_columns` of their intermediate size.
 
-    types: the formats of gate_proj, up_proj and down_proj. Gate and up of one format are one tensor, gate rows above up
-    rows.
+    `types` are the formats of gate_proj, up_proj and down_proj. Gate and up of one format are one tensor, with gate
+    rows above up rows.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class GgmlExperts(nn.Module):
 
 
 def ggml_method(*types: GgmlType | None) -> QuantizationMethod:
-    """Return the quantization method of a layer whose matrices have these formats, None for an unquantized one.
+    """Return the quantization method of a layer whose matrices have these formats, or None for an unquantized layer.
 
-    A linear layer has a type per matrix that it merges, an embedding or a head has one, and experts have the formats of
+    A linear layer has a type per matrix that it merges. An embedding or a head has one type. Experts have the types of
     gate, up and down.
     """
     block_sizes = [ggml_type.block_size for ggml_type in types if ggml_type is not None]
@@ -222,7 +222,7 @@ def _linear_weight(types: Sequence[GgmlType | None], output_sizes: Sequence[int]
     if len(types) != len(output_sizes):
         raise ValueError(f"{len(types)} formats are given for a layer of {len(output_sizes)} matrices")
     if len(set(types)) > 1:
-        return MergedWeight([_format(each) for each in types], output_sizes, input_size)
+        return MergedWeight([_embedding_format(each) for each in types], output_sizes, input_size)
     return _embedding_weight(types[:1], output_sizes, input_size)
 
 
@@ -230,10 +230,10 @@ def _embedding_weight(
     types: Sequence[GgmlType | None], output_sizes: Sequence[int], input_size: int
 ) -> EmbeddingWeight:
     (ggml_type,) = types
-    return _format(ggml_type)(output_sizes, input_size)
+    return _embedding_format(ggml_type)(output_sizes, input_size)
 
 
 @cache
-def _format(ggml_type: GgmlType | None) -> Callable[[Sequence[int], int], EmbeddingWeight]:
+def _embedding_format(ggml_type: GgmlType | None) -> Callable[[Sequence[int], int], EmbeddingWeight]:
     """Return the weight class of a type: the same object for the same type."""
     return DenseWeight if ggml_type is None else partial(GgmlWeight, ggml_type)

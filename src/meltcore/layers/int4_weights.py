@@ -38,8 +38,10 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Int4Format(NamedTuple):
     """How a checkpoint stores a matrix.
 
-    has_g_idx: it has a tensor g_idx. has_bias: a tensor bias, although the model has none there: zeros. group_index:
-    g_idx if the inputs are in activation order, int32; else empty.
+    Args:
+        has_g_idx: the checkpoint has a tensor g_idx.
+        has_bias: the checkpoint has a tensor bias of zeros, where the model has no bias.
+        group_index: int32 g_idx if the inputs are in activation order, else empty.
     """
 
     layout: Layout
@@ -49,7 +51,7 @@ class Int4Format(NamedTuple):
     group_index: bytes = b""
 
     def input_order(self) -> torch.Tensor | None:
-        """Return the inputs in the order of their groups, [inputs] int64 on the CPU; None if they are in that order."""
+        """Return the inputs in the order of their groups, [inputs] int64 on the CPU; None means their own order."""
         if not self.group_index:
             return None
         groups = torch.frombuffer(bytearray(self.group_index), dtype=torch.int32)
@@ -107,7 +109,7 @@ class _Matrix(NamedTuple):
     ) -> WeightLoader:
         """Return the loader of a tensor of `shape`, of which `rows` are kept. Its columns have `word_values` outputs.
 
-        store: stores a part of the tensor in some rows of the arrays.
+        `store` stores a part of the tensor in some rows of the arrays.
         """
         slices, start = [], self.part.rows.start
         for kept in self.part.outputs:
@@ -138,22 +140,22 @@ class _Matrix(NamedTuple):
             by_row = values.permute(1, 0, 2).flatten(1)
         if self.input_order is not None:
             by_row = by_row[:, self.input_order.to(device)]
-        self.arrays[0][rows].copy_(pack_int4_values(self._ordered(by_row)))
+        self.arrays[0][rows].copy_(pack_int4_values(self._reorder_rows(by_row)))
 
     def _store_scales(self, rows: slice, scales: torch.Tensor) -> None:
         if not torch.isfinite(scales).all():
             raise ValueError("has a scale that is not finite")
-        by_row = self._ordered(scales.to(self.arrays[1].device, self.format.type.scale_dtype).t())
+        by_row = self._reorder_rows(scales.to(self.arrays[1].device, self.format.type.scale_dtype).t())
         self.arrays[1][rows].copy_(pack_int4_scales(by_row, self.format.type))
 
     def _store_zeros(self, rows: slice, words: torch.Tensor) -> None:
         zeros = unpack_words(words.to(self.arrays[2].device), is_awq=self.format.layout == "awq").flatten(1)
         if self.format.layout == "gptq":
             zeros = zeros + 1
-        by_row = self._ordered(zeros.t())
+        by_row = self._reorder_rows(zeros.t())
         self.arrays[2][rows].copy_(pack_int4_zeros(by_row, self.format.type))
 
-    def _ordered(self, by_row: torch.Tensor) -> torch.Tensor:
+    def _reorder_rows(self, by_row: torch.Tensor) -> torch.Tensor:
         """Return rows of the checkpoint in the order in which the weight keeps them."""
         order = self.part.row_order
         return by_row if order is None else by_row[order.to(by_row.device)]

@@ -46,7 +46,7 @@ class LinearBase(nn.Module):
     ) -> dict[str, WeightLoader]:
         """Return the loaders of the tensors of checkpoint matrix `first`, by the last part of their names.
 
-        row_order: row i of this rank's rows is row row_order[i] of the checkpoint's; None keeps the order. stop: the
+        Row i of this rank's rows is row `row_order[i]` of the checkpoint; None keeps the order. With `stop` the
         checkpoint has matrices `first` to `stop` - 1 of this layer concatenated in one.
         """
         indices = range(first, first + 1 if stop is None else stop)
@@ -124,9 +124,9 @@ class RowParallelLinear(LinearBase):
         self._allocate()
 
     def add_to(self, residual: ResidualStream, hidden: torch.Tensor, post_norm: RMSNorm | None = None) -> None:
-        """Add hidden W^T to `residual`, after an all-reduce if the layer is sharded. hidden: [tokens, input_size].
+        """Add hidden W^T to `residual`, after an all-reduce if the layer is sharded. `hidden` is [tokens, input_size].
 
-        post_norm: normalizes the output before it is added.
+        `post_norm` normalizes the output before it is added.
         """
         if post_norm is not None:
             residual.add_normalized(self.weight.matmul(hidden), post_norm.parameters_for_fusion(), self._group)

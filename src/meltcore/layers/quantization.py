@@ -30,7 +30,7 @@ from meltcore.layers.weight_loader import (
 class LinearWeight(Protocol):
     """The interface of a linear layer's weight [sum(output_sizes), input_size], a module constructed from these sizes.
 
-    output_sizes: the rows of each checkpoint matrix that the layer merges.
+    `output_sizes` are the rows of each checkpoint matrix that the layer merges.
     """
 
     def tensors(self, part: MatrixPart) -> dict[str, WeightLoader]:
@@ -50,9 +50,9 @@ class LinearWeight(Protocol):
     ) -> torch.Tensor:
         """Return norm(hidden) W^T: [tokens, input_size] -> [tokens, output_size].
 
-        norm: None for an input that is normalized already. At most one of the following may be given. gated: return
-        silu(first half) * second half of the outputs. residual: [tokens, output_size], to which the result is added in
-        place. out: memory for the result, whose rows may be strided; by default it is new. A head's is float32.
+        A norm of None stands for an input that is normalized already. At most one of these may be given: `gated`
+        returns silu(first half) * second half of the outputs. `residual` [tokens, output_size] gets the result added in
+        place. `out` is memory for the result, whose rows may be strided. By default it is new, and a head's is float32.
         """
 
 
@@ -70,8 +70,8 @@ class EmbeddingWeight(LinearWeight, Protocol):
     def embeddings(self, token_ids: torch.Tensor, first_token: int | None) -> torch.Tensor:
         """Look up tokens, [tokens] int64 -> [tokens, hidden_size] of type `dtype`.
 
-        first_token: the first token of the rows that this rank keeps; tokens without a row there have zeros. None:
-        every token has a row.
+        `first_token` is the first token of the rows that this rank keeps. Tokens without a row there have zeros. With
+        None every token has a row.
         """
 
 
@@ -234,8 +234,8 @@ LinearFormat = Callable[[Sequence[int], int], LinearWeight]
 class QuantizationMethod(NamedTuple):
     """The weight classes of a format: for linear layers, for embedding and output head, and for experts.
 
-    embedding, experts: None if the format does not support them. column_multiple: the size of the
-    format's blocks, of which the columns of a shard are a multiple.
+    `embedding` and `experts` are None if the format does not support them. The columns of a shard are a multiple of
+    `column_multiple`, the size of the format's blocks.
     """
 
     linear: LinearFormat

@@ -34,7 +34,7 @@ class ResidualStream:
     def read(self, norm: RMSNorm | None) -> tuple[torch.Tensor, Norm | None]:
         """Return a layer's input and the norm that it must apply. None means that the input is normalized already.
 
-        norm: None reads the stream as it is.
+        A `norm` of None reads the stream as it is.
         """
         fused_norm = None if norm is None else norm.parameters_for_fusion()
         if self._deferred_add is None:

@@ -80,11 +80,11 @@ class TensorParallelGroup:
     # --- life of the group ---
 
     def join(self, rendezvous: Path, device: torch.device, timeout_s: float, *, peer_memory: bool = True) -> None:
-        """Connect to the other ranks. rendezvous: a file that all ranks use, and that no other group has used.
+        """Connect to the other ranks. All ranks use the file `rendezvous`, which no other group has used.
 
-        peer_memory: reductions use symmetric memory if the GPUs have peer access. Raises RuntimeError if other
+        With `peer_memory`, reductions use symmetric memory if the GPUs have peer access. Raises RuntimeError if other
         ranks do not join within `timeout_s`. Raises ConfigError if this process is in a group already, since
-        torch.distributed allows one per process.
+        torch.distributed allows one group per process.
         """
         if dist.is_initialized():
             raise ConfigError(

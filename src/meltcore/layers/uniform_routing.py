@@ -22,7 +22,7 @@ def set_uniform_routing(enabled: bool, seed: int) -> None:
 
 
 def uniform_routing_seed() -> int | None:
-    """Return the seed of uniform routing, None if the router selects the experts."""
+    """Return the seed of uniform routing, or None if the router selects the experts."""
     return _seed
 
 

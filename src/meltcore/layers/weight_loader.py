@@ -25,8 +25,8 @@ class WeightLoader(Protocol):
 class ConvertingLoader(NamedTuple):
     """Passes a checkpoint tensor of `shape` to `store`, which converts and stores it.
 
-    dtypes: the types that the tensor may be stored in; an empty tuple allows any type of unquantized weights. rows:
-    returns the loader of a range of rows, or None if a tensor of several rows is only stored as a whole.
+    The tensor may be stored in one of `dtypes`; an empty tuple allows any type of unquantized weights. `rows` returns
+    the loader of a range of rows, or None if a tensor of several rows can only be stored as a whole.
     """
 
     shape: torch.Size
@@ -59,7 +59,7 @@ def stored_dtypes(target: WeightLoader) -> tuple[torch.dtype, ...]:
 
 
 def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
-    """Return the loader of some rows of a checkpoint tensor, None where it is only stored as a whole.
+    """Return the loader of some rows of a checkpoint tensor, or None where it is only stored as a whole.
 
     Of sharded rows that this rank does not keep, the loader stores nothing.
     """
@@ -81,7 +81,7 @@ def row_loader(target: WeightLoader, rows: range) -> WeightLoader | None:
     return ShardLoader(torch.Size((len(rows), *target.shape[1:])), tuple(slices))
 
 
-def row_parts(target: WeightLoader, step: int) -> Iterator[tuple[range, WeightLoader]]:
+def split_rows(target: WeightLoader, step: int) -> Iterator[tuple[range, WeightLoader]]:
     """Yield ranges of up to `step` rows and their loaders, or `target` itself where it is only stored as a whole."""
     num_rows = target.shape[0] if target.shape else 1
     if num_rows <= step or row_loader(target, range(step)) is None:
@@ -149,8 +149,11 @@ def all_columns(columns: range) -> range:
 class MatrixPart(NamedTuple):
     """This rank's part of a checkpoint's matrix of `shape`, and the rows of a layer's weight that keep it.
 
-    outputs: the ranges of the matrix's rows that are kept, one after another; inputs: its columns that are; rows: of
-    the weight. row_order: row i of the kept rows is their row row_order[i] in the checkpoint; None keeps the order.
+    Args:
+        outputs: ranges of the matrix's rows that are kept, one after another.
+        inputs: the matrix's columns that are kept.
+        rows: rows of the weight that keep them.
+        row_order: row i of the kept rows is their row row_order[i] in the checkpoint. None keeps the order.
     """
 
     shape: tuple[int, int]
@@ -164,8 +167,8 @@ class MatrixPart(NamedTuple):
     ) -> WeightLoader:
         """Return the loader of a checkpoint tensor that has the matrix's rows.
 
-        target: returns the loader of rows `start` to `stop` - 1 of the weight. source_columns: returns the tensor's
-        columns that hold some columns of the matrix.
+        `target` returns the loader of rows `start` to `stop` - 1 of the weight. `source_columns` returns the columns of
+        the tensor that hold some columns of the matrix.
         """
         columns, width = as_slice(source_columns(self.inputs)), len(source_columns(range(self.shape[1])))
         shape = (self.shape[0], width)

@@ -22,7 +22,7 @@ from meltcore.kernels.quant.ggml import random_blocks
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.int4_weights import DUMMY_DEVIATION, DUMMY_ZEROS
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, row_parts, stored_dtypes
+from meltcore.layers.weight_loader import Index, ShardLoader, WeightLoader, split_rows, stored_dtypes
 from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
 from meltcore.models.checkpoints.fairseq_weights import FairseqWeights
 from meltcore.models.checkpoints.finite_check import FiniteCheck
@@ -360,7 +360,7 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
         entry, dtypes = stored.get(name), stored_dtypes(target)
         ggml_type = None if entry is None else _held_format(entry, target)
         dtype = torch.uint8 if ggml_type else torch.int32 if dtypes == (torch.int32,) else model.dtype
-        for _, part in row_parts(target, _rows_per_part(target.shape, dtype.itemsize)):
+        for _, part in split_rows(target, _rows_per_part(target.shape, dtype.itemsize)):
             if ggml_type is not None:
                 *rows, row_bytes = part.shape
                 shape = (*rows, ggml_type.columns(row_bytes))
@@ -433,7 +433,7 @@ def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file:
         raise ConfigError(f"{file.path.name}: {file.stored_name(name)} has shape {mismatch}")
     for index, memory in target.slices if isinstance(target, ShardLoader) else (((), target),):
         start = (index[0].start or 0) if index else 0
-        for rows, part in row_parts(memory, _rows_per_part(entry.shape, dtype.itemsize)):
+        for rows, part in split_rows(memory, _rows_per_part(entry.shape, dtype.itemsize)):
             part_index = (slice(start + rows.start, start + rows.stop), *index[1:])
             yield _Part(name, index if part is memory else part_index, part)
 

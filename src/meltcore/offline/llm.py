@@ -53,9 +53,9 @@ class LLM:
     """Runs an engine for offline use: `LLM("meltcore/sums").chat([{"role": "user", "content": "What is 7 * 8?"}])`."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        """Load the model. Raises ConfigError when the model or a setting cannot work.
+        """Load a model from a local folder or a hub id, or the bundled model. `settings` are fields of EngineConfig.
 
-        model: a local folder, a hub id or the bundled model. settings: fields of EngineConfig.
+        Raises ConfigError when the model or a setting cannot work.
         """
         config = EngineConfig(model=model, **settings)
         if config.max_num_batched_tokens is None:
@@ -86,9 +86,10 @@ class LLM:
     ) -> list[Completion]:
         """Answer every prompt (text or token ids), batched by the engine, and return the answers in the same order.
 
-        sampling: one for all, or one per prompt. token_masks: per prompt a function from the token ids generated so far
-        to the tokens allowed next ([vocab] bool, or None for all). Raises RequestError for a prompt or a setting that
-        cannot be served; answers that have started are dropped then.
+        `sampling` is one value for all prompts, or one per prompt. `token_masks` has a function per prompt. It takes
+        the token ids that were generated so far, and returns which tokens are allowed next: [vocab] bool, or None for
+        all. Raises RequestError for a prompt or a setting that cannot be served; answers that have started are dropped
+        then.
         """
         prompt_list = _as_list(prompts)
         sampling_params = _params_per_prompt(sampling or SamplingParams(), len(prompt_list))

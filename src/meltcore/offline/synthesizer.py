@@ -39,10 +39,12 @@ class Synthesizer:
         memory_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Load a checkpoint of IndicF5. Raises ConfigError for what cannot work.
+        """Load a checkpoint of IndicF5 from a local folder or a hub id.
 
-        model: a local folder or a hub id. The others: fields of EngineConfig. The default dtype is bfloat16 on a GPU
-        and float32 on a CPU; seed makes dummy weights.
+        Raises ConfigError for a setting that cannot work.
+
+        The other parameters are fields of EngineConfig. The default dtype is bfloat16 on a GPU and float32 on a CPU.
+        `seed` makes dummy weights.
         """
         config = EngineConfig(
             model=model, device=device, dtype=dtype, load_format=load_format, memory_bytes=memory_bytes, seed=seed
@@ -65,12 +67,15 @@ class Synthesizer:
         seed: int = 0,
         num_steps: int = 0,
     ) -> Samples | list[Samples]:
-        """Return the speech of each text, in their order; of one text, its samples: float32, mono, at `sample_rate`.
+        """Return the speech of each text in order, as float32 mono samples at `sample_rate`.
 
-        All texts share batches, and a text's speech does not depend on the others. voice: one of `voices`, the first by
-        default, unless a reference is given: audio of a voice, in which reference_text is spoken. speed: 2 is twice as
-        fast; seed: another one is another rendering; num_steps: 32, 16 or 8, 0 for 32. Raises RequestError for a text,
-        voice, reference or setting that cannot be served, and ConfigError for a file that cannot be opened.
+        A single text returns its samples.
+
+        All texts share batches, and a text's speech does not depend on the others. `voice` is one of `voices`, by
+        default the first. `reference` replaces it: audio of a voice that speaks `reference_text`. A `speed` of 2 is
+        twice as fast, and another `seed` gives another rendering. `num_steps` is 32, 16 or 8; 0 means 32. Raises
+        RequestError for a text, voice, reference or setting that cannot be served, and ConfigError for a file that
+        cannot be opened.
         """
         wanted = [texts] if isinstance(texts, str) else list(texts)
         requests = [self._request(text, voice, reference, reference_text, speed, seed, num_steps) for text in wanted]

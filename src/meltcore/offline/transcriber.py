@@ -16,7 +16,7 @@ from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.transcription.engine import TranscriptionTask
 from meltcore.protocol.transcription import Decoder, Transcribe, Transcript
 from meltcore.settings.config import DType, EngineConfig, LoadFormat
-from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
+from meltcore.text.transcripts import SpokenWord, Transcription, model_language, place_words
 
 # A file's path, its content, or samples [frames] or [frames, channels] with their rate in Hz
 Audio = str | Path | bytes | tuple[npt.NDArray[Any], int]
@@ -39,10 +39,10 @@ class Transcriber:
         memory_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
-        """Load a checkpoint of IndicConformer. Raises ConfigError for what cannot work.
+        """Load a checkpoint of IndicConformer from a local file or folder, or a hub id.
 
-        model: a local file or folder, or a hub id. The others: fields of EngineConfig. The default dtype is float16 on
-        a GPU and float32 on a CPU.
+        The other parameters are fields of EngineConfig. The default dtype is float16 on a GPU and float32 on a CPU.
+        Raises ConfigError for a setting that cannot work.
         """
         config = EngineConfig(
             model=model, device=device, dtype=dtype, load_format=load_format, memory_bytes=memory_bytes, seed=seed
@@ -57,10 +57,10 @@ class Transcriber:
     def transcribe(
         self, audio: Audio | Sequence[Audio], language: str, *, decoder: Decoder = "rnnt"
     ) -> Transcription | list[Transcription]:
-        """Return the transcript of each file, in their order; of one file, a transcript.
+        """Return one transcript per file, in order. A single file returns a single transcript.
 
         Clips of all files share batches. Files are decoded one after another while clips are transcribed, so memory
-        does not grow with their length. language: the model's code, an English name or a FLORES code.
+        does not grow with their length. `language` is the model's code, an English name or a FLORES code.
 
         Raises RequestError for an unknown language and for audio that cannot be read, which it names, and ConfigError
         for a file that cannot be opened.
@@ -103,7 +103,10 @@ class Transcriber:
 
 
 class _Work:
-    """The clips of one call, in the engine and out of it. `words`: of each transcribed clip, by its id."""
+    """The clips of one call, in the engine and out of it.
+
+    `words` holds the words of each transcribed clip by its id.
+    """
 
     def __init__(self, engine: BatchEngine[Transcribe, Transcript]) -> None:
         self.words: dict[str, list[SpokenWord]] = {}
@@ -132,7 +135,7 @@ class _Work:
         for transcript in self._engine.step().outputs:
             start_s = self._starts.pop(transcript.request_id)
             assert isinstance(transcript, Transcript)
-            self.words[transcript.request_id] = words_from(start_s, transcript.words)
+            self.words[transcript.request_id] = place_words(start_s, transcript.words)
 
 
 def _content(file: Audio) -> bytes:

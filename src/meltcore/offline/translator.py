@@ -33,7 +33,7 @@ _CACHE_FRACTION = 0.8
 _GPU_SLOTS, _CPU_SLOTS = 512, 32
 
 
-class _Loaded:
+class _LoadedModel:
     """One checkpoint: its model and tokenizer. `direction` is None where its name does not tell it."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -66,12 +66,12 @@ class Translator:
         seed: int = 0,
         normalizer: Normalizer = "itt",
     ) -> None:
-        """Load one checkpoint, or several of different directions. Raises ConfigError for what cannot work.
+        """Load one checkpoint of IndicTrans2, or several of different directions, from local folders or hub ids.
 
-        models: local folders or hub ids of IndicTrans2. The direction is read from the name: en-indic, indic-en or
-        indic-indic. The others: fields of EngineConfig. The default dtype is float16 on a GPU and float32 on a CPU;
-        memory_bytes counts all checkpoints and their caches. normalizer: "itt" prepares texts as IndicTransToolkit
-        does, "original" without two of its faults.
+        The direction is read from the name: en-indic, indic-en or indic-indic. `memory_bytes` counts all checkpoints
+        and their caches. With the normalizer "itt" texts are prepared as IndicTransToolkit does, with "original"
+        without two of its faults. The other parameters are fields of EngineConfig. The default dtype is float16 on a
+        GPU and float32 on a CPU. Raises ConfigError for a setting that cannot work.
         """
         names = [models] if isinstance(models, str) else list(models)
         directions = [direction_of(name) for name in names]
@@ -91,7 +91,7 @@ class Translator:
         if normalizer not in get_args(Normalizer):
             raise ConfigError(f"normalizer must be {' or '.join(get_args(Normalizer))}; got {normalizer!r}")
         self._normalizer: Normalizer = normalizer
-        self._loaded = [_Loaded(config, self._device) for config in configs]
+        self._loaded = [_LoadedModel(config, self._device) for config in configs]
 
     def translate(
         self,
@@ -106,11 +106,11 @@ class Translator:
         length_penalty: float = 1.0,
         early_stopping: bool | Literal["never"] = False,
     ) -> str | list[str]:
-        """Return the translation of each text, in their order; of one text, a text.
+        """Return one translation per text, in order. A single text returns a single string.
 
         The sentences of all texts are translated in one batch. Line breaks stay where they were, and empty text has an
-        empty translation. src_lang, tgt_lang: FLORES codes, English names or ISO 639 codes. pivot: without a checkpoint
-        for the direction, translate through English. The others: fields of BeamOptions.
+        empty translation. `src_lang` and `tgt_lang` are FLORES codes, English names or ISO 639 codes. With `pivot`, a
+        direction without a checkpoint is translated through English. The other parameters are fields of BeamOptions.
 
         Raises RequestError for unknown or equal languages, a direction that is not loaded, a text in another script and
         a sentence that is too long, and ConfigError for an option outside its range.
@@ -128,13 +128,13 @@ class Translator:
             results = self._translate(loaded, results, from_language, to_language, options)
         return results[0] if isinstance(texts, str) else results
 
-    def _route(self, source: Language, target: Language, pivot: bool) -> list[tuple[_Loaded, Language, Language]]:
+    def _route(self, source: Language, target: Language, pivot: bool) -> list[tuple[_LoadedModel, Language, Language]]:
         """Return the checkpoints that lead from `source` to `target`, each with its languages."""
-        direct = self._find(source, target)
+        direct = self._find_model(source, target)
         if direct is not None:
             return [(direct, source, target)]
         english = find_language("eng_Latn", "src_lang")
-        first, second = self._find(source, english), self._find(english, target)
+        first, second = self._find_model(source, english), self._find_model(english, target)
         names = ", ".join(each.name for each in self._loaded)
         problem = f"no loaded checkpoint translates {source.code} to {target.code} (loaded: {names})"
         if english in (source, target) or first is None or second is None:
@@ -143,12 +143,12 @@ class Translator:
             raise RequestError(f"{problem}; pivot=True translates through English", param="pivot")
         return [(first, source, english), (second, english, target)]
 
-    def _find(self, source: Language, target: Language) -> _Loaded | None:
+    def _find_model(self, source: Language, target: Language) -> _LoadedModel | None:
         direction = needed_direction(source, target)
         return next((each for each in self._loaded if each.direction in (direction, None)), None)
 
     def _translate(
-        self, loaded: _Loaded, texts: list[str], source: Language, target: Language, options: BeamOptions
+        self, loaded: _LoadedModel, texts: list[str], source: Language, target: Language, options: BeamOptions
     ) -> list[str]:
         limit = loaded.model.config.max_source_positions
         documents = [prepare(text, loaded.tokenizer, source, target, limit, self._normalizer) for text in texts]

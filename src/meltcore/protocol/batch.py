@@ -15,9 +15,9 @@ TaskFinishReason = Literal["stop", "abort", "error", "deadline"]
 
 
 class TaskRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """Asks the engine for one result. A lower `priority` begins earlier, then the earlier deadline, then the arrival.
+    """Asks the engine for one result. The order is by `priority`, lower values first, then by deadline and arrival.
 
-    deadline_s: a request that has not begun by then is ended; without one it may wait for any time.
+    A request that has not begun by `deadline_s` is ended. Without a deadline it may wait for any time.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class BatchStats(msgspec.Struct, array_like=True, frozen=True):
 class BatchReady(EngineReady, array_like=True, frozen=True):
     """Reports that a batch engine can serve. A task adds its limits in a subclass with a tag.
 
-    max_cost: the padded cost of the requests that run together, which also limits one request.
+    `max_cost` limits the padded cost of the requests that run together, and so of each request.
     """
 
     max_cost: int

@@ -32,8 +32,11 @@ class Ping(msgspec.Struct, tag="ping", frozen=True):
 class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
     """Asks for all living nodes, and which of these checkpoints each of them can load. Answered by `Nodes`.
 
-    checkpoints: absolute paths, and ids of the hub; limit_s: for a node to answer; NVML takes up to 60 s, and a worker
-    process several seconds to start. names: of nodes seen before, by id, which keep them; used: those with engines.
+    Args:
+        checkpoints: absolute paths, and ids of the hub.
+        limit_s: time for a node to answer. NVML takes up to 60 s, and a worker process several seconds to start.
+        names: names of known nodes by id, which they keep.
+        used: ids of the nodes that have engines.
     """
 
     checkpoints: list[str] = []
@@ -45,10 +48,17 @@ class ReadNodes(msgspec.Struct, tag="read_nodes", frozen=True):
 class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     """Asks for an engine process on a node. Answered by `EngineListening` or `EngineEnded`.
 
-    engine: its number. command: the command that starts it, after the interpreter. client_key: the public key of its
-    clients. gpus: numbers among the GPUs of the node that Ray may use; gib: memory on each of them. cpu_engines: how
-    many engines share the cores of the node. sharing: how engines of one GPU wait for each other; without it none
-    waits. fleet: names the engines that do. model, replica: whose engine it is.
+    Args:
+        engine: number of the engine.
+        command: the command that starts the engine, without the interpreter.
+        client_key: public key of the engine's clients.
+        gpus: indices among the GPUs of the node that Ray may use.
+        gib: memory on each of these GPUs.
+        cpu_engines: number of engines that share the cores of the node.
+        sharing: how engines of one GPU wait for each other. Without it none waits.
+        fleet: names the engines that wait for each other.
+        model: name of the model.
+        replica: index of the replica of the model.
     """
 
     engine: int
@@ -76,9 +86,12 @@ class KillEngine(msgspec.Struct, tag="kill_engine", frozen=True):
 class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
     """Asks every node to run a command of Meltcore as a process. Answered by `CommandStarted`, `CommandEnded` per node.
 
-    command: its name and options; limit_s: for each node; needs_gpu: nodes without a GPU leave it out; takes_gpus: Ray
-    gives all GPUs of the node to the command, so that no other Ray job runs there; has_folder: the command writes a
-    run folder, which the node removes.
+    Args:
+        command: name and options of the command.
+        limit_s: time for each node.
+        needs_gpu: nodes without a GPU leave the command out.
+        takes_gpus: Ray gives all GPUs of the node to the command, so that no other Ray job runs there.
+        has_folder: the command writes a run folder, which the node removes.
     """
 
     command: list[str]
@@ -92,11 +105,14 @@ class RunOnNodes(msgspec.Struct, tag="run_on_nodes", frozen=True):
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
-    """A node of the cluster. name: its host name, with the begin of its id where several nodes have the same.
+    """A node of the cluster.
 
-    gib: the memory of GPUs that Ray may give away (`gpu_resource`), by number; reserved_gib: what it has given of it
-    to jobs; missing: why it cannot load a checkpoint, by checkpoint.
-    problem: why no engine can be started there, and nothing else is known of it; "": it can be used.
+    Args:
+        name: host name, with the beginning of the node's id where several nodes have the same host name.
+        gib: memory of the GPUs that Ray may give away (`gpu_resource`), by index.
+        reserved_gib: memory that Ray has given to jobs, by index.
+        missing: why the node cannot load a checkpoint, by checkpoint.
+        problem: why no engine can be started there, or "". With a problem nothing else is known of the node.
     """
 
     name: str
@@ -126,7 +142,10 @@ class ClusterFailed(msgspec.Struct, tag="cluster_failed", frozen=True):
 
 
 class EngineListening(msgspec.Struct, tag="listening", frozen=True):
-    """An engine process runs, and loads. listening: at `host`; pid: on its node."""
+    """An engine process runs and loads its model.
+
+    It is reached by `listening` at `host`; `pid` is its id on its node.
+    """
 
     engine: int
     host: str
@@ -144,8 +163,8 @@ class EngineOutput(msgspec.Struct, tag="output", frozen=True):
 class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
     """An engine process has ended, or could not be started.
 
-    no_room: nothing was started, as its node is gone or has no room, so another node may take it. is_evicted: the
-    cluster has ended it, or its start, for lack of memory on its node; the process may live on.
+    With `no_room` nothing was started, as its node is gone or has no room, so another node may take it. With
+    `is_evicted` the cluster has ended it, or its start, for lack of memory on its node; the process may live on.
     """
 
     engine: int
@@ -155,7 +174,10 @@ class EngineEnded(msgspec.Struct, tag="ended", frozen=True):
 
 
 class ClusterState(msgspec.Struct, tag="cluster_state", frozen=True):
-    """Reports that the head node answers no more, or again. problem: why nothing can be changed; "": it can."""
+    """Reports that the head node does not answer any more, or again.
+
+    `problem` says why nothing can be changed, or is "".
+    """
 
     problem: str
 
@@ -167,9 +189,9 @@ class CommandStarted(msgspec.Struct, tag="command_started", frozen=True):
 
 
 class CommandEnded(msgspec.Struct, tag="command_ended", frozen=True):
-    """What a node has of its command. `late`: it was ended at its limit; `failed`: there is no process that ended.
+    """The result of a command on a node. A `late` command was ended at its limit, and a `failed` one has no process.
 
-    output: what it wrote to its standard output; reason: its last line on standard error, or why it did not end.
+    `output` is its standard output. `reason` is its last line on standard error, or why it did not end.
     """
 
     node: str

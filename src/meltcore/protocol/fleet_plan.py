@@ -19,7 +19,7 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
 
     place: "GPU 0", "CPU" or "another server", in a cluster after the node's name; budget_bytes: of one engine on each
-    of its GPUs, 0 for another server. max_num_seqs: of the file, where a step is full with fewer.
+    of its GPUs, or 0 for another server. max_num_seqs: of the file, where a step is full with fewer.
     """
 
     name: str
@@ -51,7 +51,7 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
     """The host memory of one machine: of engines on its CPU, and pinned for weights that sleep.
 
-    total_bytes: what there is for both, None where it is not known.
+    total_bytes: what there is for both, or None where it is not known.
     """
 
     node: str = ""

@@ -24,7 +24,7 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 class Profile(msgspec.Struct, tag="profile", array_like=True, frozen=True):
     """Starts or stops a profiler in the engine process, which answers with `ProfileDone`.
 
-    profiler: torch writes a trace into `directory`; cuda marks the range that Nsight Systems captures.
+    The profiler "torch" writes a trace into `directory`; "cuda" marks the range that Nsight Systems captures.
     """
 
     action: Literal["start", "stop"]
@@ -41,8 +41,8 @@ class ForgetClient(msgspec.Struct, tag="forget", array_like=True, frozen=True):
 class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
     """Makes an idle engine give its device memory back; it answers with `Asleep`.
 
-    keep: "host" copies the weights to pinned host memory, "disk" drops them and reads the checkpoint again at `Wake`
-    (levels 1 and 2 of vLLM's sleep mode). The content of caches is lost in both.
+    With `keep` "host" it copies the weights to pinned host memory. With "disk" it drops them and reads the checkpoint
+    again at `Wake` (levels 1 and 2 of vLLM's sleep mode). The content of caches is lost in both.
     """
 
     keep: Literal["host", "disk"] = "host"
@@ -77,7 +77,7 @@ class MemoryRow(msgspec.Struct, array_like=True, frozen=True):
 class EngineReady(msgspec.Struct, array_like=True, frozen=True):
     """Reports that the engine can serve. Each engine type adds its limits in a subclass with a tag.
 
-    LOWEST names the limits that all replicas have in common by the lowest of each.
+    LOWEST names the limits of which a model's replicas share the lowest value.
     """
 
     LOWEST: ClassVar[Sequence[str]] = ()
@@ -90,7 +90,7 @@ class EngineReady(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def has_synthetic_lengths(self) -> bool:
-        """Return whether random weights decide nothing about the length of an answer, so that it follows a rule."""
+        """Return whether answers have random weights, so that their length follows a rule instead of the weights."""
         return False
 
     def describe_limits(self) -> str:
@@ -98,12 +98,12 @@ class EngineReady(msgspec.Struct, array_like=True, frozen=True):
         raise NotImplementedError
 
     def probe(self, request_id: str) -> Any:
-        """Return the message of a tiny request, which an engine has to answer before it gets those of clients."""
+        """Return the message of a tiny request, which an engine has to answer before it gets requests of clients."""
         raise NotImplementedError
 
 
 class EngineOutputs(msgspec.Struct, Generic[_Output, _Stats], array_like=True, frozen=True):
-    """Holds the outputs of one step: all of them, or those for one API server."""
+    """Holds all outputs of one step, or the outputs for one API server."""
 
     outputs: list[_Output]
     stats: _Stats
@@ -124,7 +124,7 @@ class EngineFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
 
 
 class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
-    """Reports the folder of a started profile or the file of a finished one, or the reason why there is none.
+    """Reports the folder of a started profile or the file of a finished one, or the reason why it failed.
 
     With the cuda profiler the path is empty: Nsight Systems writes the file.
     """
@@ -136,8 +136,11 @@ class ProfileDone(msgspec.Struct, tag="profiled", array_like=True, frozen=True):
 class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
     """Reports that the engine sleeps, or with `error` why it does not: it then serves as before.
 
-    freed_bytes: of the device, or of the host for an engine on a CPU. resident_bytes: device memory that it holds while
-    it sleeps, such as CUDA graphs. Requests that arrive meanwhile are refused.
+    Args:
+        freed_bytes: device memory that was given back, or host memory for an engine on a CPU.
+        resident_bytes: device memory that the engine holds while it sleeps, such as CUDA graphs.
+
+    Requests that arrive meanwhile are refused.
     """
 
     freed_bytes: int
@@ -149,7 +152,7 @@ class Asleep(msgspec.Struct, tag="asleep", array_like=True, frozen=True):
 class Awake(msgspec.Struct, tag="awake", array_like=True, frozen=True):
     """Reports that the engine serves again, or with `error` why it still sleeps; it may be woken again.
 
-    bytes_copied: of weights, from the host or from the checkpoint.
+    `bytes_copied` counts bytes of weights, from the host or from the checkpoint.
     """
 
     seconds: float

@@ -25,7 +25,7 @@ _OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def socket_address(directory: Path, direction: Literal["to-engine", "from-engine"], client_index: int) -> str:
-    """Return the ZeroMQ address that client `client_index` (0: the supervisor) binds; the engine connects to it.
+    """Return the ZeroMQ address that a client binds and its engine connects to. Client 0 is the supervisor.
 
     The socket is a PUSH socket for the direction "to-engine" and a PULL socket for "from-engine".
     """
@@ -95,7 +95,7 @@ def _remove_stale_folders(prefix: str) -> None:
 def _lock_folder(folder_fd: int, path: Path) -> bool:
     """Lock an open folder until its file descriptor is closed, and return whether that succeeded.
 
-    False when another process has the lock, or when `path` is no longer that folder. Raises OSError on a file system
+    It fails when another process has the lock, or when `path` is no longer that folder. Raises OSError on a file system
     without locks.
     """
     try:

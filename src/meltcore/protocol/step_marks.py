@@ -1,4 +1,4 @@
-"""Marks of the engines that share a GPU: until when each of them wants it for its steps.
+"""Holds the marks of engines that share a GPU. A mark says until when its engine wants the GPU for its steps.
 
 The supervisor makes one small file per GPU, and every engine on that GPU maps it. An engine of class interactive or
 standard has a word of its own there, a time of the machine's monotonic clock. Engines of lower classes read the words.
@@ -25,7 +25,7 @@ _FILE_BYTES = len(_MARKING) * MAX_ENGINES * _WORD_BYTES
 
 
 def make_marks_file(path: Path) -> None:
-    """Make the file of a GPU, without marks. One that is there stays."""
+    """Make the file of a GPU, without marks. An existing file stays."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.ftruncate(fd, _FILE_BYTES)
@@ -57,16 +57,16 @@ class StepMarks:
             self.clear()  # what a predecessor that died has left
 
     def mark(self, until_s: float) -> None:
-        """Ask engines of lower classes to wait until then. until_s: of time.monotonic. Without effect for `batch`."""
+        """Ask engines of lower classes to wait until a time of time.monotonic. The class `batch` asks nobody."""
         if self._word is not None:
             self._words[self._word] = until_s
 
     def clear(self) -> None:
-        """Remove the own mark."""
+        """Remove this engine's mark."""
         self.mark(0.0)
 
-    def wanted_until(self) -> float:
-        """Return the latest mark of engines of higher classes; 0 without one."""
+    def wait_until_s(self) -> float:
+        """Return the latest mark of engines of higher classes, or 0 without a mark."""
         # One comparison of bytes: while no higher class works, an engine of a lower class pays for nothing more.
         if self._memory[: self._higher_bytes] == self._unmarked:
             return 0.0

@@ -13,9 +13,13 @@ _PROBE_TEXT, _TONE_HZ = "नमस्ते", 220.0
 class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw_only=True):
     """Asks for the speech of one text, which the engine cuts at sentence ends, in the voice of a reference.
 
-    voice: one of the engine's. "": that of `reference`, float32 samples from -1 to 1 in this machine's byte order,
-    mono, at the engine's sample rate, in which `reference_text` is spoken. speed: 2 is twice as fast; seed: of the
-    noise that speech is made of; num_steps: one of the engine's, 0 for its default.
+    Args:
+        voice: one of the engine's voices, or "" for the voice of `reference`.
+        reference: float32 samples from -1 to 1 in this machine's byte order, mono, at the engine's sample rate.
+        reference_text: the text that is spoken in `reference`.
+        speed: a factor; 2 is twice as fast.
+        seed: the seed of the noise that speech is made of.
+        num_steps: one of the engine's numbers of steps, or 0 for its default.
     """
 
     text: str
@@ -28,10 +32,10 @@ class Synthesize(TaskRequest, tag="synthesize", array_like=True, frozen=True, kw
 
 
 class Synthesized(TaskResult, tag="synthesized", array_like=True, frozen=True, kw_only=True):
-    """Holds the next samples of a text's speech, of the form of `Synthesize.reference`.
+    """Holds the next samples of a text's speech, in the format of `Synthesize.reference`.
 
     Results of a request arrive in order, one per chunk of its text. Joined, their samples are the whole speech: chunks
-    are cross-faded already. chunk counts from 1 to `chunks`; both are 0 when a request ends early.
+    are cross-faded already. `chunk` counts from 1 to `chunks`; both are 0 when a request ends early.
     """
 
     samples: bytes = b""
@@ -46,9 +50,13 @@ class SynthesisOutputs(EngineOutputs[Synthesized, BatchStats], tag="speech", arr
 class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=True):
     """Reports that a synthesis engine can serve.
 
-    voices: the first is the default; it is empty if every request must bring a reference. max_text: characters;
-    min_reference_s, max_reference_s: of a reference without the silence at its ends; steps: accepted by num_steps, the
-    first is the default; tokens: "synthetic" when a checkpoint has no vocabulary (dummy weights).
+    Args:
+        voices: names of voices, the default first. Without a voice, every request must bring a reference.
+        max_text: the most characters of a text.
+        min_reference_s: the shortest reference, without the silence at its ends.
+        max_reference_s: the longest reference, without the silence at its ends.
+        steps: the numbers of steps that a request may ask for, the default first.
+        tokens: "synthetic" when a checkpoint has no vocabulary (dummy weights).
     """
 
     voices: list[str]
@@ -69,19 +77,19 @@ class SynthesisReady(BatchReady, tag="synthesis_ready", array_like=True, frozen=
         )
 
     def probe(self, request_id: str) -> Synthesize:
-        """Return a word to speak, in the first voice or in that of a tone."""
+        """Return a request to speak one word, in the first voice or in the voice of a tone."""
         reference_s = (self.min_reference_s + self.max_reference_s) / 2
         return Synthesize(
             request_id=request_id,
             text=_PROBE_TEXT,
             voice=self.voices[0] if self.voices else "",
-            reference=b"" if self.voices else _tone(self.sample_rate, reference_s),
+            reference=b"" if self.voices else _make_tone(self.sample_rate, reference_s),
             reference_text="" if self.voices else _PROBE_TEXT,
             num_steps=min(self.steps),
         )
 
 
-def _tone(sample_rate: int, duration_s: float) -> bytes:
+def _make_tone(sample_rate: int, duration_s: float) -> bytes:
     """Return float32 samples of a tone, for a model that speaks in the voice of a reference."""
     step = 2 * math.pi * _TONE_HZ / sample_rate
     return array("f", (0.3 * math.sin(step * index) for index in range(round(sample_rate * duration_s)))).tobytes()

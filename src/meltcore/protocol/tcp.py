@@ -5,7 +5,7 @@ socket to it. A file in the folder of the sockets tells either end that the othe
 process makes a key pair, and so does the supervisor for all clients. Secret keys stay on the machine that made them.
 
 A monotonic clock belongs to one machine. Every message therefore begins with the sender's clock, and the receiver moves
-the times within it by the difference to its own: the durations before the send are kept, the transport's is not.
+the times within it by the difference to its own clock. Durations before the send are kept, and the transport's is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeyPair(msgspec.Struct, frozen=True):
     secret: str
 
     @classmethod
-    def new(cls) -> Self:
+    def generate(cls) -> Self:
         """Make a key pair."""
         import zmq  # `meltcore plan` has no sockets
 
@@ -44,21 +44,21 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """What an engine is given: the host name or address to bind, and the public key of its clients."""
+    """What an engine is told: the host name or address to bind, and the public key of its clients."""
 
     host: str
     client_key: str
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """What an engine tells: the port that it has bound, and its public key."""
+    """What an engine reports: the port that it has bound, and its public key."""
 
     port: int
     engine_key: str
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
-    """Where an engine is, its public key, and the key pair of its clients. name: of its node, in messages."""
+    """Where an engine is, its public key, and the key pair of its clients. `name` is the node's name in messages."""
 
     name: str
     host: str
@@ -68,7 +68,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """The address as ZeroMQ has it."""
+        """The address in ZeroMQ's form."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
@@ -78,7 +78,7 @@ def write_binding(directory: Path, binding: Binding) -> None:
 
 
 def read_binding(directory: Path) -> Binding | None:
-    """Return what `write_binding` wrote, and remove it; None for an engine whose clients are on this machine."""
+    """Return what `write_binding` wrote, and remove it, or None for an engine whose clients are on this machine."""
     path = directory / _BINDING
     if not path.exists():
         return None
@@ -88,14 +88,14 @@ def read_binding(directory: Path) -> Binding | None:
 
 
 def write_listening(directory: Path, listening: Listening) -> None:
-    """Tell who started the engine where it listens."""
+    """Tell the process that started the engine where the engine listens."""
     part = directory / f"{_LISTENING}.part"
     part.write_bytes(msgspec.json.encode(listening))
     part.rename(directory / _LISTENING)
 
 
 def read_listening(directory: Path) -> Listening | None:
-    """Return what `write_listening` wrote; None before the engine listens."""
+    """Return what `write_listening` wrote, or None before the engine listens."""
     path = directory / _LISTENING
     return msgspec.json.decode(path.read_bytes(), type=Listening) if path.exists() else None
 
@@ -106,7 +106,7 @@ def write_address(directory: Path, address: EngineAddress) -> None:
 
 
 def read_address(directory: Path) -> EngineAddress | None:
-    """Return what `write_address` wrote; None for an engine on this machine."""
+    """Return what `write_address` wrote, or None for an engine on this machine."""
     path = directory / _ADDRESS
     return msgspec.json.decode(path.read_bytes(), type=EngineAddress) if path.exists() else None
 
@@ -152,7 +152,7 @@ def decode_message(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> t
 
 
 def shift_times(message: _Message, offset_s: float) -> _Message:
-    """Return a message with all its times moved by `offset_s`. A time of 0 or None is none, and stays."""
+    """Return a message with all its times moved by `offset_s`. A time of 0 or None is unset and stays."""
     if not isinstance(message, msgspec.Struct):
         return message
     changes: dict[str, Any] = {}

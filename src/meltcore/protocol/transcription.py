@@ -13,7 +13,9 @@ Decoder = Literal["ctc", "rnnt"]
 class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw_only=True):
     """Asks for the words of one clip.
 
-    samples: int16 in this machine's byte order, mono, at the engine's sample rate; language: one of the engine's codes.
+    Args:
+        samples: int16 in this machine's byte order, mono, at the engine's sample rate.
+        language: one of the engine's codes.
     """
 
     samples: bytes
@@ -22,9 +24,9 @@ class Transcribe(TaskRequest, tag="transcribe", array_like=True, frozen=True, kw
 
 
 class Word(msgspec.Struct, array_like=True, frozen=True):
-    """Holds one word, its times in seconds from the clip's beginning, and its tokens by their ids in the language.
+    """Holds one word, its times in seconds from the clip's beginning, and its token ids in the language.
 
-    logprob: of its tokens together; no_token_logprob: of no token in any of its frames.
+    `logprob` is the log-probability of its tokens together, `no_token_logprob` that none of its frames has a token.
     """
 
     text: str
@@ -36,7 +38,7 @@ class Word(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Transcript(TaskResult, tag="transcript", array_like=True, frozen=True, kw_only=True):
-    """Holds the text of a clip, its words, and the number of tokens and of encoder frames behind them."""
+    """Holds the text of a clip, its words, and how many tokens and encoder frames it comes from."""
 
     text: str = ""
     words: tuple[Word, ...] = ()
@@ -51,7 +53,7 @@ class TranscriptionOutputs(EngineOutputs[Transcript, BatchStats], tag="transcrip
 class TranscriptionReady(BatchReady, tag="transcription_ready", array_like=True, frozen=True):
     """Reports that a transcription engine can serve.
 
-    max_samples: of one clip; tokens: "synthetic" when a checkpoint has no tokenizer (dummy weights).
+    A clip has at most `max_samples`. `tokens` is "synthetic" when a checkpoint has no tokenizer (dummy weights).
     """
 
     languages: list[str]

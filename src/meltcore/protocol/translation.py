@@ -7,7 +7,7 @@ from meltcore.protocol.shell import EngineOutputs, ShellFromEngine, ShellToEngin
 
 
 class Translate(TaskRequest, tag="translate", array_like=True, frozen=True, kw_only=True):
-    """Asks for the translation of one sentence. token_ids: language tags, pieces and end token of the source."""
+    """Asks for the translation of one sentence. `token_ids` are language tags, pieces and end token of the source."""
 
     token_ids: list[int]
 
@@ -26,8 +26,11 @@ class TranslationOutputs(EngineOutputs[Translated, BatchStats], tag="translation
 class TranslationReady(BatchReady, tag="translation_ready", array_like=True, frozen=True):
     """Reports that a translation engine can serve.
 
-    slots: sentences that are decoded together; max_source: tokens of a source; vocab_size: of the encoder; tokens:
-    "synthetic" when a checkpoint has no tokenizer (dummy weights).
+    Args:
+        slots: sentences that are decoded together.
+        max_source: the most tokens of a source sentence.
+        vocab_size: size of the encoder's vocabulary.
+        tokens: "synthetic" when a checkpoint has no tokenizer (dummy weights).
     """
 
     slots: int

@@ -45,7 +45,7 @@ from meltcore.protocol.channel import (
 from meltcore.protocol.engines import from_engine
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.engines.engine_link import socket_folder
-from meltcore.serve.http.hops import take_name
+from meltcore.serve.http.hops import set_own_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
 from meltcore.serve.http.listener import raise_file_limit
 from meltcore.serve.requests.backend import ModelTable
@@ -75,7 +75,7 @@ class APIServer:
     def __init__(self, channel_socket: socket.socket, setup: Setup, stats_fd: int) -> None:
         config = self._config = setup.config
         self._setup = setup
-        take_name(setup.name)
+        set_own_name(setup.name)
         stats = ServerStats(
             (),
             keys=len(config.api_keys),

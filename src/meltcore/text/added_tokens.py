@@ -24,7 +24,7 @@ def add_listed_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
     another id than it has.
     """
     special = named_special_tokens(folder)
-    listed = _listed(folder, {_content(value) for value in special}, _texts(backend))
+    listed = _listed_tokens(folder, {_token_text(value) for value in special}, _added_texts(backend))
     backend.add_tokens([token for _, token, _ in listed])
     for token_id, token, source in listed:
         if (found := backend.token_to_id(token.content)) != token_id:
@@ -32,16 +32,16 @@ def add_listed_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
                 f"{source} gives token {token.content!r} the id {token_id}, but after tokenizer.json it gets {found}; "
                 "list the token in tokenizer.json, or name another tokenizer by --tokenizer"
             )
-    known = _texts(backend)
-    named = [_added(value) for value in special if _content(value) not in known]
+    known = _added_texts(backend)
+    named = [_to_added_token(value) for value in special if _token_text(value) not in known]
     backend.add_special_tokens([token for token in named if backend.token_to_id(token.content) is not None])
 
 
-def _texts(backend: tokenizers.Tokenizer) -> set[str]:
+def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
     return {token.content for token in backend.get_added_tokens_decoder().values()}
 
 
-def _listed(folder: Path, special: set[str], known: set[str]) -> list[tuple[int, AddedToken, Path]]:
+def _listed_tokens(folder: Path, special: set[str], known: set[str]) -> list[tuple[int, AddedToken, Path]]:
     """Return the tokens that are listed with ids, in the order of these, and the file of each.
 
     tokenizer_config.json replaces what is known of a token, added_tokens.json does not.
@@ -49,7 +49,9 @@ def _listed(folder: Path, special: set[str], known: set[str]) -> list[tuple[int,
     path = folder / "tokenizer_config.json"
     listed = Fields(read_json(path) if path.exists() else {}, path.name).optional("added_tokens_decoder")
     if listed is not None:
-        tokens = [(int(token_id), _added(value), path) for token_id, value in listed.items() if value["content"]]
+        tokens = [
+            (int(token_id), _to_added_token(value), path) for token_id, value in listed.items() if value["content"]
+        ]
         return sorted(tokens, key=lambda token: token[0])
     path = folder / "added_tokens.json"
     ids = read_json(path) if path.exists() else {}
@@ -63,12 +65,12 @@ def _listed(folder: Path, special: set[str], known: set[str]) -> list[tuple[int,
     ]
 
 
-def _content(value: str | dict[str, Any]) -> str:
+def _token_text(value: str | dict[str, Any]) -> str:
     return value if isinstance(value, str) else str(value["content"])
 
 
-def _added(value: str | dict[str, Any]) -> AddedToken:
+def _to_added_token(value: str | dict[str, Any]) -> AddedToken:
     """Return a token as a file describes it."""
     if isinstance(value, str):
         return AddedToken(value, normalized=False)
-    return AddedToken(_content(value), **{name: bool(value[name]) for name in _FLAGS if name in value})
+    return AddedToken(_token_text(value), **{name: bool(value[name]) for name in _FLAGS if name in value})

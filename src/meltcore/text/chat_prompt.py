@@ -31,8 +31,8 @@ class ChatPrompt(NamedTuple):
 
     Args:
         text: what the model reads, special tokens included.
-        special_tokens: the template's control tokens in it. None means all that the tokenizer finds.
-        controls: the control tokens of the tokenizer and the template, which `special_tokens` are some of.
+        special_tokens: control tokens of the template in the text. None means all that the tokenizer finds.
+        controls: all control tokens of the tokenizer and the template.
     """
 
     text: str
@@ -71,8 +71,8 @@ def render_chat(
 ) -> ChatPrompt:
     """Return the prompt of a chat, up to where the answer begins.
 
-    special_tokens_in_messages: whether control tokens in the text of messages are tokens. check_text: is called with
-    the prompt's text before stand-ins are made, which takes long for a long text.
+    `special_tokens_in_messages` says whether control tokens in the text of messages are tokens. `check_text` is called
+    with the prompt's text before stand-ins are made, which takes long for a long text.
 
     Raises RequestError (400).
     """
@@ -82,15 +82,15 @@ def render_chat(
     if special_tokens_in_messages:
         return ChatPrompt(text)
     assert isinstance(template, ChatTemplate)  # the other one renders nothing
-    controls = tokenizer.control_tokens.of_template(template.written, template.sought)
+    controls = tokenizer.control_tokens.for_template(template.written, template.sought)
     edges = controls.first_characters | controls.last_characters
-    strings = list(_strings([messages, kwargs or {}]))
+    strings = list(_message_strings([messages, kwargs or {}]))
     if not any(edge in string for string in strings for edge in edges):
         return ChatPrompt(text)
     stand_ins = _stand_ins(edges, [*strings, text, *controls.texts])
     kept = _kept_strings(template.constants, controls)
     pattern = re.compile("|".join(map(re.escape, (*kept, *stand_ins))))
-    shadow = template.render(*(_replaced(each, stand_ins, pattern) for each in (messages, kwargs)))
+    shadow = template.render(*(_replace_characters(each, stand_ins, pattern) for each in (messages, kwargs)))
     own, found = controls.find(shadow), controls.find(text)
     as_text = shadow.translate({ord(stand_in): char for char, stand_in in stand_ins.items()})
     if as_text == text:
@@ -101,7 +101,7 @@ def render_chat(
     return ChatPrompt(text) if is_same else ChatPrompt(as_text, own, controls)
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _message_strings(value: Any) -> Iterator[str]:
     """Yield all texts in messages or variables of a template, apart from names of fields.
 
     A name that is no identifier is a text too, since no template can expect it: it may be written as it is.
@@ -112,14 +112,14 @@ def _strings(value: Any) -> Iterator[str]:
         for key, each in value.items():
             if not str(key).isidentifier():
                 yield str(key)
-            yield from _strings(each)
+            yield from _message_strings(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _strings(each)
+            yield from _message_strings(each)
 
 
 def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str]:
-    """Return for each character a private-use one that occurs in none of `strings`.
+    """Return a private-use character for each character. It occurs in none of `strings`.
 
     Raises RequestError (400) if too few of them are left.
     """
@@ -135,22 +135,22 @@ def _stand_ins(characters: Collection[str], strings: list[str]) -> dict[str, str
     return dict(zip(sorted(characters), chosen, strict=True))
 
 
-def _replaced(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
+def _replace_characters(value: Any, stand_ins: dict[str, str], pattern: re.Pattern[str]) -> Any:
     """Return messages or variables with stand-ins for characters.
 
-    pattern: matches these, and first the strings that are kept.
+    `pattern` matches the characters, and before them the strings that are kept.
     """
     if isinstance(value, str):
         return pattern.sub(lambda found: stand_ins.get(found[0], found[0]), value)
     if isinstance(value, Mapping):
         return {
-            _replaced(key, stand_ins, pattern) if not str(key).isidentifier() else key: _replaced(
+            _replace_characters(key, stand_ins, pattern) if not str(key).isidentifier() else key: _replace_characters(
                 each, stand_ins, pattern
             )
             for key, each in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_replaced(each, stand_ins, pattern) for each in value]
+        return [_replace_characters(each, stand_ins, pattern) for each in value]
     return value
 
 

@@ -11,7 +11,7 @@ from jinja2 import nodes
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.json_file import read_json
-from meltcore.text.template_sandbox import MAX_CHARS, TemplateEnvironment, TemplateLimitError, limited
+from meltcore.text.template_sandbox import MAX_CHARS, TemplateEnvironment, TemplateLimitError, limit_cpu_time
 
 Message = dict[str, Any]
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, defaults: dict[str, Any] | None = None) -> ChatTemplate | None:
-        """Return the template that `find_source` finds. None means that there is none.
+        """Return the template that `find_source` finds, or None.
 
         Raises ConfigError, which names the file that cannot be read.
         """
@@ -116,7 +116,7 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
-            with limited():
+            with limit_cpu_time():
                 for part in self._template.generate(variables):
                     length += len(part)
                     if length > MAX_CHARS:
@@ -173,7 +173,7 @@ class MissingTemplate:
 
 
 def _checkpoint_source(checkpoint: Checkpoint) -> str | None:
-    """Return the source of the template, from --tokenizer first. None if there is none. Raises ConfigError."""
+    """Return the template's source, from --tokenizer first, or None without a template. Raises ConfigError."""
     folders = [checkpoint.tokenizer_folder] if checkpoint.gguf else [checkpoint.tokenizer_folder, checkpoint.folder]
     for folder in folders:
         source = None if folder is None else find_source(folder, tokenizer_config(folder))
@@ -197,16 +197,19 @@ def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json of a folder, empty without the file. Raises ConfigError if it cannot be read."""
+    """Return tokenizer_config.json of a folder, or an empty dict without the file.
+
+    Raises ConfigError if the file cannot be read.
+    """
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.exists() else {}
 
 
 def find_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the source of a folder's chat template. None means that it has none. config: its tokenizer_config.json.
+    """Return the source of a folder's chat template, or None without a template. `config` is its tokenizer_config.json.
 
-    It is chat_template.jinja, else `chat_template` of tokenizer_config.json or of chat_template.json.
-    Raises ConfigError for a template that cannot be read.
+    It is chat_template.jinja, else `chat_template` of tokenizer_config.json or of chat_template.json. Raises
+    ConfigError for a template that cannot be read.
     """
     path = folder / "chat_template.jinja"
     if path.exists():

@@ -43,9 +43,9 @@ class ControlTokens:
         self._backend = backend
         self._of_templates: dict[tuple[frozenset[str], frozenset[str]], ControlTokens] = {}
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        by_text = TURN_TOKENS | written
-        self._ids = {token.content: i for i, token in added.items() if token.special or token.content in by_text}
-        self._added = [self._as_special(token) for _, token in sorted(added.items())]
+        special_texts = TURN_TOKENS | written
+        self._ids = {token.content: i for i, token in added.items() if token.special or token.content in special_texts}
+        self._added = [self._to_special(token) for _, token in sorted(added.items())]
         # A vocabulary of one word: it finds added tokens as the tokenizer does, and takes all else as a whole.
         self._scanner = tokenizers.Tokenizer(models.WordLevel({_UNMATCHED: 0}, unk_token=_UNMATCHED))
         self._scanner.add_tokens(self._added)
@@ -53,7 +53,7 @@ class ControlTokens:
         self.first_characters = frozenset(text[0] for text in self.texts)
         self.last_characters = frozenset(text[-1] for text in self.texts)
 
-    def of_template(self, written: frozenset[str], sought: frozenset[str]) -> ControlTokens:
+    def for_template(self, written: frozenset[str], sought: frozenset[str]) -> ControlTokens:
         """Return these tokens, and the added tokens in brackets that a chat template writes.
 
         Args:
@@ -73,7 +73,7 @@ class ControlTokens:
             found = self._of_templates[key] = ControlTokens(self._backend, more) if more else self
         return found
 
-    def _as_special(self, token: AddedToken) -> AddedToken:
+    def _to_special(self, token: AddedToken) -> AddedToken:
         """Return an added token as the text encoder must have it, which reads special tokens as text."""
         if token.special or token.content not in self._ids:
             return token
@@ -104,13 +104,13 @@ class ControlTokens:
 
     def overlaps(self, string: str) -> bool:
         """Return whether a string contains a control token, or begins or ends in the middle of one."""
-        starts, ends = self._parts
+        starts, ends = self._ends_and_beginnings
         lengths = range(1, len(string) + 1)
         is_part = any(string[-length:] in starts or string[:length] in ends for length in lengths)
         return is_part or bool(self.find(string))
 
     @cached_property
-    def _parts(self) -> tuple[set[str], set[str]]:
+    def _ends_and_beginnings(self) -> tuple[set[str], set[str]]:
         """The beginnings and the ends of control tokens."""
         cuts = [(text, length) for text in self.texts for length in range(1, len(text))]
         return {text[:length] for text, length in cuts}, {text[length:] for text, length in cuts}

@@ -52,7 +52,7 @@ class _WindowDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # Their text has been returned. Before an unfinished character none is needed, which is no space to be dropped.
-        self._decoded_ids = [] if context.unfinished else self._end_of(context.finished_ids)
+        self._decoded_ids = [] if context.unfinished else self._last_tokens(context.finished_ids)
         self._pending_ids = list(context.unfinished_ids)  # their text has not
 
     def add(self, token_id: int) -> str:
@@ -68,7 +68,7 @@ class _WindowDecoder:
         self._pending_ids = []
         return text
 
-    def _end_of(self, context: Sequence[int]) -> list[int]:
+    def _last_tokens(self, context: Sequence[int]) -> list[int]:
         """Return the last tokens of a context that have text together: a decoder drops no space after them.
 
         Bytes that are no character are left out, since a decoder takes neighboring byte tokens for valid together or
@@ -95,12 +95,12 @@ class _WindowDecoder:
 
 
 class UnfinishedContext(NamedTuple):
-    """The tokens that a text continues, divided where a character begins that they leave unfinished.
+    """The tokens that a text continues, divided where they leave a character unfinished.
 
     Args:
-        finished_ids: the tokens before the first byte of that character.
-        unfinished_ids: the tokens that have bytes of it, at most three and the hidden ones among them.
-        unfinished: its bytes, which the next tokens complete. Empty where the last character is whole.
+        finished_ids: tokens before the first byte of that character.
+        unfinished_ids: tokens with bytes of that character: at most three, and hidden tokens among them.
+        unfinished: bytes of the character, which the next tokens complete, or none if all characters are finished.
     """
 
     finished_ids: Sequence[int]
@@ -143,8 +143,8 @@ def incremental_decoder(
 ) -> IncrementalDecoder:
     """Return the cheapest decoder that is correct for the tokenizer's vocabulary.
 
-    context: the tokens that the text continues. The first text completes a character that they leave unfinished. Some
-    vocabularies drop the space at the beginning of a text alone.
+    `context` holds the tokens that the text continues. If they leave a character unfinished, the first text completes
+    it. Some vocabularies drop the space at the beginning of a text, but not where a text continues.
     """
     divided = divide_context(tokenizer, skip_special_tokens, context)
     if tokenizer.is_byte_level:
@@ -172,7 +172,10 @@ class Detokenizer:
         *,
         continues_prompt: bool = False,
     ) -> None:
-        """Create a detokenizer. continues_prompt: the text goes on from the prompt's, as a completion does."""
+        """Create a detokenizer.
+
+        With `continues_prompt` the text goes on from the prompt's text, as a completion does.
+        """
         context = prompt if continues_prompt else ()
         self._decoder = incremental_decoder(tokenizer, params.skip_special_tokens, context)
         self._hidden_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()

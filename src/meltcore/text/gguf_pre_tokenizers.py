@@ -1,8 +1,8 @@
 r"""Defines the pre-tokenizers that `tokenizer.ggml.pre` of a GGUF file names.
 
-The names are llama.cpp's; the steps and normalizers are the published tokenizer's, which may be several in order: each
-step splits what the step before has left. Both give the same tokens, except where llama.cpp leaves out a normalizer
-(NFC) or writes \p{Lu} and \p{M} as ranges of ASCII letters.
+The names are llama.cpp's. The steps and normalizers are the published tokenizer's: each step splits the pieces of the
+step before it. Both give the same tokens, except where llama.cpp leaves out a normalizer (NFC) or writes \p{Lu} and
+\p{M} as ranges of ASCII letters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class PreTokenizer(NamedTuple):
     """How a text becomes words before byte-level BPE merges characters within each word.
 
     Args:
-        steps: applied in order; the last one writes bytes as characters.
-        normalizer: changes the text before, or None.
+        steps: steps in the order in which they are applied. The last one writes bytes as characters.
+        normalizer: changes the text before the steps, or None.
         ignore_merges: whether a word that is a token stays whole.
         add_bos: whether a text begins with BOS if tokenizer.ggml.add_bos_token is absent.
     """
@@ -49,7 +49,7 @@ _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
 
 
-def _words(digits: str) -> str:
+def _word_pattern(digits: str) -> str:
     """Return the pattern of words of Qwen2 and Llama 3, which differ in how many digits make a token."""
     return rf"{_SUFFIXES}|{_BEFORE_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
@@ -58,7 +58,7 @@ def _words(digits: str) -> str:
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _cased_words(suffix: str, digits: str) -> str:
+def _cased_word_pattern(suffix: str, digits: str) -> str:
     """Return the pattern of words with at most one change from capital to small letters."""
     return (
         f"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+{suffix}|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*{suffix}|"
@@ -89,12 +89,12 @@ _DEEPSEEK_V3_WORDS = (
 _GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 _NFC = normalizers.NFC()
-_LLAMA3 = PreTokenizer((*_split(_words(r"\p{N}{1,3}")), _BYTES), ignore_merges=True, add_bos=True)
+_LLAMA3 = PreTokenizer((*_split(_word_pattern(r"\p{N}{1,3}")), _BYTES), ignore_merges=True, add_bos=True)
 _CL100K = _LLAMA3._replace(ignore_merges=False, add_bos=False)  # of GPT-4, which Llama 3 took
-_QWEN2 = PreTokenizer((*_split(_words(r"\p{N}")), _BYTES), _NFC)
+_QWEN2 = PreTokenizer((*_split(_word_pattern(r"\p{N}")), _BYTES), _NFC)
 _STARCODER = PreTokenizer((_DIGITS, _GPT2))
 _GPT_NEOX = PreTokenizer((_GPT2,), _NFC)
-_GPT4O = PreTokenizer((*_split(_cased_words(f"{_SUFFIXES}?", r"\p{N}{1,3}")), _BYTES))
+_GPT4O = PreTokenizer((*_split(_cased_word_pattern(f"{_SUFFIXES}?", r"\p{N}{1,3}")), _BYTES))
 # The first name of several equal ones is the one that files are written with.
 PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
@@ -105,7 +105,7 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
-    "tekken": PreTokenizer((*_split(_cased_words("", r"\p{N}")), _BYTES), ignore_merges=True, add_bos=True),
+    "tekken": PreTokenizer((*_split(_cased_word_pattern("", r"\p{N}")), _BYTES), ignore_merges=True, add_bos=True),
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
     "dbrx": _CL100K,

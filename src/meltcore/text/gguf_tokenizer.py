@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, processors
 
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel, describe_value
-from meltcore.models.checkpoints.gguf.gguf_tokens import ids_beyond, read_flag, special_id, token_types
+from meltcore.models.checkpoints.gguf.gguf_tokens import missing_id_lines, read_flag, special_id, token_types
 from meltcore.text.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 _MAX_IDS_SHOWN = 5
@@ -61,7 +61,7 @@ def build_tokenizer(gguf: GGUFModel) -> tokenizers.Tokenizer:
     tokenizer.add_tokens(
         [tokenizers.AddedToken(tokens[i], normalized=False) for i in np.flatnonzero(types == TokenType.USER_DEFINED)]
     )
-    _set_added_ends(tokenizer, gguf, add_bos=add_bos)
+    _set_added_tokens(tokenizer, gguf, add_bos=add_bos)
     return tokenizer
 
 
@@ -100,8 +100,8 @@ def _kind_reasons(gguf: GGUFModel) -> list[str]:
         return []
     kind = gguf.metadata.get(f"{PREFIX}model")
     if kind == "gpt2":
-        return _unsupported("pre", gguf.metadata.get(f"{PREFIX}pre"), PRE_TOKENIZERS)
-    return _unsupported("model", kind, _KINDS)
+        return _unsupported_reasons("pre", gguf.metadata.get(f"{PREFIX}pre"), PRE_TOKENIZERS)
+    return _unsupported_reasons("model", kind, _KINDS)
 
 
 def special_tokens(gguf: GGUFModel) -> dict[str, str]:
@@ -112,7 +112,7 @@ def special_tokens(gguf: GGUFModel) -> dict[str, str]:
 
 
 def template_source(gguf: GGUFModel) -> str | None:
-    """Return the chat template, None if the file has none."""
+    """Return the chat template, or None if the file has none."""
     source = gguf.metadata.get("tokenizer.chat_template")
     if source is None or isinstance(source, str):
         return source
@@ -120,14 +120,14 @@ def template_source(gguf: GGUFModel) -> str | None:
 
 
 def _read_vocabulary(gguf: GGUFModel) -> tuple[dict[str, int], np.ndarray[Any, Any], list[str]]:
-    """Return the ids of tokens, the types of all rows, and what is read otherwise than the file has it.
+    """Return the ids of tokens, the types of all rows, and notes on values that are not read as they are stored.
 
-    Raises ConfigError for a token that occurs twice, over which llama.cpp ends, for more characters than the limits,
-    and where texts in English have no tokens. Empty tokens get names.
+    Raises ConfigError for a token that occurs twice, at which llama.cpp ends, for more characters than the limits, and
+    where texts in English have no tokens. Empty tokens get names.
     """
     tokens = gguf.texts(f"{PREFIX}tokens")
     types, retyped = token_types(gguf, tokens)
-    beyond = ids_beyond(gguf, len(tokens))
+    beyond = missing_id_lines(gguf, len(tokens))
     used = np.flatnonzero(types != TokenType.UNUSED)
     tokens = tokens[: int(used[-1]) + 1 if len(used) else 0]  # the rest fills up the rows of an embedding
     empty = [token_id for token_id, token in enumerate(tokens) if not token]
@@ -247,7 +247,7 @@ def _sentencepiece(
 
 
 def space_normalizer(*, add_space: bool) -> normalizers.Normalizer:
-    """Return the normalizer of SentencePiece's spaces. add_space: one more before each text."""
+    """Return the normalizer of SentencePiece's spaces. With `add_space` it adds a space before each text."""
     replace = normalizers.Replace(" ", SPACE)
     return normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if add_space else replace
 
@@ -257,9 +257,9 @@ def merges_from_scores(
 ) -> list[tuple[str, str]]:
     """Return the merges of a SentencePiece vocabulary: it joins the neighbors that give the token of highest score.
 
-    Tokens of equal score are joined in the order of their ids, those of one token with the longest left neighbor first,
-    as in published tokenizer.json files. Control tokens, bytes and others that are matched whole result from no merge.
-    The list ends with the token that brings it above MAX_MERGES.
+    Tokens of equal score are joined in the order of their ids. Pairs that give the same token are joined with the
+    longest left neighbor first, as in published tokenizer.json files. Control tokens, bytes and other tokens that are
+    matched whole result from no merge. The list ends with the token that brings it above MAX_MERGES.
     """
     by_score = np.argsort(-scores[: len(vocab)], kind="stable")
     tokens = list(vocab)
@@ -275,7 +275,7 @@ def merges_from_scores(
     return merges
 
 
-def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos: bool) -> None:
+def _set_added_tokens(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos: bool) -> None:
     """Make the tokenizer add BOS and EOS tokens where special tokens are asked for."""
     tokens = special_tokens(gguf)
     template, used = ["$A"], []
@@ -288,8 +288,8 @@ def _set_added_ends(tokenizer: tokenizers.Tokenizer, gguf: GGUFModel, *, add_bos
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
 
 
-def _unsupported(key: str, value: Any, supported: Iterable[str]) -> list[str]:
-    """Return the reason why the value of a key is not supported; none if it is."""
+def _unsupported_reasons(key: str, value: Any, supported: Iterable[str]) -> list[str]:
+    """Return the reason why the value of a key is not supported, or an empty list if it is."""
     names = list(supported)
     if isinstance(value, str) and value in names:
         return []

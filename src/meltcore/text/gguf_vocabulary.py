@@ -59,7 +59,7 @@ class _Vocabulary:
         self.types = np.full(num_rows, int(TokenType.UNUSED))
         for token, token_id in vocab.items():
             is_byte = self.is_sentencepiece and token in _BYTE_TOKENS
-            self._set(token_id, token, TokenType.BYTE if is_byte else TokenType.NORMAL)
+            self._set_token(token_id, token, TokenType.BYTE if is_byte else TokenType.NORMAL)
         for added in content.get("added_tokens", []):
             token_id, text = added["id"], added["content"]
             if token_id >= num_rows:  # a token of images, which a model of texts has no embedding for
@@ -68,13 +68,13 @@ class _Vocabulary:
             if stripping:
                 raise ConfigError(f"{path}: token {text!r} has {stripping[0]}, which a GGUF file cannot express")
             if added["special"]:
-                self._set(token_id, text, TokenType.UNKNOWN if text == unknown else TokenType.CONTROL)
+                self._set_token(token_id, text, TokenType.UNKNOWN if text == unknown else TokenType.CONTROL)
             else:  # it is matched before spaces are replaced
                 text = text.replace(SPACE, " ") if self.is_sentencepiece else text
-                self._set(token_id, text, TokenType.USER_DEFINED)
+                self._set_token(token_id, text, TokenType.USER_DEFINED)
         self.ids = {token: token_id for token_id, token in enumerate(self.tokens)}
 
-    def _set(self, token_id: int, token: str, token_type: TokenType) -> None:
+    def _set_token(self, token_id: int, token: str, token_type: TokenType) -> None:
         self.tokens[token_id], self.types[token_id] = token, token_type
 
     def merges(self) -> list[tuple[str, str]]:
@@ -90,7 +90,7 @@ class _Vocabulary:
 
 
 def tokenizer_metadata(checkpoint: Checkpoint, num_rows: int) -> dict[str, Any]:
-    """Return the metadata of tokenizer and chat template by key. num_rows: rows of the embedding.
+    """Return the metadata of tokenizer and chat template by key. The embedding has `num_rows` rows.
 
     Raises ConfigError that names the part of tokenizer.json which a GGUF file cannot express.
     """
@@ -115,7 +115,7 @@ def _byte_level_metadata(vocabulary: _Vocabulary, content: dict[str, Any]) -> di
         bool(vocabulary.model.get("ignore_merges")),
     )
     for name, pre in PRE_TOKENIZERS.items():
-        if seen == (_without_offsets(_state(pre.splitter())), _state(pre.normalizer), pre.ignore_merges):
+        if seen == (_without_offsets(_part_state(pre.splitter())), _part_state(pre.normalizer), pre.ignore_merges):
             merges = [" ".join(merge) for merge in vocabulary.merges()]
             return {"model": "gpt2", "pre": name, "merges": merges}
     raise vocabulary.unsupported(
@@ -126,8 +126,10 @@ def _byte_level_metadata(vocabulary: _Vocabulary, content: dict[str, Any]) -> di
 def _sentencepiece_metadata(vocabulary: _Vocabulary, content: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of BPE with SentencePiece's spaces. Raises ConfigError where no scores give the merges."""
     normalizer, splitter = content.get("normalizer"), content.get("pre_tokenizer")
-    if splitter in _NO_SPLIT and normalizer in (_state(space_normalizer(add_space=each)) for each in (True, False)):
-        add_space = normalizer == _state(space_normalizer(add_space=True))
+    if splitter in _NO_SPLIT and normalizer in (
+        _part_state(space_normalizer(add_space=each)) for each in (True, False)
+    ):
+        add_space = normalizer == _part_state(space_normalizer(add_space=True))
     elif normalizer is None and splitter == _METASPACE:
         add_space = False
     else:
@@ -231,7 +233,7 @@ def _sample_texts(tokenizer: Tokenizer, num_tokens: int) -> list[str]:
     return texts
 
 
-def _state(part: Any) -> Any:
+def _part_state(part: Any) -> Any:
     """Return a part of a tokenizer as tokenizer.json has it."""
     return None if part is None else json.loads(part.__getstate__())
 

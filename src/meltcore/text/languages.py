@@ -9,10 +9,13 @@ from meltcore.common.errors import RequestError
 
 
 class Language(NamedTuple):
-    """A language in one script. `code` is its FLORES code, which is its tag in the model's input too.
+    """A language in one script.
 
-    text_code: the code by which the text steps treat it, which may be another language's (ODDITIES). script: Unicode's
-    name of its script. names: English names without the script, ISO 639 codes.
+    Args:
+        code: FLORES code, which is also the language's tag in the model's input.
+        text_code: the code by which the text steps treat it, which may be another language's (ODDITIES).
+        script: Unicode's name of its script.
+        names: English names without the script, and ISO 639 codes.
     """
 
     code: str
@@ -59,7 +62,7 @@ CODES = [code for code, _ in _ALL]
 def english_name(language: str, param: str) -> str:
     """Return the English name of a language that a client names by code or name, in any case.
 
-    param: the field of the request. Raises RequestError (400) for an unknown one.
+    Errors name the request's field `param`. Raises RequestError (400) for an unknown language.
     """
     folded = language.strip().casefold()
     for code, names in _ALL:
@@ -69,7 +72,7 @@ def english_name(language: str, param: str) -> str:
 
 
 def code_among(name: str, languages: Sequence[str]) -> str | None:
-    """Return the member of `languages` that a client means by code or English name, in any case; None without one."""
+    """Return the member of `languages` that a client means by code or English name, in any case, or None."""
     folded = name.strip().casefold()
     for member in languages:
         if member.casefold() == folded:

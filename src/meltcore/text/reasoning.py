@@ -1,12 +1,12 @@
 """Defines which models write reasoning before an answer, and which part of a text is reasoning.
 
-Reasoning stands between two tokens that are not special ones, so skipping special tokens does not hide it. A chat
-template may write the first of them: a prompt that ends with the start token starts reasoning, as DeepSeek-R1's does. A
-prompt that ends with start and end token starts the answer, whatever whitespace follows.
+Reasoning stands between two tokens that are not special, so skipping special tokens does not hide it. A chat template
+may write the first of them: a prompt that ends with the start token starts reasoning, as DeepSeek-R1's does. A prompt
+that ends with start and end token starts the answer, whatever whitespace follows.
 
 A model reasons if its type is listed here, or if its chat template has one of the tokens in its text: to begin an
-answer with it, or to drop the reasoning of earlier answers. So all models that are trained on the answers of a
-reasoning one are known by their templates, whatever their type.
+answer with it, or to drop the reasoning of earlier answers. So models that are trained on the answers of a reasoning
+model are known by their templates, whatever their type.
 """
 
 from __future__ import annotations

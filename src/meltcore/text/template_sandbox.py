@@ -48,7 +48,7 @@ class TemplateLimitError(Exception):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates. `limited` must surround each rendering."""
+    """Compiles chat templates. `limit_cpu_time` must surround each rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -102,13 +102,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def check_time(self) -> None:
-        """Raise TemplateLimitError once the time of `limited` is over. It looks at the clock now and then."""
+        """Raise TemplateLimitError once the time of `limit_cpu_time` is over. It looks at the clock now and then."""
         if next(self._steps) % _STEPS_PER_CHECK == 0 and time.thread_time() > _deadline.get():
             raise TemplateLimitError(f"it computes for more than {MAX_CPU_S:g} s")
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def limit_cpu_time() -> Iterator[None]:
     """Limit the CPU time of one rendering."""
     token = _deadline.set(time.thread_time() + MAX_CPU_S)
     try:
@@ -155,13 +155,13 @@ def _items(environment: TemplateEnvironment, items: Iterable[Any]) -> Iterable[A
     if isinstance(items, Undefined):
         return items  # whose error names the variable
 
-    def counted() -> Iterator[Any]:
+    def count_items() -> Iterator[Any]:
         for item in items:
             environment.check_time()
             yield item
 
     iter(items)  # raises TypeError here, at the loop's line
-    return counted()
+    return count_items()
 
 
 def _join(parts: list[Any]) -> str:
@@ -181,12 +181,12 @@ def _finalize(_context: Context, value: Any) -> Any:
 
 def _with_checked_arguments(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
         args = _with_lists(args) if name == "join" else args
         _check_arguments(name, args, kwargs.values())
         return function(*args, **kwargs)
 
-    return checked
+    return check_and_call
 
 
 def _with_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -63,7 +63,8 @@ class Tokenizer:
     def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:
         """Load the tokenizer of a checkpoint, or of --tokenizer.
 
-        allow_missing: without a tokenizer.json, make a synthetic one. Raises ConfigError where it is missing or broken.
+        With `allow_missing` a checkpoint without a tokenizer.json gets a synthetic tokenizer. Raises ConfigError where
+        the tokenizer is missing or broken.
         """
         folder = checkpoint.text_folder
         if folder is None:
@@ -131,7 +132,7 @@ class Tokenizer:
         return text
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text in the vocabulary; None where there is no such token."""
+        """Return the id of a token by its text in the vocabulary, or None where there is no such token."""
         result: int | None = self._backend.token_to_id(token)
         return result
 

@@ -15,9 +15,9 @@ _PAUSE_S, _SEGMENT_S = 0.6, 6.0
 
 
 class SpokenWord(NamedTuple):
-    """A word, its times in seconds from the beginning of the file, and its tokens by their ids in the language.
+    """A word, its times in seconds from the beginning of the file, and its token ids in the language.
 
-    logprob: log-probability of its tokens together; no_token_logprob: that no frame of it has a token.
+    `logprob` is the log-probability of its tokens together, `no_token_logprob` that none of its frames has a token.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Transcription(NamedTuple):
     @property
     def text(self) -> str:
         """All words with spaces between them."""
-        return text_of(self.words)
+        return join_words(self.words)
 
     def segments(self) -> list[list[SpokenWord]]:
         """Group words to segments that end at a pause, or before they are too long to be read as a subtitle."""
@@ -57,13 +57,13 @@ class Transcription(NamedTuple):
         mark = "." if is_vtt else ","
         blocks = ["WEBVTT\n"] if is_vtt else []
         for number, segment in enumerate(self.segments(), 1):
-            times = f"{_clock(segment[0].start_s, mark)} --> {_clock(segment[-1].end_s, mark)}"
-            text = text_of(segment)
+            times = f"{_format_clock(segment[0].start_s, mark)} --> {_format_clock(segment[-1].end_s, mark)}"
+            text = join_words(segment)
             blocks.append(f"{times}\n{text}\n" if is_vtt else f"{number}\n{times}\n{text}\n")
         return "\n".join(blocks)
 
 
-def words_from(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
+def place_words(start_s: float, words: Iterable[Word]) -> list[SpokenWord]:
     """Return the words of a clip that begins at `start_s`, with their times in the file."""
     return [
         SpokenWord(
@@ -92,12 +92,12 @@ def model_language(name: str | None, languages: Sequence[str]) -> str:
     return code
 
 
-def text_of(words: Iterable[SpokenWord]) -> str:
+def join_words(words: Iterable[SpokenWord]) -> str:
     """Return the words with spaces between them."""
     return " ".join(word.text for word in words)
 
 
-def _clock(seconds: float, mark: str) -> str:
+def _format_clock(seconds: float, mark: str) -> str:
     milliseconds = round(seconds * 1000)
     minutes, milliseconds = divmod(milliseconds, 60_000)
     hours, minutes = divmod(minutes, 60)

@@ -13,5 +13,5 @@ _UNSEEN = frozenset(["Cc", "Cf", "Cn", "Cs", "Mc", "Me", "Mn", "Zl", "Zp", "Zs"]
 
 
 def is_visible(text: str) -> bool:
-    """Return whether a text has a visible character. Combining marks alone are none."""
+    """Return whether a text has a visible character. Combining marks alone are not visible."""
     return any(unicodedata.category(character) not in _UNSEEN and character not in _BLANK for character in text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from meltcore.engine.core.batch import build_batch, longest_first
+from meltcore.engine.core.batch import build_batch, sort_longest_first
 from meltcore.engine.core.kv_cache import PAGE_SIZE
 from meltcore.engine.core.request import Request
 from meltcore.engine.core.scheduler import Chunk
@@ -20,7 +20,7 @@ def chunk(row: int, start: int, size: int = 1) -> Chunk:
 
 def test_longest_sequences_come_first() -> None:
     plan = [chunk(1, 5), chunk(2, 900), chunk(3, 5), chunk(4, 70)]
-    assert [each.request.row for each in longest_first(plan)] == [2, 4, 1, 3]
+    assert [each.request.row for each in sort_longest_first(plan)] == [2, 4, 1, 3]
 
 
 def test_order_is_stable_while_all_sequences_grow() -> None:
@@ -28,7 +28,9 @@ def test_order_is_stable_while_all_sequences_grow() -> None:
     starts = random.Random(0).choices(range(1000), k=200)
     plan = [chunk(row, start) for row, start in enumerate(starts, 1)]
     grown = [chunk(row, start + 1) for row, start in enumerate(starts, 1)]
-    assert [each.request.row for each in longest_first(plan)] == [each.request.row for each in longest_first(grown)]
+    assert [each.request.row for each in sort_longest_first(plan)] == [
+        each.request.row for each in sort_longest_first(grown)
+    ]
 
 
 def test_longest_decodes_come_first_in_mixed_batches() -> None:

@@ -425,7 +425,7 @@ def test_long_histories_of_mixed_groups_with_recurrent_layers_restore_snapshots(
 
 def freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are released by the position after the step that is being scheduled."""
-    whole = Scheduler._grow
+    whole = Scheduler._allocate_pages
 
     def early(self: Scheduler, request: Request, tokens: int) -> bool:
         computed, request.num_computed_tokens = request.num_computed_tokens, tokens
@@ -434,7 +434,7 @@ def freed_one_step_early(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             request.num_computed_tokens = computed
 
-    monkeypatch.setattr(Scheduler, "_grow", early)
+    monkeypatch.setattr(Scheduler, "_allocate_pages", early)
 
 
 def window_off_by_one_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from meltcore.common.errors import SleepError
 from meltcore.engine.host.shell import EngineShell
-from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.sleep import SleepResult
 from meltcore.protocol import engines
 from meltcore.protocol.generation import AddRequest, EngineStats, GenerationReady, SequenceOutput, StepOutputs, ToEngine
 from meltcore.protocol.sampling_params import SamplingParams
@@ -68,10 +68,10 @@ class Engine:
 
 
 class SleepableEngine(Engine):
-    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+    def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
         assert not self.has_work
         self.calls.append(f"sleep {keep}")
-        return Slept(freed_bytes=1000, resident_bytes=10)
+        return SleepResult(freed_bytes=1000, resident_bytes=10)
 
     def wake(self) -> int:
         if self.wake_errors:

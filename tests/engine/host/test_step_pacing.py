@@ -151,12 +151,12 @@ def test_only_higher_classes_are_waited_for(tmp_path: Path) -> None:
     make_marks_file(path)
     views = {each: StepMarks(path, cast(PriorityClass, each)) for each in ("interactive", "standard", "batch")}
     views["standard"].mark(7.0)
-    assert {name: view.wanted_until() for name, view in views.items()} == {"interactive": 0, "standard": 0, "batch": 7}
+    assert {name: view.wait_until_s() for name, view in views.items()} == {"interactive": 0, "standard": 0, "batch": 7}
     views["interactive"].mark(5.0)
-    assert {name: view.wanted_until() for name, view in views.items()} == {"interactive": 0, "standard": 5, "batch": 7}
+    assert {name: view.wait_until_s() for name, view in views.items()} == {"interactive": 0, "standard": 5, "batch": 7}
     views["standard"].clear()
     views["batch"].mark(9.0)  # no engine waits for the last class
-    assert views["batch"].wanted_until() == 5
+    assert views["batch"].wait_until_s() == 5
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -262,11 +262,11 @@ class _Watched:
 
     def step(self) -> StepOutputs:
         self.left -= 1
-        self.marked.append(self._lower.wanted_until() > time.monotonic())
+        self.marked.append(self._lower.wait_until_s() > time.monotonic())
         return StepOutputs([], EngineStats(), 0.0)
 
     def check(self) -> None:
-        self.marked.append(self._lower.wanted_until() > time.monotonic())
+        self.marked.append(self._lower.wait_until_s() > time.monotonic())
         raise _Enough
 
 

@@ -60,7 +60,7 @@ def engine_plan(name: str, memory_bytes: int, limits: dict[str, Any]) -> MemoryP
     config = EngineConfig(model=name, memory_bytes=memory_bytes, **limits)
     length = limits["max_model_len"]
     with mock.patch.object(loading, "byte_budget", lambda config, *_: config.memory_bytes):
-        return loading._plan(config, meta_model(name), torch.device("cuda"), length, torch.bfloat16)
+        return loading._plan_memory(config, meta_model(name), torch.device("cuda"), length, torch.bfloat16)
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ def state_step(slots: list[int], restores: Pairs = (), snapshots: Pairs = ()) ->
 
 
 def test_rows_keep_the_slots_of_their_newest_step(cache: RecurrentStateCache) -> None:
-    cache.begin(state_step([4, 2]), torch.tensor([1, 3]))
-    cache.begin(state_step([1]), torch.tensor([3]))
+    cache.attention_inputs(state_step([4, 2]), torch.tensor([1, 3]))
+    cache.attention_inputs(state_step([1]), torch.tensor([3]))
     assert cache.slots(torch.tensor([3, 1, 0, 0])).tolist() == [1, 4, 0, 0]
 
 
@@ -48,8 +48,8 @@ def test_restores_and_snapshots_copy_in_order(cache: RecurrentStateCache) -> Non
     for slot in range(5):
         cache.conv[slot], cache.states[slot] = slot, slot
     step = state_step([1, 2], restores=[(2, 1), (3, 2)], snapshots=[(1, 4)])
-    cache.restore(step)
-    cache.begin(step, torch.tensor([1, 2]))
+    cache.restore_snapshots(step)
+    cache.attention_inputs(step, torch.tensor([1, 2]))
     assert cache.states[:, 0, 0, 0, 0].tolist() == [0, 2, 3, 3, 4]
     cache.states[1], cache.conv[1] = 9, 9
     cache.take_snapshots(step)

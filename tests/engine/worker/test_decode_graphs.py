@@ -34,7 +34,7 @@ class AbsentEvent:
 def test_warm_up_does_not_feed_sampled_tokens_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With skipped kernels the sampled value may be no token id, and the next step would look it up."""
     for module in (graphs_file, transfer_file):
-        monkeypatch.setattr(module, "pinned", lambda *shape: torch.zeros(shape, dtype=torch.int64))
+        monkeypatch.setattr(module, "pinned_zeros", lambda *shape: torch.zeros(shape, dtype=torch.int64))
     monkeypatch.setattr(torch.cuda, "Event", AbsentEvent)
     last_tokens, page_table = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.int64)
     seen = []

@@ -26,8 +26,8 @@ from meltcore.engine.worker.prefill_graphs import (
     GraphBucket,
     PaddedInputs,
     PrefillGraphs,
-    entries_of,
     graph_buckets,
+    input_entries,
     pad,
 )
 from meltcore.kernels.attention import paged as paged_attention
@@ -48,7 +48,7 @@ def batch_of(*chunks: Chunk) -> Batch:
 
 
 def padded(batch: Batch, size: GraphBucket) -> PaddedInputs:
-    inputs = PaddedInputs.views(torch.full((entries_of(size),), -77), size)
+    inputs = PaddedInputs.views(torch.full((input_entries(size),), -77), size)
     pad(batch, size, inputs)
     return inputs
 

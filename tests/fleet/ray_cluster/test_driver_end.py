@@ -110,7 +110,7 @@ def test_driver_that_ends_while_it_closes_an_actor_leaves_nothing(
 ) -> None:
     """ended: when the engine has ended, before the driver or with it."""
     reading, writing = os.pipe()
-    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f")
+    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.generate().public, fleet="f")
     answers: list[Any] = []
     pids: list[int] = []
 
@@ -148,7 +148,7 @@ def test_eviction_of_a_start_is_told_apart_from_a_node_without_room(
 ) -> None:
     monkeypatch.setattr(driver, "EngineActor", EvictedActor)
     reading, writing = os.pipe()
-    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f")
+    order = StartEngine(0, "a", [ENGINE], EngineConfig(model="m"), 1, KeyPair.generate().public, fleet="f")
     answers: list[Any] = []
 
     async def run() -> None:
@@ -187,7 +187,7 @@ def test_driver_whose_reader_was_killed_ends_quietly() -> None:
 def run_engine(command: list[str]) -> list[EngineEnded]:
     """Let a driver run an engine. Returns its answers."""
     answers: list[Any] = []
-    order = StartEngine(0, "a", command, EngineConfig(model="m"), 1, KeyPair.new().public, fleet="f", model="chat")
+    order = StartEngine(0, "a", command, EngineConfig(model="m"), 1, KeyPair.generate().public, fleet="f", model="chat")
     asyncio.run(Driver(answers.append)._keep_engine(order))
     return answers
 

@@ -101,7 +101,7 @@ async def until(condition: Callable[[], object], limit_s: float = WAIT_S) -> Non
 async def remote_engine(
     tmp_path: Path, *options: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()
 ) -> AsyncIterator[RemoteEngine]:
-    there, here, keys = tmp_path / "there", tmp_path / "here", KeyPair.new()
+    there, here, keys = tmp_path / "there", tmp_path / "here", KeyPair.generate()
     there.mkdir()
     here.mkdir()
     write_binding(there, Binding(host, keys.public))
@@ -221,7 +221,7 @@ async def test_other_keys_are_refused(tmp_path: Path) -> None:
     async with remote_engine(tmp_path) as engine:
         right = read_address(engine.folder)
         assert right is not None
-        stranger = KeyPair.new()
+        stranger = KeyPair.generate()
         for wrong in (replace(right, client_keys=stranger), replace(right, engine_key=stranger.public)):
             write_address(engine.folder, wrong)
             engine.link(0)
@@ -253,13 +253,13 @@ def test_times_keep_their_distance_from_the_send_on_another_clock(monkeypatch: p
 async def test_engine_that_prints_nothing_has_a_log(tmp_path: Path) -> None:
     class Quiet:
         async def start_engine(self, *_arguments: object) -> RemoteRun:
-            keys = KeyPair.new()
+            keys = KeyPair.generate()
             return RemoteRun(EngineAddress("node-b", "127.0.0.1", 1, keys.public, keys), 1, asyncio.Future())
 
         def kill_engine(self, engine: int) -> None:
             del engine
 
-    order = StartEngine(0, "node-b", [], EngineConfig(model="m"), 1, KeyPair.new().public)
+    order = StartEngine(0, "node-b", [], EngineConfig(model="m"), 1, KeyPair.generate().public)
     log = tmp_path / "m.log"
     log.write_text("of the engine before\n")
     await RemoteEngineProcess(Quiet(), order, print, tmp_path, log).prepare()

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict, worst
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, Verdict, worst_verdict
 
 # Words that judge the same thing, from the worst on.
 FAMILIES = (
@@ -34,9 +34,9 @@ def test_only_what_passes_ends_a_command_with_zero() -> None:
 @pytest.mark.parametrize("words", FAMILIES)
 def test_worst_of_several_is_found_in_any_order(words: tuple[str, ...]) -> None:
     for index, word in enumerate(words):
-        assert worst([*words[index:]][::-1], "UNKNOWN") == worst(words[index:], "UNKNOWN") == word
+        assert worst_verdict([*words[index:]][::-1], "UNKNOWN") == worst_verdict(words[index:], "UNKNOWN") == word
 
 
 def test_without_words_the_given_one_stands() -> None:
-    assert worst([], "PARTIAL") == "PARTIAL"
-    assert worst(["OK"], "PARTIAL") == "OK"
+    assert worst_verdict([], "PARTIAL") == "PARTIAL"
+    assert worst_verdict(["OK"], "PARTIAL") == "OK"

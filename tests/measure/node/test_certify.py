@@ -10,7 +10,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.certificate import TIERS, Certificate
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
-from meltcore.measure.node.certify.run import required, sampling_interval_s
+from meltcore.measure.node.certify.run import required_checks, sampling_interval_s
 
 NOT_SUPPORTED, NO_PERMISSION, LOST = 3, 4, 15
 HW_THERMAL = 0x40
@@ -406,6 +406,6 @@ def test_help_lists_checks_that_each_tier_requires() -> None:
     from meltcore.cli.gpu.certify import EXAMPLES
 
     lines = {line.split()[0]: line for line in EXAMPLES.splitlines() if line.startswith("  ") and line.split()}
-    assert all(check.name in lines["quick"] for check in required("quick"))
-    assert all(check.name in lines["standard"] for check in required("full"))
-    assert {type(one) for one in required("full")} == {type(one) for one in required("soak")}
+    assert all(check.name in lines["quick"] for check in required_checks("quick"))
+    assert all(check.name in lines["standard"] for check in required_checks("full"))
+    assert {type(one) for one in required_checks("full")} == {type(one) for one in required_checks("soak")}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meltcore.measure.node.certify.run import required
+from meltcore.measure.node.certify.run import required_checks
 
 
 @pytest.mark.gpu
@@ -21,7 +21,7 @@ def test_quick_certificate_of_real_gpus_measures_every_metric(tmp_path: Path) ->
         check=False,
     )
     certificate = json.loads(done.stdout)
-    assert [check["name"] for check in certificate["checks"]] == [check.name for check in required("quick")]
+    assert [check["name"] for check in certificate["checks"]] == [check.name for check in required_checks("quick")]
     measured = [row for check in certificate["checks"] for row in check["rows"] if check["name"] != "state"]
     assert measured
     assert [row["key"] for row in measured if row["verdict"] == "UNKNOWN"] == []

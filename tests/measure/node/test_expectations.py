@@ -13,7 +13,13 @@ from meltcore.measure.documents.snapshot import GpuSnapshot
 from meltcore.measure.node.certify import expectations
 from meltcore.measure.node.certify.checks.peers import link_gbps
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.expectations import PRIORS, Baseline, make_baseline, prior, strictest
+from meltcore.measure.node.certify.expectations import (
+    PRIORS,
+    Baseline,
+    make_baseline,
+    shipped_expectation,
+    strictest_expectation,
+)
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 from meltcore.measure.node.snapshot import take_snapshot
 
@@ -27,7 +33,7 @@ def test_ceilings_match_data_sheets() -> None:
     gpu = state()
     assert expectations.gemm_ceiling(gpu, "bf16") == pytest.approx(1070.5, rel=1e-3)  # 989 at 1.83 GHz
     assert expectations.gemm_ceiling(gpu, "fp8") == pytest.approx(2141, rel=1e-3)
-    memory, host = expectations.memory(gpu, "copy"), expectations.host(gpu)
+    memory, host = expectations.memory_expectation(gpu, "copy"), expectations.host_expectation(gpu)
     assert memory is not None
     assert memory.value / 0.85 == pytest.approx(4917, rel=1e-3)  # 4.8 TB/s and a little
     assert host is not None
@@ -54,28 +60,28 @@ def test_ceilings_of_geforce_gpus_match_their_data_sheets(
 def test_missing_fact_gives_no_expectation(key: str) -> None:
     gpu = state()
     gpu.facts[key] = "UNKNOWN"
-    assert expectations.gemm(gpu, "bf16", "square") is None
+    assert expectations.gemm_expectation(gpu, "bf16", "square") is None
 
 
 def test_measured_h200_values_meet_every_floor() -> None:
     gpu = state()
     measured = [
-        (expectations.gemm(gpu, "bf16", "square"), (682, 688, 726, 791)),
-        (prior([gpu], "gemm/bf16/8192x8192x8192"), (682, 688, 769, 791)),
-        (expectations.gemm(gpu, "bf16", "model"), (667, 688)),
-        (expectations.gemm(gpu, "fp8", "square"), (1453, 1498)),
-        (expectations.memory(gpu, "copy"), (4270,)),
-        (expectations.memory(gpu, "read"), (4380,)),
-        (expectations.host(gpu), (53, 55)),
-        (expectations.peer(18 * 26.562, 18, 1), (386, 396)),
-        (expectations.peer(6 * 26.562, 6, 1), (133,)),
-        (expectations.collective(18 * 26.562, "all_reduce", 2), (328,)),
-        (expectations.collective(18 * 26.562, "all_gather", 2), (266,)),
-        (expectations.collective(18 * 26.562, "reduce_scatter", 2), (277,)),
-        (expectations.collective(18 * 26.562, "all_reduce", 4), (352, 356)),
-        (expectations.collective(18 * 26.562, "all_gather", 4), (325, 332)),
-        (expectations.collective(18 * 26.562, "reduce_scatter", 4), (325, 332)),
-        (expectations.collective(18 * 26.562, "all_reduce", 8), (361, 367)),
+        (expectations.gemm_expectation(gpu, "bf16", "square"), (682, 688, 726, 791)),
+        (shipped_expectation([gpu], "gemm/bf16/8192x8192x8192"), (682, 688, 769, 791)),
+        (expectations.gemm_expectation(gpu, "bf16", "model"), (667, 688)),
+        (expectations.gemm_expectation(gpu, "fp8", "square"), (1453, 1498)),
+        (expectations.memory_expectation(gpu, "copy"), (4270,)),
+        (expectations.memory_expectation(gpu, "read"), (4380,)),
+        (expectations.host_expectation(gpu), (53, 55)),
+        (expectations.peer_expectation(18 * 26.562, 18, 1), (386, 396)),
+        (expectations.peer_expectation(6 * 26.562, 6, 1), (133,)),
+        (expectations.collective_expectation(18 * 26.562, "all_reduce", 2), (328,)),
+        (expectations.collective_expectation(18 * 26.562, "all_gather", 2), (266,)),
+        (expectations.collective_expectation(18 * 26.562, "reduce_scatter", 2), (277,)),
+        (expectations.collective_expectation(18 * 26.562, "all_reduce", 4), (352, 356)),
+        (expectations.collective_expectation(18 * 26.562, "all_gather", 4), (325, 332)),
+        (expectations.collective_expectation(18 * 26.562, "reduce_scatter", 4), (325, 332)),
+        (expectations.collective_expectation(18 * 26.562, "all_reduce", 8), (361, 367)),
     ]
     for expectation, values in measured:
         assert expectation is not None
@@ -91,15 +97,15 @@ def test_every_prior_names_its_source() -> None:
 
 def test_priors_apply_to_exact_gpu_type_and_whole_gpus_only() -> None:
     key = "memory/copy"
-    assert prior([state()], key) is not None
-    assert prior([state(name="NVIDIA H200 NVL X")], key) is None
-    assert prior([state(mig=True)], key) is None
-    assert prior([state(), state(name="NVIDIA H100 80GB HBM3")], "peers/unidirectional") is None
+    assert shipped_expectation([state()], key) is not None
+    assert shipped_expectation([state(name="NVIDIA H200 NVL X")], key) is None
+    assert shipped_expectation([state(mig=True)], key) is None
+    assert shipped_expectation([state(), state(name="NVIDIA H100 80GB HBM3")], "peers/unidirectional") is None
 
 
 def test_strictest_floor_counts() -> None:
     gpu = state()
-    topology, shipped = expectations.memory(gpu, "copy"), prior([gpu], "memory/copy")
+    topology, shipped = expectations.memory_expectation(gpu, "copy"), shipped_expectation([gpu], "memory/copy")
     own = Baseline(taken="t", gpu_types=[gpu.name], values={}, medians={"memory/copy": 4300.0})
     slow = Baseline(taken="t", gpu_types=[gpu.name], values={}, medians={"memory/copy": 2000.0})
     assert topology is not None
@@ -107,8 +113,8 @@ def test_strictest_floor_counts() -> None:
     mine, poor = own.expectation([gpu], "memory/copy"), slow.expectation([gpu], "memory/copy")
     assert mine is not None
     assert poor is not None
-    assert strictest([topology, shipped, mine]) == mine
-    assert strictest([topology, shipped, poor]) == shipped, "a slow baseline does not excuse a slow node"
+    assert strictest_expectation([topology, shipped, mine]) == mine
+    assert strictest_expectation([topology, shipped, poor]) == shipped, "a slow baseline does not excuse a slow node"
 
 
 def test_baseline_finds_loss_that_priors_allow(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_every_described_xid_has_an_action() -> None:
 
 
 def test_slow_link_and_slow_gpu_have_different_actions() -> None:
-    assert "NVLinks" in faults.action("BELOW_FLOOR", "peers")
-    assert "PCIe" in faults.action("BELOW_FLOOR", "host")
-    assert "clocks" in faults.action("BELOW_FLOOR", "gemm")
-    assert faults.action("TIMED_OUT", "peers") == faults.ACTIONS["TIMED_OUT"]
+    assert "NVLinks" in faults.fault_action("BELOW_FLOOR", "peers")
+    assert "PCIe" in faults.fault_action("BELOW_FLOOR", "host")
+    assert "clocks" in faults.fault_action("BELOW_FLOOR", "gemm")
+    assert faults.fault_action("TIMED_OUT", "peers") == faults.ACTIONS["TIMED_OUT"]

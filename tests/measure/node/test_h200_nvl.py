@@ -112,8 +112,10 @@ def test_peak_needs_the_exact_name(name: str) -> None:
 def test_sxm_expectation_is_that_of_its_clock() -> None:
     """The data sheet's figure and SMs x maximum clock state the same expectation for H200 SXM, within 0.1 %."""
     facts = {"sm_count": 132, "sm_clock_max_mhz": 1980, "compute_capability": "9.0"}
-    known = expectations.gemm(GpuSnapshot(index=0, name="NVIDIA H200", uuid="a", facts=facts), "bf16", "square")
-    other = expectations.gemm(GpuSnapshot(index=0, name="another", uuid="b", facts=facts), "bf16", "square")
+    known = expectations.gemm_expectation(
+        GpuSnapshot(index=0, name="NVIDIA H200", uuid="a", facts=facts), "bf16", "square"
+    )
+    other = expectations.gemm_expectation(GpuSnapshot(index=0, name="another", uuid="b", facts=facts), "bf16", "square")
     assert known is not None
     assert other is not None
     assert known.floor == pytest.approx(other.floor, rel=1e-3)

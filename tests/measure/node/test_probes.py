@@ -118,7 +118,7 @@ def test_slow_gpu_does_not_affect_rate_of_others(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda number: None)
     groups = {number: partial(group, number) for number in (0, 1)}
-    assert gpu_timing._timed((0, 1), groups, 5) == {0: [1.0] * 5, 1: [3.0] * 5}
+    assert gpu_timing._time_groups((0, 1), groups, 5) == {0: [1.0] * 5, 1: [3.0] * 5}
     assert done_s[1] == 15.0, "the slow one never waits"
 
 
@@ -153,7 +153,7 @@ def test_memory_counts_every_byte_read_and_written(
         works.append(work)
         return [[work]]
 
-    monkeypatch.setattr(gpu_timing, "rates", rates)
+    monkeypatch.setattr(gpu_timing, "measure_rates", rates)
     list(memory.probe(request_of("m", op=operation, bytes=4096)))
     assert works == [pytest.approx(counted * 4096 / 1e9)]
 

@@ -9,7 +9,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import GapReport
 from meltcore.measure.report.nodes.profile import budget_rows, budget_title
 from meltcore.measure.trace.gaps import analyze
-from meltcore.measure.trace.trace import group_of
+from meltcore.measure.trace.trace import kernel_group
 
 
 def rows(report: GapReport) -> dict[str, tuple[int, float, float]]:
@@ -136,4 +136,4 @@ def test_budget_is_shown_per_step_where_steps_are_known() -> None:
     ],
 )
 def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
-    assert group_of(name) == group
+    assert kernel_group(name) == group

@@ -17,7 +17,7 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import GapReport
-from meltcore.measure.trace.gaps import analyze, devices_of
+from meltcore.measure.trace.gaps import analyze, trace_devices
 from meltcore.measure.trace.read import parse_events, read_trace
 
 
@@ -89,7 +89,7 @@ def test_gpus_are_analyzed_separately() -> None:
     made.kernel(0, 40, "b", device=1)
     made.kernel(50, 10, "c", device=1)
     trace = made.trace()
-    assert devices_of(trace) == [0, 1]
+    assert trace_devices(trace) == [0, 1]
     assert analyze(trace, 0).window_us == 10.0
     assert causes(analyze(trace, 1)) == {"unknown": (1, 10.0)}
     with pytest.raises(ConfigError, match="GPU 2 has no activity"):

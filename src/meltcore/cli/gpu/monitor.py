@@ -101,18 +101,18 @@ def _watch(monitor: "Monitor", duration_s: float | None) -> int:
 
 
 def _process_samples(monitor: "Monitor", samples: "list[Sample]", builders: "list[SummaryBuilder]") -> None:
-    from meltcore.measure.node.monitor.console import line
+    from meltcore.measure.node.monitor.console import gpu_line
 
     for gpu_index, gpu in enumerate(monitor.start.gpus):
         gpu_samples = [sample for sample in samples if sample.gpu == gpu_index]
         for sample in gpu_samples:
             builders[gpu_index].add(sample)
         if gpu_samples:
-            print(line(gpu, gpu_samples, monitor.start.t_s), flush=True)
+            print(gpu_line(gpu, gpu_samples, monitor.start.t_s), flush=True)
 
 
 def _print_summary(monitor: "Monitor", builders: "list[SummaryBuilder]") -> int:
-    from meltcore.measure.documents.verdicts import MEANINGS, Verdict, worst
+    from meltcore.measure.documents.verdicts import MEANINGS, Verdict, worst_verdict
     from meltcore.measure.node.monitor.console import summary_lines
     from meltcore.measure.node.monitor.health import judge_health
 
@@ -128,4 +128,4 @@ def _print_summary(monitor: "Monitor", builders: "list[SummaryBuilder]") -> int:
     else:
         cores = monitor.end.cpu_s / (monitor.end.t_s - monitor.start.t_s)
         print(f"\nsampling took {100 * cores:.0f} % of a core and missed {monitor.end.missed} intervals")
-    return MEANINGS[worst(verdicts, "UNKNOWN")].exit_code
+    return MEANINGS[worst_verdict(verdicts, "UNKNOWN")].exit_code

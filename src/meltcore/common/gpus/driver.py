@@ -81,7 +81,7 @@ class Nvml:
         """Return the handle of the GPU with this index in NVML's order."""
         return pynvml.nvmlDeviceGetHandleByIndex(index)
 
-    def device_of(self, uuid: str) -> Any:
+    def device_by_uuid(self, uuid: str) -> Any:
         """Return the handle of a GPU or a MIG device by its UUID."""
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
@@ -103,7 +103,7 @@ class Nvml:
         return handles
 
     def mig_devices(self, device: Any) -> list[Any]:
-        """Return handles of a GPU's MIG devices; empty where MIG is off or unsupported."""
+        """Return handles of a GPU's MIG devices, or an empty list where MIG is off or unsupported."""
         try:
             count = pynvml.nvmlDeviceGetMaxMigDeviceCount(device)
         except NVMLError as error:
@@ -184,7 +184,7 @@ class Nvml:
 
     def fields(self, device: Any, ids: Sequence[int]) -> list[Reading]:
         """Return NVML_FI_* values in NVML's units, read in one call."""
-        return [_field(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
+        return [_field_reading(value) for value in pynvml.nvmlDeviceGetFieldValues(device, list(ids))]
 
     def vbios(self, device: Any) -> str:
         """Return the VBIOS version."""
@@ -254,7 +254,7 @@ class Nvml:
         return {int(each.pid): int(each.usedGpuMemory) for each in processes if each.usedGpuMemory is not None}
 
     def recovery_action(self, device: Any) -> int:
-        """Return the recommended NVML_GPU_RECOVERY_ACTION_*, 0 for none."""
+        """Return the recommended NVML_GPU_RECOVERY_ACTION_*, or 0 for none."""
         return int(_number(self.fields(device, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])[0]))
 
     def nvlinks(self, device: Any) -> int:
@@ -295,7 +295,7 @@ class Nvml:
 
     def _link_field(self, device: Any, link: int, field: int) -> float:
         """Return an NVML_FI_* value of one link."""
-        return _number(_field(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
+        return _number(_field_reading(pynvml.nvmlDeviceGetFieldValues(device, [(field, link)])[0]))
 
     def common_ancestor(self, device: Any, other: Any) -> int:
         """Return the level (NVML_TOPOLOGY_*) at which the two PCIe paths meet."""
@@ -325,7 +325,7 @@ class Nvml:
         for index, metric_id in enumerate(ids):
             request.metrics[index].metricId = metric_id
         pynvml.nvmlGpmMetricsGet(request)
-        return [_checked(metric.nvmlReturn, metric.value) for metric in request.metrics[: len(ids)]]
+        return [_to_reading(metric.nvmlReturn, metric.value) for metric in request.metrics[: len(ids)]]
 
     def xid_events(self) -> Any:
         """Create an event set to register GPUs with."""
@@ -400,14 +400,14 @@ def short_bus_id(bus_id: str) -> str:
     return f"{domain[-4:]}:{bus_and_device}".lower()
 
 
-def _field(value: Any) -> Reading:
+def _field_reading(value: Any) -> Reading:
     name = _FIELD_TYPES.get(value.valueType)
     if value.nvmlReturn == pynvml.NVML_SUCCESS and name is None:
         return NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-    return _checked(value.nvmlReturn, getattr(value.value, name or "dVal"))
+    return _to_reading(value.nvmlReturn, getattr(value.value, name or "dVal"))
 
 
-def _checked(status: int, value: float) -> Reading:
+def _to_reading(status: int, value: float) -> Reading:
     return float(value) if status == pynvml.NVML_SUCCESS else NVMLError(status)
 
 

@@ -62,7 +62,7 @@ _FIRST_ARCHITECTURE: dict[Feature, int] = {
 
 @dataclass(frozen=True)
 class GpuType:
-    """A GPU model. `architecture` is NVML's number, None where unreadable. `mig`: a MIG device of that GPU."""
+    """A GPU model. `architecture` is NVML's number, or None where it is unreadable. `mig` is True for a MIG device."""
 
     name: str
     architecture: int | None

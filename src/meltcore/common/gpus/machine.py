@@ -23,9 +23,10 @@ _NO_GPU = ("", "nodevfiles", "none", "void")  # what launchers set for no GPU
 
 
 class VisibleGpu(NamedTuple):
-    """A GPU, numbered among the visible ones. used_bytes: what all processes and the driver have taken.
+    """A GPU, numbered among the visible GPUs. All processes and the driver together use `used_bytes`.
 
-    problem: why NVML tells no memory of it, as for one that shares the memory of the host; its bytes are 0 then.
+    `problem` says why NVML tells no memory of it, for example because it shares the host's memory. Its bytes are 0
+    then.
     """
 
     number: int
@@ -34,10 +35,10 @@ class VisibleGpu(NamedTuple):
     used_bytes: int
     problem: str = ""
 
-    def of_known_size(self, limit_bytes: int) -> VisibleGpu:
-        """Return this GPU, with the memory that a fleet may use of it where the driver tells none.
+    def with_known_size(self, limit_bytes: int) -> VisibleGpu:
+        """Return this GPU, where the driver tells no memory with `limit_bytes`, the memory that a fleet may use of it.
 
-        Raises ConfigError where that is not named either (0).
+        Raises ConfigError where neither is known (0).
         """
         if self.problem and not limit_bytes:
             wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
@@ -46,9 +47,9 @@ class VisibleGpu(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What a fleet may use: its GPUs, the driver's version ("" without one), and bytes of host memory.
+    """What a fleet may use: GPUs, bytes of host memory, and the driver's version, which is "" without a driver.
 
-    problem: why there may be GPUs that cannot be used, so that only models on the CPU can be planned.
+    `problem` says why there may be GPUs that cannot be used, so that only models on the CPU can be planned.
     """
 
     gpus: tuple[VisibleGpu, ...]
@@ -57,14 +58,14 @@ class Machine(NamedTuple):
     problem: str = ""
 
     def checked(self) -> Machine:
-        """Return this machine. Raises ConfigError for one with a problem."""
+        """Return this machine. Raises ConfigError if it has a problem."""
         if self.problem:
             raise ConfigError(self.problem)
         return self
 
 
 def named_gpus(value: str) -> list[str]:
-    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA stops reading at an empty or negative entry.
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names. CUDA stops at an empty or negative entry.
 
     Raises ConfigError for a word that names no GPU.
     """
@@ -84,7 +85,7 @@ def named_gpus(value: str) -> list[str]:
 def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
     """Raise ConfigError where numbers in CUDA_VISIBLE_DEVICES may differ from NVML's: CUDA orders GPUs by speed.
 
-    gpu_names: the product names of all GPUs of the machine.
+    `gpu_names` are the product names of all GPUs of the machine.
     """
     kinds = sorted(set(gpu_names))
     if len(kinds) > 1 and VISIBLE in environment and environment.get(_ORDER) != "PCI_BUS_ID":
@@ -105,13 +106,16 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     count = len(list(devices.glob(_DEVICE_FILES)))
     if not count:
         driver_file = next((path for pattern in _DRIVER_FILES for path in sorted(devices.glob(pattern))), None)
-        count = 0 if driver_file is None else _count_by_driver(driver_file)
+        count = 0 if driver_file is None else _count_driver_gpus(driver_file)
     return [str(gpu_index) for gpu_index in range(count)]
 
 
 @cache
-def _count_by_driver(driver_file: Path) -> int:
-    """Return how many GPUs the driver has that the file belongs to. Raises ConfigError where it does not say."""
+def _count_driver_gpus(driver_file: Path) -> int:
+    """Return the number of GPUs of the driver that the file belongs to.
+
+    Raises ConfigError where the driver does not say.
+    """
     from pynvml import NVMLError
 
     from meltcore.common.gpus.driver import START_LIMIT_S, NoDriverError, Nvml

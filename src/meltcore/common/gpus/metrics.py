@@ -18,7 +18,7 @@ MetricType = Literal["gauge", "counter", "fixed"]
 
 @dataclass(frozen=True)
 class GpuMetric:
-    """One metric. `feature`: what a GPU type needs for it. `required`: a health verdict needs it."""
+    """One metric. `feature` is what a GPU type needs for it, and a health verdict needs each `required` metric."""
 
     key: str
     name: str

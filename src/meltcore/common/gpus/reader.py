@@ -55,7 +55,8 @@ class Sample(msgspec.Struct, kw_only=True, tag="sample"):
 
     `gpu` is an index into RecordingStart.gpus. `t_s` is the time before the first value, `read_s` the duration of all
     of them. `clock_reasons` are names of metrics.py. `xids` are the critical errors since the previous sample.
-    `gpm_window_s`: length of the window of the GPM means. `lost`: the GPU fell off the bus; this is its last sample.
+    `gpm_window_s` is the length of the window of the GPM means. `lost` marks the last sample of a GPU that fell off the
+    bus.
     """
 
     t_s: float
@@ -80,7 +81,7 @@ class GpmWindow:
         self._gpu = gpu
         self._held: deque[tuple[float, Any]] = deque()
         self._free: list[Any] = []
-        (supported,) = _read(lambda: (nvml.gpm_supported(gpu.device),), 1)
+        (supported,) = _read_or_errors(lambda: (nvml.gpm_supported(gpu.device),), 1)
         unsupported = None if supported else NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         self._refusal = supported if isinstance(supported, NVMLError) else unsupported
 
@@ -92,7 +93,7 @@ class GpmWindow:
         if self._refusal is not None:
             return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
         try:
-            buffer = self._take()
+            buffer = self._take_counters()
             self._held.append((now_s, buffer))
             while len(self._held) > 2 and now_s - self._held[1][0] >= MIN_GPM_WINDOW_S:
                 self._free.append(self._held.popleft()[1])
@@ -104,7 +105,7 @@ class GpmWindow:
             return dict.fromkeys(GPM_METRIC_IDS, error), None
         return dict(zip(GPM_METRIC_IDS, values, strict=True)), now_s - start_s
 
-    def _take(self) -> Any:
+    def _take_counters(self) -> Any:
         buffer = self._free.pop() if self._free else self._nvml.gpm_buffer()
         try:
             self._nvml.gpm_take(self._gpu.device, self._gpu.gpu_instance, buffer)
@@ -122,10 +123,15 @@ class GpuReader:
         self._gpu = gpu
         self._gpm = GpmWindow(nvml, gpu)
         self._gpm.read(time.monotonic())  # starts the first window
-        self._link_max = _read(lambda: nvml.pcie_link_max(gpu.device), 2)
+        self._link_max = _read_or_errors(lambda: nvml.pcie_link_max(gpu.device), 2)
 
     def read(self, gpu_index: int, xids: list[int] | Absent) -> Sample:
-        """Take a sample now. `gpu_index`: into the GPUs of the recording; `xids`: its new XIDs from the XidWatch."""
+        """Take a sample now.
+
+        Args:
+            gpu_index: index of the GPU among the GPUs of the recording.
+            xids: new XIDs of the GPU from the XidWatch.
+        """
         start_s = time.monotonic()
         window, window_s = self._gpm.read(start_s)
         readings = {**self._readings(), **window}
@@ -138,7 +144,7 @@ class GpuReader:
             gpu=gpu_index,
             read_s=time.monotonic() - start_s,
             values={
-                key: _value(metric, readings[key], self._gpu.info.gpu_type) for key, metric in METRIC_BY_KEY.items()
+                key: _to_value(metric, readings[key], self._gpu.info.gpu_type) for key, metric in METRIC_BY_KEY.items()
             },
             clock_reasons=reasons,
             xids=xids,
@@ -158,22 +164,22 @@ class GpuReader:
             (("pcie_generation", "pcie_width"), lambda: nvml.pcie_link(device)),
             (("pcie_replays",), lambda: (nvml.pcie_replays(device),)),
             (("nvml_utilization_percent",), lambda: (nvml.utilization_percent(handle),)),
-            (tuple(FIELDS), lambda: _scaled(nvml.fields(device, [field for field, _ in FIELDS.values()]))),
+            (tuple(FIELDS), lambda: _scale_readings(nvml.fields(device, [field for field, _ in FIELDS.values()]))),
         )
         readings: dict[str, Reading] = dict(zip(("pcie_generation_max", "pcie_width_max"), self._link_max, strict=True))
         for keys, call in calls:
-            readings.update(zip(keys, _read(call, len(keys)), strict=True))
+            readings.update(zip(keys, _read_or_errors(call, len(keys)), strict=True))
         return readings
 
 
-def _read(call: Callable[[], Sequence[Reading]], count: int) -> Sequence[Reading]:
+def _read_or_errors(call: Callable[[], Sequence[Reading]], count: int) -> Sequence[Reading]:
     try:
         return call()
     except NVMLError as error:
         return (error,) * count
 
 
-def _scaled(readings: Sequence[Reading]) -> list[Reading]:
+def _scale_readings(readings: Sequence[Reading]) -> list[Reading]:
     scales = (scale for _, scale in FIELDS.values())
     return [
         reading if isinstance(reading, NVMLError) else reading * scale
@@ -181,13 +187,13 @@ def _scaled(readings: Sequence[Reading]) -> list[Reading]:
     ]
 
 
-def _value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
+def _to_value(metric: GpuMetric, reading: Reading, gpu_type: GpuType) -> Value:
     if isinstance(reading, NVMLError):
-        return absent(reading, gpu_type, metric.feature)
+        return absent_value(reading, gpu_type, metric.feature)
     return reading if math.isfinite(reading) else UNKNOWN
 
 
-def absent(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
+def absent_value(error: NVMLError, gpu_type: GpuType, feature: Feature | None) -> Absent:
     """Return NOT_APPLICABLE where driver and table agree that `gpu_type` lacks `feature`, else UNKNOWN."""
     unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
     return NOT_APPLICABLE if unsupported and feature is not None and lacks_feature(gpu_type, feature) else UNKNOWN

@@ -51,20 +51,22 @@ class GpuDevice:
 def select_gpus(
     nvml: Nvml, requested: str | None, environment: Mapping[str, str] = os.environ, *, split_mig: bool = False
 ) -> list[GpuDevice]:
-    """Return the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all; each once, in the given order.
+    """Return the GPUs of `requested`, else of CUDA_VISIBLE_DEVICES, else all GPUs.
+
+    Each occurs once, in the given order.
 
     `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
-    MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers).
-    `split_mig`: a GPU in MIG mode is replaced by its MIG devices, which are what a program can run on.
-    Raises ConfigError for a name that matches no GPU or several, and where no GPU is left.
+    MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers). With `split_mig`, MIG devices replace a GPU
+    in MIG mode, since programs can only run on them. Raises ConfigError for a name that matches no GPU or several, and
+    where no GPU is left.
     """
-    selected = _selected(nvml, requested, environment)
+    selected = _select(nvml, requested, environment)
     if split_mig:
         selected = [part for gpu in selected for part in ([gpu] if gpu.info.mig else _mig_devices(nvml, gpu) or [gpu])]
     return list({gpu.info.uuid: gpu for gpu in selected}.values())
 
 
-def _selected(nvml: Nvml, requested: str | None, environment: Mapping[str, str]) -> list[GpuDevice]:
+def _select(nvml: Nvml, requested: str | None, environment: Mapping[str, str]) -> list[GpuDevice]:
     gpus = [_gpu_device(nvml, index, handle) for index, handle in enumerate(nvml.gpus())]
     if not gpus:
         raise ConfigError("the NVIDIA driver sees no GPU")
@@ -92,13 +94,13 @@ def _select_by_names(nvml: Nvml, gpus: list[GpuDevice], names: Sequence[str], so
         elif name.startswith("MIG-"):
             if mig_devices is None:
                 mig_devices = [part for gpu in gpus for part in _mig_devices(nvml, gpu)]
-            selected.append(_by_instance(nvml, mig_devices, name) or _by_uuid(mig_devices, name, source))
+            selected.append(_find_by_instance(nvml, mig_devices, name) or _find_by_uuid(mig_devices, name, source))
         else:
-            selected.append(_by_uuid(gpus, name, source))
+            selected.append(_find_by_uuid(gpus, name, source))
     return selected
 
 
-def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
+def _find_by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
     """Return the GPU whose UUID starts with `name`; CUDA accepts prefixes too."""
     if not name:
         raise ConfigError(f"{source} holds an empty name; it takes indices and UUIDs separated by commas")
@@ -112,7 +114,7 @@ def _by_uuid(gpus: list[GpuDevice], name: str, source: str) -> GpuDevice:
     return matching_gpus[0]
 
 
-def _by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
+def _find_by_instance(nvml: Nvml, mig_devices: Sequence[GpuDevice], name: str) -> GpuDevice | None:
     """Return the MIG device of MIG-GPU-UUID/GPU instance/compute instance, if it is alone in its GPU instance."""
     uuid, _, instances = name.removeprefix("MIG-").partition("/")
     instance = instances.partition("/")[0]

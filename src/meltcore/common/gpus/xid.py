@@ -62,9 +62,9 @@ class XidWatch:
                 new.append(event)
         except NVMLError:
             self._watched.clear()
-        return [self._xids_of(gpu, new) for gpu in self._gpus]
+        return [self._new_xids(gpu, new) for gpu in self._gpus]
 
-    def _xids_of(self, gpu: GpuDevice, events: Sequence[tuple[int, int, int]]) -> list[int] | Absent:
+    def _new_xids(self, gpu: GpuDevice, events: Sequence[tuple[int, int, int]]) -> list[int] | Absent:
         identity = self._nvml.identity(gpu.device)
         instances = (gpu.gpu_instance, _ALL_INSTANCES)
         xids = [

@@ -18,9 +18,12 @@ _MASK_LIMIT = 2**24
 class RecurrentBatch(NamedTuple):
     """Inputs of a step for recurrent layers.
 
-    slots: each chunk's; first_tokens: the index of each chunk's first token, then the number of tokens; chunks: how
-    sequences of several tokens are cut for the kernels (`delta_chunks`); restores, snapshots: (from, to) slots to copy
-    in this order before the step and after it.
+    Args:
+        slots: slot of each chunk.
+        first_tokens: index of each chunk's first token, then the number of tokens.
+        chunks: how sequences of several tokens are cut for the kernels (`delta_chunks`).
+        restores: pairs (from, to) of slots to copy, in this order, before the step.
+        snapshots: pairs (from, to) of slots to copy, in this order, after the step.
     """
 
     slots: list[int]
@@ -33,8 +36,10 @@ class RecurrentBatch(NamedTuple):
 class PromptTargets(NamedTuple):
     """The prompt tokens of a step whose log-probabilities are requested.
 
-    tokens: the index in the batch of the token before each; token_ids: the prompt tokens themselves; num_logprobs: the
-    maximum number of alternatives that a request asks for.
+    Args:
+        tokens: index in the batch of the token before each of them.
+        token_ids: ids of the prompt tokens themselves.
+        num_logprobs: the most alternatives that a request asks for.
     """
 
     tokens: list[int]
@@ -45,12 +50,18 @@ class PromptTargets(NamedTuple):
 class Batch(NamedTuple):
     """The chunks of a step, flat, ordered so that neighbors pad well together. Token arrays follow that order.
 
-    num_decodes: number of chunks of one token, which come first; tiles: query tiles of the others (`query_tiles`),
-    counted from the first of them; groups, padded_positions: padding for the reference attention (`PaddedGroup`);
-    token_ids: known ids, 0 for a token that is still on the device only; device_tokens, device_rows: the indices of
-    those, and the rows whose last token they are; last_tokens, sample_rows: for each chunk that samples, the index of
-    its last token and its row; recurrent: None for a model without recurrent layers; prompt_targets: None unless a
-    request asks for prompt log-probabilities.
+    Args:
+        num_decodes: number of chunks of one token, which come first.
+        tiles: query tiles of the other chunks (`query_tiles`), counted from the first of these chunks.
+        groups: padding for the reference attention (`PaddedGroup`).
+        padded_positions: number of positions in all groups.
+        token_ids: known ids, or 0 for a token that is still on the device only.
+        device_tokens: indices of the tokens that are still on the device only.
+        device_rows: the rows whose last tokens these are.
+        last_tokens: index of the last token of each chunk that samples.
+        sample_rows: row of each chunk that samples.
+        recurrent: None for a model without recurrent layers.
+        prompt_targets: None unless a request asks for prompt log-probabilities.
     """
 
     num_decodes: int
@@ -112,7 +123,7 @@ def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0
     return NewPages(rows, columns, pages)
 
 
-def longest_first(chunks: list[Chunk]) -> list[Chunk]:
+def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
     """Sort decoding sequences by descending length, the best order to start their attention in.
 
     The last one to start runs on alone, so it should be short (longest processing time first: Graham 1969, "Bounds on
@@ -123,13 +134,13 @@ def longest_first(chunks: list[Chunk]) -> list[Chunk]:
 
 def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten the chunks of a step, at least one. Returns the chunks in the order of the batch too."""
-    chunks = sorted(longest_first(scheduled), key=_sort_key)
+    chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
     context_lens = np.array([chunk.start for chunk in chunks])
     rows = np.array([chunk.request.row for chunk in chunks])
     offsets = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)  # of each token in its chunk
-    groups = _padded_groups(chunks, ends.tolist())
+    groups = _group_by_padding(chunks, ends.tolist())
     num_decodes = int((sizes == 1).sum())
 
     token_ids = np.zeros(ends[-1], dtype=np.int64)
@@ -175,7 +186,7 @@ def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk]
 
 
 def scored_positions(chunk: Chunk) -> range:
-    """Return the positions of a chunk whose logits score the next prompt token; empty unless that is requested."""
+    """Return the positions of a chunk whose logits score the next prompt token, or empty unless that is requested."""
     if chunk.request.sampling.prompt_logprobs is None:
         return range(0)
     return range(chunk.start, max(chunk.start, min(chunk.end, chunk.request.prompt_length - 1)))
@@ -221,7 +232,7 @@ def _padding_class(chunk: Chunk) -> tuple[int, int]:
     return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
 
 
-def _padded_groups(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
+def _group_by_padding(chunks: list[Chunk], ends: list[int]) -> list[PaddedGroup]:
     groups = []
     first = 0
     while first < len(chunks):

@@ -1,11 +1,11 @@
-"""Pages of the KV cache: their allocation, and the prefix cache that finds pages of earlier sequences.
+"""Allocates the pages of the KV cache, and finds pages of earlier sequences in the prefix cache.
 
-A page is free (its content is unused), referenced (by one or more sequences), or cached: unreferenced, but its
-content is kept for the prefix cache until its memory is needed.
+A page is free (its content is unused), referenced (by one or more sequences), or cached: unreferenced, but its content
+is kept for the prefix cache until its memory is needed.
 
 A sequence's tokens are cut into columns of one page's tokens. In each column every sub-group of layers has its own
-page, and a cache group has those of its sub-groups, a bundle. A model of one cache group has one page per column. A
-sliding group keeps pages only for the columns that its window still reaches.
+page, and the pages of a cache group's sub-groups are its page set. A model of one cache group has one page per column.
+A sliding group keeps pages only for the columns that its window still reaches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def pages_for(tokens: int) -> int:
 
 
 class PageGroup(NamedTuple):
-    """The pages of a cache group in a column: `pages` of them from index `first`. window: None for full attention."""
+    """The pages of a cache group in a column: `pages` of them from index `first`.
+
+    A window of None is full attention.
+    """
 
     first: int
     pages: int
@@ -73,7 +76,7 @@ class PageLayout(NamedTuple):
 
     @property
     def sliding(self) -> tuple[PageGroup, ...]:
-        """The groups with a window."""
+        """The groups that have a window."""
         return tuple(group for group in self.groups if group.window is not None)
 
     def table_rows(self, max_num_seqs: int) -> int:
@@ -105,7 +108,7 @@ class PageLayout(NamedTuple):
     def missing_pages(self, tokens: int, hit_columns: int, chunk: int) -> int:
         """Return how many more pages a sequence may allocate after a prefix-cache hit of `hit_columns`.
 
-        tokens: length of the sequence; chunk: maximum number of tokens computed in one step.
+        The sequence has `tokens` tokens, of which one step computes at most `chunk`.
         """
         missing = 0
         for group in self.groups:
@@ -154,7 +157,7 @@ class PagePool:
         """Take `count` pages, evicting the oldest cached ones when none are free. The caller checked `available`."""
         if count > self.available:
             raise RuntimeError(f"asked for {count} pages, {self.available} available")
-        return [self._take_page() for _ in range(count)]
+        return [self._allocate_page() for _ in range(count)]
 
     def add_references(self, pages: Iterable[int]) -> None:
         """Add one reference to each page, referenced or cached."""
@@ -212,7 +215,7 @@ class PagePool:
         assert len(referenced) + len(free) + len(cached) == self.total, "a page is lost"
         assert cached <= self._registered, "a cached page that the prefix cache does not know"
 
-    def _take_page(self) -> int:
+    def _allocate_page(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
@@ -229,9 +232,9 @@ class PrefixCache:
     Each full column has a keyed hash of the previous column's hash and of its own tokens, so two sequences share a page
     exactly when all tokens up to its end are equal. The key is random per process: no prompt can be crafted to collide.
 
-    Of a column each cache group's bundle of pages is kept or lost as a whole, independently of other groups. A prefix
-    needs the bundles of all its columns in groups of full attention, and those that the next token's window reaches in
-    sliding ones.
+    The page set of a cache group in a column is kept or lost as a whole, independently of other groups. A prefix needs
+    the page sets of all its columns in groups of full attention. In sliding groups it needs those that the next token's
+    window reaches.
     """
 
     def __init__(self, pool: PagePool, layout: PageLayout = FULL_ATTENTION) -> None:

@@ -5,7 +5,7 @@ each 10 to 30 times as long as a step that only decodes, and all others would re
 prompt is prefilled in chunks that at most double the time of a step, by the measured times of earlier steps.
 
 A chunk has a minimum cost: with routed experts it reads most of their weights, however small it is. When even a small
-chunk more than doubles a step, few large ones run instead, of 0.1 s each, and so far apart that more than 99 of 100
+chunk more than doubles a step, few large chunks of 0.1 s run instead. They are so far apart that more than 99 of 100
 steps are as short as without them.
 """
 
@@ -40,7 +40,7 @@ class PromptSpeed:
     """Estimates how many prompt tokens a step of a given time may hold, by the times of earlier steps."""
 
     def __init__(self, budget: int) -> None:
-        """Start without a measurement. budget: the maximum number of tokens of a step."""
+        """Start without a measurement. A step has at most `budget` tokens."""
         self._budget = budget
         self._s_per_token: float | None = None
 
@@ -60,26 +60,23 @@ class _ChunkSize:
     """Estimates how many tokens add a given time to a step."""
 
     def __init__(self, tokens: int, max_tokens: int, growth: int) -> None:
-        """Start at `tokens`.
-
-        max_tokens: upper bound of the size; growth: the largest factor from one size to the next.
-        """
+        """Start at `tokens`. The size is at most `max_tokens`, and grows at most by the factor `growth` at a time."""
         self.tokens = min(tokens, max_tokens)
         self._max_tokens = max_tokens
-        self._growth = growth
+        self._step_growth = growth
 
     def fit(self, tokens: int, added_s: float, target_s: float) -> None:
         """Adapt to a chunk of `tokens` that added `added_s`. A smaller chunk that met the time is ignored."""
         if added_s > target_s or tokens >= self.tokens:
             num_fitting = int(tokens * target_s / max(added_s, 0.1 * target_s))
-            self.tokens = min(max(num_fitting, MIN_CHUNK), self._growth * self.tokens, self._max_tokens)
+            self.tokens = min(max(num_fitting, MIN_CHUNK), self._step_growth * self.tokens, self._max_tokens)
 
 
 class Pacer:
-    """Allots tokens of long prompts to steps with decodes. tokens_left: those that the current step may still hold."""
+    """Allots tokens of long prompts to steps with decodes. The current step may still hold `tokens_left` of them."""
 
     def __init__(self, budget: int) -> None:
-        """Start with the full budget. budget: the maximum number of tokens of a step."""
+        """Start with the full budget. A step has at most `budget` tokens."""
         self.tokens_left = budget
         self._budget = budget
         self._chunk = _ChunkSize(FIRST_CHUNK, budget, growth=2)
@@ -94,7 +91,7 @@ class Pacer:
         self._ordinary_tokens = 0
 
     def begin(self, *, decoding: bool) -> None:
-        """Start to schedule a step. decoding: it holds decoding sequences."""
+        """Start to schedule a step. `decoding` says whether it holds decoding sequences."""
         self._steps += 1
         if not decoding:
             self.tokens_left = self._budget

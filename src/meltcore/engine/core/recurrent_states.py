@@ -1,10 +1,10 @@
-"""Slots of recurrent states, and the snapshots with which a cached prefix can be continued.
+"""Allocates slots of recurrent states, and keeps the snapshots with which a cached prefix can be continued.
 
-A page of keys and values serves every sequence with the same prefix. A recurrent state is valid only after the token
-at which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken at few positions, all
-of them ends of full pages: the last full page of each prompt (for the next turn of a conversation), and wherever a
-prompt leaves a known text (for the third prompt that starts like it). A snapshot is dropped with its page. A page that
-has lost its snapshot is no hit any more, but still shows where prefixes part, and so where to take the next snapshot.
+A page of keys and values serves every sequence with the same prefix. A recurrent state is valid only after the token at
+which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken at few ends of full
+pages. One is the last full page of each prompt, for the next turn of a conversation. Another is where a prompt leaves a
+known text, for the third prompt that starts like it. A snapshot is dropped with its page. A page that has lost its
+snapshot is no hit any more, but still shows where prefixes part, and so where to take the next snapshot.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class RecurrentStatePool:
     from zero.
 
     Eviction is a segmented LRU. A new snapshot is on probation until it is reused, and the oldest on probation is
-    evicted first: most are never reused, and in one queue for all, the ends of prompts would evict the prefix that all
-    prompts share. A reused one is protected, within the two bounds above: it must not stay for ever.
+    evicted first. Most snapshots are never reused. In one queue for all, the ends of prompts would evict the prefix
+    that all prompts share. A reused snapshot is protected, but only within the two bounds above, so that it does not
+    stay for ever.
     """
 
     def __init__(self, slots: int) -> None:
@@ -76,9 +77,9 @@ class RecurrentStatePool:
         return slot
 
     def free_one_for_snapshot(self, num_pending: int) -> bool:
-        """Free a slot for one more snapshot. False when only protected snapshots could be evicted.
+        """Free a slot for one more snapshot. Returns False when only protected snapshots could be evicted.
 
-        num_pending: number of snapshots that launched steps are taking, in held slots.
+        Launched steps are taking `num_pending` snapshots, in held slots.
         """
         self._num_requested += 1
         if self._protected and self._num_requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:
@@ -161,8 +162,11 @@ class RecurrentStatePool:
 class PrefixMatch(NamedTuple):
     """The cached prefix that a sequence is started from.
 
-    columns: the length of the prefix; pages: of the prefix; slot: the snapshot at its end, 0 without one;
-    snapshot_positions: where its prompt is to be cut to take snapshots, ascending.
+    Args:
+        columns: length of the prefix in columns.
+        pages: pages of the prefix.
+        slot: the snapshot at its end, or 0 without a snapshot.
+        snapshot_positions: where its prompt is to be cut to take snapshots, ascending.
     """
 
     columns: int

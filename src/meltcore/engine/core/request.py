@@ -35,9 +35,9 @@ class Request:
     def __init__(
         self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
     ) -> None:
-        """Create a waiting request.
+        """Create a waiting request, the number `arrival` in order of arrival.
 
-        arrival: its number in order of arrival. Raises OverflowError for a token id of more than 32 bits.
+        Raises OverflowError for a token id of more than 32 bits.
         """
         self.id = message.request_id
         self.sampling = message.sampling
@@ -80,12 +80,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens, those in flight included."""
+        """Number of tokens, including tokens in flight."""
         return len(self.token_ids) + self.in_flight
 
     @property
     def generated(self) -> int:
-        """Number of generated tokens, those in flight included."""
+        """Number of generated tokens, including tokens in flight."""
         return self.length - self.prompt_length
 
     @property

@@ -6,10 +6,10 @@ preempted: it releases all pages and is recomputed later. It keeps its priority,
 for another, so every request finishes.
 
 A request with penalties needs one of a few slots for its token counts while it runs. While no slot is free, such
-requests wait and others start before them. Once a slot is free, it is kept for the first of them, and no request of a
-later priority starts before that one.
+requests wait and others start before them. A slot that becomes free is kept for the first of them, and no request of a
+later priority starts before that request.
 
-In a model with sliding windows a sequence releases the pages that no later query reads, when it is next scheduled: the
+In a model with sliding windows a sequence releases the pages that no later query reads, when it is next scheduled. The
 device runs steps in order, so a step in flight reads them before their next owner writes.
 
 A sequence of a model with recurrent layers holds a slot for its state while it runs, and its prompt is cut where a
@@ -38,8 +38,8 @@ _Heap = list[tuple[tuple[int, int], Request]]
 class Chunk(NamedTuple):
     """Tokens [start, start + size) of one sequence in one step. It samples when it ends at the last token.
 
-    restore: the snapshot to copy into the sequence's recurrent-state slot before the step; snapshot: the slot to copy
-    its state to after the step; 0 for none.
+    Before the step the snapshot in slot `restore` is copied into the sequence's recurrent-state slot. After the step
+    the state is copied to the slot `snapshot`. A slot of 0 copies nothing.
     """
 
     request: Request
@@ -72,7 +72,7 @@ class Scheduler:
     ) -> None:
         """Create an idle scheduler.
 
-        cache: None for no prefix cache; states: None for a model without recurrent layers.
+        Without `cache` there is no prefix cache, and models without recurrent layers have no `states`.
         """
         if pool.total < layout.max_pages(max_model_len, max_num_batched_tokens):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
@@ -206,7 +206,7 @@ class Scheduler:
                 or not self._can_schedule(request)
             ):
                 continue
-            while length > request.capacity and not self._grow(request, length):
+            while length > request.capacity and not self._allocate_pages(request, length):
                 # The last in priority is preempted: it comes last in this loop, so it is not scheduled yet.
                 victim = self.running[-1]
                 self._preempt(victim)
@@ -232,7 +232,7 @@ class Scheduler:
             num_tokens = self._next_chunk_size(request, budget)
             if num_tokens == 0:
                 continue
-            while not self._grow(request, request.num_computed_tokens + num_tokens):
+            while not self._allocate_pages(request, request.num_computed_tokens + num_tokens):
                 victim = self._last_unscheduled(scheduled_ids)
                 if victim is None or victim is request:
                     break
@@ -259,7 +259,7 @@ class Scheduler:
             self._waiting_count -= 1
             self._start(request, match)
             num_tokens = self._next_chunk_size(request, budget)
-            is_grown = self._grow(request, request.num_computed_tokens + num_tokens)
+            is_grown = self._allocate_pages(request, request.num_computed_tokens + num_tokens)
             assert is_grown, "pages were counted before admission"
             scheduled.append(self._make_chunk(request, num_tokens)._replace(restore=match.slot))
             budget -= num_tokens
@@ -324,13 +324,13 @@ class Scheduler:
             budget = min(budget, self.pacer.tokens_left)
         return min(end - request.num_computed_tokens, budget)
 
-    def _grow(self, request: Request, tokens: int) -> bool:
+    def _allocate_pages(self, request: Request, tokens: int) -> bool:
         """Allocate pages for the first `tokens` tokens of a request. Returns False when too few are available.
 
         Pages that slid out of a window are released first.
         """
         if self._sliding:
-            self._slide(request)
+            self._release_passed_pages(request)
         num_new_pages = pages_for(tokens) * self._column_pages - len(request.pages)
         if num_new_pages > self.pool.available:
             return False
@@ -342,7 +342,7 @@ class Scheduler:
             request.capacity = min(request.capacity, (first + 1) * PAGE_SIZE + group.window - 1)
         return True
 
-    def _slide(self, request: Request) -> None:
+    def _release_passed_pages(self, request: Request) -> None:
         """Release the pages that no query from the next one on reads. They are registered first.
 
         All their tokens are known by now, since at most the newest token of a sequence is not.

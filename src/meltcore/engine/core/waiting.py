@@ -41,7 +41,7 @@ class WaitingQueue(Generic[Request]):
     """Holds waiting requests in a heap per shape. Adding, ending and taking one are logarithmic in their number."""
 
     def __init__(self, shapes: Sequence[int]) -> None:
-        """Create an empty queue. shapes: in increasing order; the last one is the largest cost of a request."""
+        """Create an empty queue. `shapes` are in increasing order; the last one is the largest cost of a request."""
         self._shapes = list(shapes)
         self._heaps: dict[int, list[WaitingRequest[Request]]] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -68,7 +68,7 @@ class WaitingQueue(Generic[Request]):
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
     def remove(self, request_id: str) -> WaitingRequest[Request] | None:
-        """Remove and return a request; None if it does not wait."""
+        """Remove and return a request, or None if it does not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self.cost -= waiting.cost
@@ -84,13 +84,15 @@ class WaitingQueue(Generic[Request]):
         return requests
 
     def take(self, max_cost: int, bound: int | None = None) -> list[WaitingRequest[Request]]:
-        """Remove and return the next batch; empty if the first request does not fit.
+        """Remove and return the next batch, or an empty list if the first request does not fit.
 
-        The request first in order decides the shape. Requests of that shape follow in order, then those of smaller
-        shapes that padding does not make more than twice as expensive. max_cost: of the batch with its padding; bound:
-        a lower limit for more requests than one.
+        The request first in order decides the shape. Requests of that shape follow in order, then requests of smaller
+        shapes, unless padding makes them more than twice as expensive. `max_cost` limits the cost of the batch with its
+        padding, and `bound` is a lower limit for several requests.
         """
-        first = min((top for shape in list(self._heaps) if (top := self._top(shape)) is not None), default=None)
+        first = min(
+            (top for shape in list(self._heaps) if (top := self._first_waiting(shape)) is not None), default=None
+        )
         if first is None or first.shape > max_cost:
             return []
         max_rows = max(1, (max_cost if bound is None else min(max_cost, bound)) // first.shape)
@@ -98,13 +100,13 @@ class WaitingQueue(Generic[Request]):
         for shape in sorted(self._heaps, reverse=True):
             if not first.shape >= shape > first.shape / _MAX_PADDING:
                 continue
-            while len(batch) < max_rows and (top := self._top(shape)) is not None:
+            while len(batch) < max_rows and (top := self._first_waiting(shape)) is not None:
                 heapq.heappop(self._heaps[shape])
                 self.remove(top.request.request_id)
                 batch.append(top)
         return batch
 
-    def _top(self, shape: int) -> WaitingRequest[Request] | None:
+    def _first_waiting(self, shape: int) -> WaitingRequest[Request] | None:
         """Return the first waiting request of a shape, without the ended ones before it."""
         heap = self._heaps[shape]
         while heap:

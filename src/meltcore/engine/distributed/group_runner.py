@@ -41,7 +41,7 @@ class GroupRunner(ModelRunner):
         group: TensorParallelGroup,
         ranks: Ranks | None = None,
     ) -> None:
-        """Create the runner. ranks: the other ranks; None on ranks other than 0."""
+        """Create the runner. `ranks` are the other ranks, or None on ranks other than 0."""
         super().__init__(model, sampler, config, cache_dtype)
         self._group = group
         self._ranks = ranks  # None on other ranks, and while this rank launches without collectives
@@ -130,7 +130,7 @@ class GroupRunner(ModelRunner):
     ) -> SampleResult:
         """Replace the greedy `token_ids` of requests that are not greedy, in place.
 
-        requests: empty on other ranks than 0.
+        On ranks other than 0 `requests` is empty.
         """
         if sampling.shard_indices:
             self._draw(logits_at, token_ids, sampling)

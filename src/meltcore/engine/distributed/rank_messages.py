@@ -22,9 +22,12 @@ def rank_address(folder: Path, rank: int) -> str:
 class SamplingStep(NamedTuple):
     """The sequences of a step that are not greedy, as indices among the sequences that sample.
 
-    shard_indices: sequences that sample by temperature alone; each rank samples from its shard of the vocabulary, and
-    the best candidate wins. gathered_indices: sequences that need a whole row of logits; rank 0 alone samples them.
-    shard_rows, gathered_rows: the rows of these sequences in the page table.
+    Args:
+        shard_indices: sequences that sample by temperature alone. Each rank samples from its shard of the vocabulary,
+            and the best candidate wins.
+        gathered_indices: sequences that need a whole row of logits. Only rank 0 samples them.
+        shard_rows: rows of the first sequences in the page table.
+        gathered_rows: rows of the second sequences in the page table.
     """
 
     shard_indices: list[int]

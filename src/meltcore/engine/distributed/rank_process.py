@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: `python -m meltcore.engine.distributed FOLDER RANK`.
+"""Runs a rank other than 0 in a process of its own: `python -m meltcore.engine.distributed FOLDER RANK`.
 
 Rank 0's process starts it, writes the EngineConfig as one JSON line to its standard input and keeps that open. The end
 of the standard input means that rank 0 has ended, and ends this process immediately.
@@ -61,13 +61,13 @@ class RankProcess:
         self._sender = self._context.socket(zmq.PUSH)
         self._sender.connect(rank_address(folder, 0))
         self._compiler: KernelCompiler | None = None
-        self._begun, self._progress = step_counters(folder, config.tensor_parallel_size)
+        self._begun_steps, self._progress = step_counters(folder, config.tensor_parallel_size)
 
     def serve(self) -> int:
         """Load, then execute messages until LeaveGroup. Returns the exit status."""
         try:
             group = TensorParallelGroup(self._rank, self._config.tensor_parallel_size)
-            runner = self._build(group)
+            runner = self._build_runner(group)
             while self._handle_message(runner):
                 pass
             runner.drop_graphs()
@@ -82,7 +82,7 @@ class RankProcess:
             return 1
         return 0
 
-    def _build(self, group: TensorParallelGroup) -> GroupRunner:
+    def _build_runner(self, group: TensorParallelGroup) -> GroupRunner:
         config = self._config
         device = choose_device(config.device, num_ranks=config.tensor_parallel_size, rank=self._rank)
         self._compiler = make_compiler(config, device, self._rank)
@@ -110,7 +110,7 @@ class RankProcess:
         """Execute one message. Returns False after LeaveGroup."""
         message = self._receive()
         if isinstance(message, RunStep):
-            self._begun[self._rank] = message.step_number
+            self._begun_steps[self._rank] = message.step_number
             runner.follow(message.step, message.sampling)
         elif isinstance(message, CompileKernels):
             assert self._compiler is not None

@@ -22,11 +22,11 @@ _STDERR = 2
 class StartedRanks:
     """Rank processes that import their modules, then wait for `configure`. They end with `end` or with this process.
 
-    folder: holds the files that all ranks share, such as sockets; processes: by rank.
+    `folder` holds the files that all ranks share, such as sockets. `processes` holds the process of each rank.
     """
 
     def __init__(self, size: int) -> None:
-        """Start the processes. size: number of ranks, rank 0 included.
+        """Start the processes of `size` ranks, rank 0 included.
 
         Raises ConfigError when no shared folder can be created.
         """

@@ -66,7 +66,10 @@ class Ranks:
     """
 
     def __init__(self, config: EngineConfig, started: StartedRanks | None = None) -> None:
-        """Send the rank processes their settings and wait until all run. started: None to start the processes here."""
+        """Send the rank processes their settings and wait until all run.
+
+        With `started` None the processes are started here.
+        """
         started = started or StartedRanks(config.tensor_parallel_size)
         self._config, self._size = config, config.tensor_parallel_size
         self._group: TensorParallelGroup | None = None
@@ -79,7 +82,7 @@ class Ranks:
         self._receiver.bind(rank_address(self._folder, 0))
         self._pending: deque[FromRank] = deque()  # messages received by a check, not asked for yet
         self._senders: list[zmq.Socket[bytes]] = []
-        self._begun, self._progress = step_counters(self._folder, self._size)
+        self._begun_steps, self._progress = step_counters(self._folder, self._size)
         self._stopped: dict[int, float] = {}  # since when, of ranks seen stopped
         self._step = 0
         # Runs when this object is collected or the interpreter ends, whichever is first.
@@ -235,7 +238,7 @@ class Ranks:
     def close(self, on_idle: Callable[[], None]) -> None:
         """Destroy the group together with the other ranks, or kill their processes if that fails. Can be called twice.
 
-        on_idle: called before the group is destroyed, when no step is in flight.
+        `on_idle` is called before the group is destroyed, when no step is in flight.
         """
         if not self._end.alive:
             return
@@ -284,7 +287,7 @@ class Ranks:
         return message
 
     def _collect(self, limit_s: float, expected: str) -> Iterable[FromRank]:
-        """Yield one message from each other rank. limit_s: maximum time without a message or progress."""
+        """Yield one message from each other rank. The time without a message or progress is at most `limit_s`."""
         last_progress_s, progress = time.monotonic(), self._progress.copy()
         for num_received in range(len(self._processes)):
             while not self._pending:
@@ -325,9 +328,9 @@ class Ranks:
         return f"rank {rank} (process {self._processes[rank].pid})"
 
     def _blocking_ranks(self) -> str:
-        """Return a text that names the ranks that block a step, empty if rank 0 sees none."""
+        """Return a text that names the ranks that block a step, or "" if rank 0 sees none."""
         stopped_ranks = [rank for rank, process in self._processes.items() if is_stopped(process.pid)]
-        late_ranks = [rank for rank in self._processes if self._begun[rank] < self._step]
+        late_ranks = [rank for rank in self._processes if self._begun_steps[rank] < self._step]
         detail = "stopped by a signal" if stopped_ranks else f"has not begun step {self._step}"
         return ", ".join(f"{self._describe_rank(rank)}, {detail}" for rank in stopped_ranks or late_ranks)
 
@@ -346,11 +349,11 @@ class LaunchWatch:
         self._abort = abort
         self._deadline_s: float | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._watch_launches, daemon=True).start()
 
     @contextmanager
     def watch_launch(self, limit_s: float) -> Iterator[None]:
-        """Return a context whose launches are watched. limit_s: time after which they are aborted."""
+        """Return a context whose launches are watched. They are aborted after `limit_s`."""
         self._deadline_s = time.monotonic() + limit_s
         try:
             yield
@@ -361,7 +364,7 @@ class LaunchWatch:
         """End the watching thread."""
         self._closed.set()
 
-    def _run(self) -> None:
+    def _watch_launches(self) -> None:
         while not self._closed.wait(_POLL_S):
             deadline_s = self._deadline_s
             if deadline_s is None:

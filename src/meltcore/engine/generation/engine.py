@@ -22,8 +22,8 @@ from meltcore.engine.distributed.group_runner import GroupRunner
 from meltcore.engine.distributed.rank_start import StartedRanks
 from meltcore.engine.distributed.ranks import Ranks
 from meltcore.engine.host.device import choose_device, describe_device, has_budget, has_mps
-from meltcore.engine.host.sleep import Slept
-from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, required
+from meltcore.engine.host.sleep import SleepResult
+from meltcore.engine.host.sleep_memory import Keep, make_sleep_memory, require_memory
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.engine.worker.loading import batched_tokens, check_shards, fill_weights, load
 from meltcore.engine.worker.model_runner import LaunchedStep, ModelRunner, ModelRunnerConfig
@@ -280,12 +280,12 @@ class GenerationEngine:
         assert isinstance(self.runner, GroupRunner)
         self.runner.drop_graphs()
 
-    def sleep(self, keep: Keep) -> Slept:
+    def sleep(self, keep: Keep) -> SleepResult:
         """Give weights and caches back, while there is no work. Cached prefixes are forgotten.
 
         Raises SleepError and changes nothing when it cannot, which is so without `enable_sleep_mode`.
         """
-        memory = required(self._sleep_memory)
+        memory = require_memory(self._sleep_memory)
         if self.has_work:
             raise SleepError(f"the engine has {len(self._requests)} open requests; it sleeps only without any")
         self.runner.forget_step()
@@ -298,7 +298,7 @@ class GenerationEngine:
 
         Raises SleepError when it cannot; the engine sleeps on, and can be woken again.
         """
-        return required(self._sleep_memory).wake(self._reload_weights)
+        return require_memory(self._sleep_memory).wake(self._reload_weights)
 
     def _reload_weights(self) -> None:
         fill_weights(self.runner.model, self.config, self.checkpoint, lambda _stage, _part: None)

@@ -1,8 +1,8 @@
 """Keeps an engine process within its budget of GPU memory, and the memory within the process.
 
-The budget is a promise both ways. Torch's allocator refuses what exceeds it, so that no engine takes what belongs to
-another one. And what the plan sets aside for steps is allocated at the start and kept: another process cannot take it,
-and the driver shows what was planned from then on.
+The budget is a promise both ways. Torch's allocator refuses allocations beyond it, so that no engine takes another
+engine's memory. And what the plan sets aside for steps is allocated at the start and kept: another process cannot take
+it, and the driver shows what was planned from then on.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def limit_memory(config: EngineConfig, device: torch.device) -> None:
 def hold_budget(config: EngineConfig, device: torch.device, outside_bytes: int = 0) -> None:
     """Allocate what is left of the budget and keep it in torch's cache, where steps find it.
 
-    outside_bytes: of the budget that is not torch's, such as CUDA graphs. Raises ConfigError when more than the budget
-    is allocated already, or when the GPU has no memory left for it.
+    `outside_bytes` of the budget are not allocated by torch, such as CUDA graphs. Raises ConfigError when more than the
+    budget is allocated already, or when the GPU has no memory left for it.
     """
     if not has_budget(config, device):
         return

@@ -48,7 +48,7 @@ class ClientSockets(Protocol):
         """Wait for a message of any client; returns whether there is one."""
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together; None when none has arrived."""
+        """Return the next messages of a client, sent together, or None when none has arrived."""
 
     def send(self, client_index: int, message: Any) -> None:
         """Send a message to a client."""
@@ -58,7 +58,7 @@ class ClientSockets(Protocol):
 
 
 def open_sockets(directory: Path, client_count: int, to_engine: Any) -> ClientSockets:
-    """Return the sockets to all clients. to_engine: the union of the message types that arrive."""
+    """Return the sockets to all clients. `to_engine` is the union of the message types that arrive."""
     binding = read_binding(directory)
     if binding is None:
         return LocalClients(directory, client_count, to_engine)
@@ -93,7 +93,7 @@ class LocalClients:
         return bool(self._poller.poll(timeout_ms))
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together; None when none has arrived."""
+        """Return the next messages of a client, sent together, or None when none has arrived."""
         receiver = self._receivers[client_index]
         return self._decode(receiver.recv()) if receiver.poll(0) else None
 
@@ -121,7 +121,7 @@ class RemoteClients:
         self._context = context = zmq.Context()
         self._admission = ThreadAuthenticator(context)
         self._admission.start()
-        self._admission.configure_curve_callback("*", _Allowed(binding.client_key.encode()))
+        self._admission.configure_curve_callback("*", _AllowedClients(binding.client_key.encode()))
         self._socket = socket = context.socket(zmq.ROUTER)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -129,7 +129,7 @@ class RemoteClients:
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         socket.curve_server = True
-        keys = KeyPair.new()
+        keys = KeyPair.generate()
         socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         set_heartbeats(socket)
         self._decoder = msgspec.msgpack.Decoder(list[to_engine])
@@ -143,17 +143,17 @@ class RemoteClients:
         write_listening(directory, Listening(port, keys.public))
         while not self._arrived[0]:  # an API server may be first
             socket.poll()
-            self._read()
+            self._read_messages()
 
     def poll(self, timeout_ms: int) -> bool:
         """Wait for a message of any client; returns whether there is one."""
         if not any(self._arrived) and self._socket.poll(timeout_ms):
-            self._read()
+            self._read_messages()
         return any(self._arrived)
 
     def receive(self, client_index: int) -> list[Any] | None:
-        """Return the next messages of a client, sent together; None when none has arrived."""
-        self._read()
+        """Return the next messages of a client, sent together, or None when none has arrived."""
+        self._read_messages()
         if not self._arrived[client_index]:
             return None
         messages, offset_s = decode_message(self._decoder, self._arrived[client_index].popleft())
@@ -169,14 +169,14 @@ class RemoteClients:
         self._admission.stop()
         self._context.destroy(linger=LINGER_MS)
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
         while self._socket.poll(0):
             identity, data = self._socket.recv_multipart()
             self._arrived[self._identities.index(identity)].append(data)
 
 
-class _Allowed:
-    """Admits one public key, in Z85."""
+class _AllowedClients:
+    """Admits the clients that have one public key, in Z85."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

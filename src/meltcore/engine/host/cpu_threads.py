@@ -1,6 +1,6 @@
-"""The number of threads of an engine on a CPU follows the cores that are free.
+"""Adapts the number of threads of an engine on a CPU to the cores that are free.
 
-torch splits a GEMM evenly and waits for the slowest part, so one thread without a core slows all of them: with both
+torch splits a GEMM evenly and waits for the slowest part, so one thread without a core slows all of them. With both
 cores of a machine busy, two threads served 4.6 tokens per second where one served 19. On an idle machine two served 25.
 Linux says how long each thread was runnable without a core. The engine begins with one thread, doubles their number
 while they find cores, and gives up as many as waited on average.
@@ -81,19 +81,19 @@ class CpuThreads:
         running, waiting = times.running_s - began.running_s, times.waiting_s - began.waiting_s
         self._began_s, self._began = now, times
         if running + waiting > 0:
-            self._follow(self._threads * waiting / (running + waiting), now)
+            self._adapt_threads(self._threads * waiting / (running + waiting), now)
 
-    def _follow(self, waited: float, now: float) -> None:
-        """waited: threads that had no core, on average."""
+    def _adapt_threads(self, waited: float, now: float) -> None:
+        """Adapt the number of threads, of which `waited` had no core on average."""
         if self._threads > 1 and round(waited):
-            self._set(max(1, self._threads - round(waited)))
+            self._set_count(max(1, self._threads - round(waited)))
             self._retry_at_s = now + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
         elif waited < _FEW_WAITING and self._threads < self._limit and now >= self._retry_at_s:
-            self._set(min(2 * self._threads, self._limit))
+            self._set_count(min(2 * self._threads, self._limit))
         elif self._threads == self._limit:
             self._retry_s = _RETRY_S
 
-    def _set(self, threads: int) -> None:
+    def _set_count(self, threads: int) -> None:
         self._threads = threads
         self._set_threads(threads)

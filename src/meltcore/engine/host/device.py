@@ -102,9 +102,9 @@ def has_budget(config: EngineConfig, device: torch.device) -> bool:
 
 
 def byte_budget(config: EngineConfig, device: torch.device, allocated_bytes: int) -> int:
-    """Return the bytes of device memory that an engine, or one rank, may take: --memory, else what is free now.
+    """Return the bytes of device memory that an engine, or one rank, may take: --memory, else the free memory.
 
-    allocated_bytes: bytes of weights that are allocated already. Ranks on a CPU share the free memory. Raises
+    `allocated_bytes` are bytes of weights that are allocated already. Ranks on a CPU share the free memory. Raises
     ConfigError if --memory is more than the GPU, or the host, has.
     """
     if config.memory_bytes is not None:

@@ -55,7 +55,7 @@ class RequestOutput(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the request has ended; None until its last output."""
+        """Why the request has ended, or None until its last output."""
 
 
 class Outputs(Protocol):
@@ -117,8 +117,8 @@ class EngineShell:
     ) -> None:
         """Connect to the sockets.
 
-        to_engine: the union of the message types that the engine and the shell receive. sharing: how it
-        waits for engines of other classes; None lets it wait for none.
+        `to_engine` is the union of the message types that the engine and the shell receive. `sharing` says how the
+        engine waits for engines of other classes; None lets it wait for none.
         """
         self._sockets = open_sockets(socket_dir, client_count, to_engine)
         self._client_of: dict[str, int] = {}  # by request id, until its last output
@@ -138,7 +138,7 @@ class EngineShell:
         try:
             return self._serve(build)
         except RankError as error:
-            self._fail(str(error))
+            self._report_failure(str(error))
             self.close()
             # Without teardown: a collective that a rank never joined may hold the device for ever.
             os._exit(1)
@@ -150,10 +150,10 @@ class EngineShell:
         except RankError:
             raise
         except MeltcoreError as error:
-            return self._fail(str(error))
+            return self._report_failure(str(error))
         except Exception as error:
             traceback.print_exc()  # to the model's log, for the one who looks for the fault
-            return self._fail(f"the engine could not start: {type(error).__name__}: {error}")
+            return self._report_failure(f"the engine could not start: {type(error).__name__}: {error}")
         # The objects of the loaded engine live as long as the process: the collector need not traverse them again.
         gc.collect()
         gc.freeze()
@@ -169,7 +169,7 @@ class EngineShell:
             engine.close()
             raise
         except Exception as error:
-            self._fail(f"a step failed: {type(error).__name__}: {error}")
+            self._report_failure(f"a step failed: {type(error).__name__}: {error}")
             raise
         engine.close()
         return 0
@@ -231,10 +231,10 @@ class EngineShell:
             for message in messages:
                 if isinstance(message, Shutdown):
                     return False
-                self._handle(engine, message, client_index)
+                self._handle_message(engine, message, client_index)
         return True
 
-    def _handle(self, engine: Engine, message: Any, client_index: int) -> None:
+    def _handle_message(self, engine: Engine, message: Any, client_index: int) -> None:
         if isinstance(message, AbortRequests):
             engine.abort(message.request_ids)
         elif isinstance(message, ForgetClient):
@@ -282,7 +282,7 @@ class EngineShell:
             self._profiler = None
             return ProfileDone("", f"{type(error).__name__}: {error}")
 
-    def _fail(self, message: str) -> int:
+    def _report_failure(self, message: str) -> int:
         self.send(EngineFailed(" ".join(message.split())))
         return 1
 

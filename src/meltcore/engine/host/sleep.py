@@ -11,8 +11,8 @@ from meltcore.protocol.shell import Asleep, Awake, Sleep, Wake
 SleepMessage = Sleep | Wake
 
 
-class Slept(NamedTuple):
-    """What a sleep has changed: bytes given back, and device bytes that the engine still holds."""
+class SleepResult(NamedTuple):
+    """What a sleep has changed: the bytes that were given back, and the device bytes that the engine still holds."""
 
     freed_bytes: int
     resident_bytes: int
@@ -22,7 +22,7 @@ class Slept(NamedTuple):
 class SleepableEngine(Protocol):
     """The part of an engine's interface that only engines with a sleep mode have."""
 
-    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+    def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
         """Give memory back. Called only while there is no work; raises SleepError and changes nothing if it cannot."""
 
     def wake(self) -> int:
@@ -52,7 +52,7 @@ class SleepState:
             seconds = time.monotonic() - start_s
             return Asleep(0, seconds, error=str(error)) if isinstance(message, Sleep) else Awake(seconds, 0, str(error))
 
-    def _sleep(self, engine: object, keep: Literal["host", "disk"], open_requests: int) -> Slept:
+    def _sleep(self, engine: object, keep: Literal["host", "disk"], open_requests: int) -> SleepResult:
         if self._is_asleep:
             raise SleepError("the engine sleeps already")
         if open_requests:

@@ -17,7 +17,7 @@ from torch import nn
 from meltcore.common.errors import ConfigError, MeltcoreError, SleepError
 from meltcore.common.host_memory import drop_pages, host_available_bytes
 from meltcore.common.sizes import size_text
-from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.sleep import SleepResult
 from meltcore.kernels.graph_capture import hold_memory
 from meltcore.kernels.memory_pools import MemoryPools
 from meltcore.models.checkpoints.checkpoint import Progress
@@ -45,7 +45,7 @@ class SleepMemory(Protocol):
     def memory_rows(self) -> list[MemoryRow]:
         """Return the rows of the memory table for what the first sleep takes."""
 
-    def sleep(self, keep: Keep) -> Slept:
+    def sleep(self, keep: Keep) -> SleepResult:
         """Give memory back, and keep the weights in host memory or drop them. Raises SleepError and changes nothing."""
 
     def wake(self, reload: Callable[[], None]) -> int:
@@ -77,7 +77,7 @@ class GpuSleepMemory:
     def adopt(self, model: nn.Module) -> None:
         """See `SleepMemory`. Tensors of one storage, such as an LSTM's, stay together."""
         owners: dict[int, list[torch.Tensor]] = {}
-        for tensor in _tensors_of(model):
+        for tensor in _held_tensors(model):
             owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         # One storage after another, and the old one freed before the next: a budget cannot hold all weights twice.
         for tensors in owners.values():
@@ -95,7 +95,7 @@ class GpuSleepMemory:
         size = self._pools.memory.size("weights")
         return [MemoryRow("weights asleep", size, "of pinned host memory, from the first sleep with keep host on")]
 
-    def sleep(self, keep: Keep) -> Slept:
+    def sleep(self, keep: Keep) -> SleepResult:
         """See `SleepMemory`. What torch's allocator caches is given back too."""
         held_bytes = torch.cuda.memory_reserved(self._device)
         has_budget = torch.cuda.get_per_process_memory_fraction(self._device) < 1.0
@@ -104,7 +104,7 @@ class GpuSleepMemory:
         self._keep = keep
         torch.cuda.empty_cache()
         resident_bytes = self._pools.other_bytes
-        return Slept(held_bytes - resident_bytes, resident_bytes)
+        return SleepResult(held_bytes - resident_bytes, resident_bytes)
 
     def wake(self, reload: Callable[[], None]) -> int:
         """See `SleepMemory`. Caches hold zeros."""
@@ -129,7 +129,7 @@ class CpuSleepMemory:
     """The memory of an engine's tensors in host memory, whose pages are given back at their addresses."""
 
     def __init__(self, tensors: Tensors, available_bytes: Callable[[], int] = host_available_bytes) -> None:
-        """tensors: of the engine, once it is built."""
+        """Manage the tensors of the engine, which `tensors` returns once the engine is built."""
         self._tensors = tensors
         self._available_bytes = available_bytes
         self._keep: Keep = "host"
@@ -145,12 +145,12 @@ class CpuSleepMemory:
         """See `SleepMemory`."""
         return []
 
-    def sleep(self, keep: Keep) -> Slept:
+    def sleep(self, keep: Keep) -> SleepResult:
         """See `SleepMemory`. Weights stay where they are unless they are dropped."""
         self._keep = keep
         freed_bytes = self._drop()
         weights, _ = self._storages()
-        return Slept(freed_bytes, 0 if keep == "disk" else sum(storage.nbytes() for storage in weights))
+        return SleepResult(freed_bytes, 0 if keep == "disk" else sum(storage.nbytes() for storage in weights))
 
     def wake(self, reload: Callable[[], None]) -> int:
         """See `SleepMemory`. Caches hold zeros."""
@@ -187,9 +187,9 @@ class CpuSleepMemory:
 
 
 def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tensors) -> SleepMemory | None:
-    """Return the memory of an engine that can sleep, None without --enable-sleep-mode.
+    """Return the memory of an engine that can sleep, or None without --enable-sleep-mode.
 
-    tensors: of the engine, called when it sleeps. Raises ConfigError where a sleep mode is not supported.
+    `tensors` returns the engine's tensors when it sleeps. Raises ConfigError where a sleep mode is not supported.
     """
     if not config.enable_sleep_mode:
         return None
@@ -201,7 +201,7 @@ def make_sleep_memory(config: EngineConfig, device: torch.device, tensors: Tenso
     return GpuSleepMemory(device) if device.type == "cuda" else CpuSleepMemory(tensors)
 
 
-def required(memory: SleepMemory | None) -> SleepMemory:
+def require_memory(memory: SleepMemory | None) -> SleepMemory:
     """Return the memory of an engine. Raises SleepError when it was started without a sleep mode."""
     if memory is None:
         raise SleepError("the engine was started without --enable-sleep-mode")
@@ -226,24 +226,24 @@ class SleepableTask:
         self._model_tensors: list[torch.Tensor] = []
         self._load: LoadModel[nn.Module] | None = None
 
-    def sleep(self, keep: Keep) -> Slept:
+    def sleep(self, keep: Keep) -> SleepResult:
         """Give memory back while no request is known. Raises SleepError."""
-        return required(self._sleep_memory).sleep(keep)
+        return require_memory(self._sleep_memory).sleep(keep)
 
     def wake(self) -> int:
         """Take memory again. Returns the bytes of weights copied. Raises SleepError."""
-        return required(self._sleep_memory).wake(self._reload)
+        return require_memory(self._sleep_memory).wake(self._reload)
 
     def _building(self) -> AbstractContextManager[None]:
         """Return the context in which the task allocates its model, its caches and its graphs."""
         return nullcontext() if self._sleep_memory is None else self._sleep_memory.building()
 
     def _keep_model(self, load: LoadModel[_Module], progress: Progress) -> _Module:
-        """Load the task's model, which can sleep from now on. load: loads it with the same weights every time."""
+        """Load the task's model, which can sleep from now on. `load` loads it with the same weights every time."""
         model = load(progress=progress)
         if self._sleep_memory is not None:
             self._sleep_memory.adopt(model)
-            self._model_tensors, self._load = _tensors_of(model), load
+            self._model_tensors, self._load = _held_tensors(model), load
         return model
 
     def _sleep_rows(self) -> list[MemoryRow]:
@@ -252,14 +252,14 @@ class SleepableTask:
 
     @torch.inference_mode()
     def _reload(self) -> None:
-        """Copy the weights from a model that is loaded anew: prepared weights are not the checkpoint's tensors."""
+        """Copy the weights from a model that is loaded again: prepared weights are not the checkpoint's tensors."""
         assert self._load is not None
         loaded_model = self._load(progress=lambda _stage, _part: None)
-        for own, loaded in zip(self._model_tensors, _tensors_of(loaded_model), strict=True):
+        for own, loaded in zip(self._model_tensors, _held_tensors(loaded_model), strict=True):
             own.copy_(loaded)
 
 
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+def _held_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 

@@ -1,14 +1,14 @@
-"""Step pacing: an engine lets engines of higher classes on the same GPU go first, between its own steps.
+"""Lets engines of higher classes on the same GPU go first, between the steps of an engine.
 
 Kernels of two processes take turns on a GPU, about 2 ms each, however urgent they are. So each engine marks its GPU
 before a step, and an engine of a lower class waits before its next step while there is such a mark.
 
 The lower class has a guaranteed share. Waiting is paid from a credit that its own steps earn: after a step of t seconds
-it may wait for t (1 - share) / share. So of any time in which it has work, at least `min_share` belongs to its steps,
-apart from one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S: an engine that died or was
-stopped costs others a second of waiting at their share, not more.
+it may wait for t (1 - share) / share. So at least `min_share` of any time with work belongs to its steps, apart from
+one wait of `max_wait_ms`, which bounds the credit. A mark lapses after HOLD_S: an engine that died or was stopped costs
+others a second of waiting at their share, not more.
 
-An engine that waits can only do so between steps. While a higher class is at work it also computes shorter ones.
+An engine that waits can only do so between steps. While a higher class is at work it also computes shorter steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class StepPacing:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Map the marks of all GPUs of the engine. clock: the machine's monotonic seconds. Raises ConfigError."""
+        """Map the marks of all GPUs of the engine. `clock` returns the machine's monotonic seconds.
+
+        Raises ConfigError.
+        """
         self._boards: Sequence[StepMarks] = [StepMarks(Path(path), config.priority_class) for path in config.marks]
         self._earned = (1 - config.min_share) / config.min_share  # seconds of waiting per second of steps
         self._max_wait_s = config.max_wait_ms / 1000
@@ -67,7 +70,7 @@ class StepPacing:
         for board in self._boards:
             board.mark(now_s + HOLD_S)
         for board in self._boards:
-            if board.wanted_until() > now_s:
+            if board.wait_until_s() > now_s:
                 now_s = self._wait(now_s)
                 break
         self._began_s = now_s
@@ -76,7 +79,7 @@ class StepPacing:
         return StepTurn(now_s - began_s, self._step_s)
 
     def end_step(self, *, has_work: bool) -> None:
-        """End a step. has_work: another one follows; else the mark is removed."""
+        """End a step. Without work no other step follows, and the mark is removed."""
         if self._credit_s < self._max_wait_s:
             took_s = self._clock() - self._began_s
             self._credit_s = min(self._max_wait_s, self._credit_s + took_s * self._earned)
@@ -87,7 +90,7 @@ class StepPacing:
     def _wait(self, began_s: float) -> float:
         """Wait while a higher class wants a GPU and there is credit. Returns the time."""
         now_s = began_s
-        while max(board.wanted_until() for board in self._boards) > now_s:
+        while max(board.wait_until_s() for board in self._boards) > now_s:
             left_s = self._credit_s - (now_s - began_s)
             if left_s <= 0:
                 break

@@ -30,7 +30,7 @@ from meltcore.common.errors import ConfigError, RequestError, SleepError
 from meltcore.common.tasks import Task
 from meltcore.engine.core.waiting import WaitingQueue, WaitingRequest, shape_buckets
 from meltcore.engine.host.shell import Outputs
-from meltcore.engine.host.sleep import Slept
+from meltcore.engine.host.sleep import SleepResult
 from meltcore.engine.host.step_pacing import StepTurn
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskFinishReason, TaskRequest, TaskResult, TaskTimes
 from meltcore.settings.config import EngineConfig
@@ -82,7 +82,7 @@ class BatchTask(ABC, Generic[Request, Result]):
         result: Result = self.result(request_id=request_id, finish_reason=reason, error=error)
         return result
 
-    def sleep(self, keep: Literal["host", "disk"]) -> Slept:  # noqa: ARG002 - of those that can
+    def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:  # noqa: ARG002 - of those that can
         """Give memory back while nothing runs. Raises SleepError and changes nothing if it cannot."""
         raise SleepError("the engine has no sleep mode")
 
@@ -206,7 +206,7 @@ class BatchEngine(Generic[Request, Result]):
     def check(self) -> None:
         """Do nothing: there are no ranks that could fail."""
 
-    def sleep(self, keep: Literal["host", "disk"]) -> Slept:
+    def sleep(self, keep: Literal["host", "disk"]) -> SleepResult:
         """Give memory back while there is no work. Raises SleepError and changes nothing if it cannot."""
         return self.task.sleep(keep)
 

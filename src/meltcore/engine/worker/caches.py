@@ -57,14 +57,16 @@ class RecurrentStateCache:
         self._slot_of_row = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (conv_states, states) of a recurrent layer, [slots + 1, ...]. index: among recurrent layers."""
+        """Return (conv_states, states) of a recurrent layer, [slots + 1, ...]. `index` counts recurrent layers."""
         return self.conv[:, index], self.states[:, index]
 
     def slots(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the recurrent-state slots of rows, [rows] int64."""
+        """Return the recurrent-state slots of `rows`, [rows] int64."""
         return self._slot_of_row[rows]
 
-    def begin(self, batch: RecurrentBatch, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def attention_inputs(
+        self, batch: RecurrentBatch, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the attention metadata of these rows for recurrent layers: slots, first_tokens and chunks."""
         slots, first_tokens = to_device_together([batch.slots, batch.first_tokens], rows.device)
         self.set_slots(rows, slots)
@@ -74,15 +76,15 @@ class RecurrentStateCache:
         """Store the slots of these rows, for steps that the host describes by rows alone."""
         self._slot_of_row[rows] = slots
 
-    def restore(self, batch: RecurrentBatch) -> None:
+    def restore_snapshots(self, batch: RecurrentBatch) -> None:
         """Copy snapshots to the slots of the sequences, before the step."""
-        self._copy(batch.restores)
+        self._copy_slots(batch.restores)
 
     def take_snapshots(self, batch: RecurrentBatch) -> None:
         """Copy the slots of sequences to snapshots, after the step."""
-        self._copy(batch.snapshots)
+        self._copy_slots(batch.snapshots)
 
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+    def _copy_slots(self, pairs: list[tuple[int, int]]) -> None:
         """Copy slots to slots, in stream order."""
         for source, target in pairs:
             self.conv[target].copy_(self.conv[source])

@@ -82,7 +82,7 @@ class CompileWorkers:
     def __init__(self, count: int, *, report: Callable[[str], None] = _print_reason) -> None:
         """Fork the process that forks `count` workers once there is work for them.
 
-        count: 0 for none. report: receives why the engine has to compile what a worker should.
+        With a count of 0 there are no workers. `report` is told why the engine has to compile what a worker should.
         """
         self.count = count
         self._report = report
@@ -131,16 +131,16 @@ class CompileWorkers:
             connection.send(job)
             if not connection.poll(_LIMIT_S):
                 failure = f"a process that compiles kernels has not answered within {_LIMIT_S:g} s"
-                return self._failed(connection, failure)
+                return self._note_failure(connection, failure)
             error: str | None = connection.recv()
         except (OSError, EOFError):
-            return self._failed(connection, "a process that compiles kernels has ended")
+            return self._note_failure(connection, "a process that compiles kernels has ended")
         self._idle.put(connection)
         if error is not None:
             self._report_once(f"a process that compiles kernels has failed with {error}")
         return error is None
 
-    def _failed(self, connection: Connection, failure: str) -> bool:
+    def _note_failure(self, connection: Connection, failure: str) -> bool:
         connection.close()
         if not self.is_closed:
             self._report_once(failure)
@@ -203,7 +203,7 @@ def _serve(connections: Sequence[Connection]) -> None:
                     for signum in _ENDING_SIGNALS:
                         signal.signal(signum, signal.SIG_DFL)  # ptxas and the C compiler inherit it
                     os.setpgid(0, 0)
-                    _end_with(server)
+                    _die_with_parent(server)
                     for other in connections:
                         if other is not connection:
                             other.close()
@@ -223,8 +223,8 @@ def _serve(connections: Sequence[Connection]) -> None:
         os.waitpid(pid, 0)
 
 
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent has ended, also when that was killed."""
+def _die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent has ended for any reason, a kill included."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
@@ -275,7 +275,7 @@ def _compile(job: KernelSource | Binary) -> None:
 
 
 class _AbsentGPU:
-    """What Triton's compiler asks its driver for. A worker cannot ask the GPU."""
+    """Answers what Triton's compiler asks its driver for. A worker cannot ask the GPU."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

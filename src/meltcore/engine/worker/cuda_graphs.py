@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from meltcore.engine.core.batch import NewPages
-from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, aligned, pinned
+from meltcore.engine.worker.transfer import STAGING_SLOTS, StagingBuffer, align_entries, pinned_zeros
 from meltcore.kernels.graph_capture import GraphCapturer
 from meltcore.kernels.step_io import apply_updates, finish_step
 from meltcore.models.checkpoints.checkpoint import Progress
@@ -39,7 +39,8 @@ class CapturedGraph(NamedTuple):
 class DecodeOutput(NamedTuple):
     """Outputs of a replay, overwritten by the next: logits [sequences, vocab] and greedy tokens [sequences].
 
-    host_token_ids: those tokens in host memory, valid once the device has passed this point and for two more replays.
+    `host_token_ids` are the same tokens in host memory. They are valid once the device has passed this point, and for
+    two more replays.
     """
 
     logits: torch.Tensor
@@ -62,10 +63,10 @@ class DecodeGraphs:
         self._last_tokens, self._page_table = last_tokens, page_table
         device = page_table.device
         # What the host sends, at the same address for every size: rows, then positions (see `_views`).
-        self._inputs = torch.zeros(2 * aligned(sizes[-1]), dtype=torch.int64, device=device)
+        self._inputs = torch.zeros(2 * align_entries(sizes[-1]), dtype=torch.int64, device=device)
         self._steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ring = pinned(STAGING_SLOTS, sizes[-1])
-        self._staging = StagingBuffer(5 * aligned(sizes[-1]))
+        self._ring = pinned_zeros(STAGING_SLOTS, sizes[-1])
+        self._staging = StagingBuffer(5 * align_entries(sizes[-1]))
         self._replays = 0
         self._device_state: tuple[list[int], list[int]] = [], []  # the rows and positions that the device has now
         self._captured: dict[int, CapturedGraph] = {}
@@ -129,7 +130,7 @@ class DecodeGraphs:
     def _send(self, rows: list[int], positions: list[int], new_pages: NewPages) -> None:
         num_rows, num_new_pages = len(rows), len(new_pages.rows)
         size = self._size(num_rows)
-        inputs = self._inputs[: 2 * aligned(size)]
+        inputs = self._inputs[: 2 * align_entries(size)]
         staging_buffer, read_event = self._staging.take(len(inputs) + 3 * num_new_pages)
         staged_rows, staged_positions = (view.numpy() for view in _views(staging_buffer, size))
         staged_rows[:num_rows], staged_rows[num_rows:] = rows, PADDING_ROW
@@ -144,4 +145,4 @@ class DecodeGraphs:
 
 def _views(inputs: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and the positions of a batch of `size` within the input array."""
-    return inputs[:size], inputs[aligned(size) : aligned(size) + size]
+    return inputs[:size], inputs[align_entries(size) : align_entries(size) + size]

@@ -89,7 +89,7 @@ def load(
     free_cached_memory(device)
     model.prepare(max_model_len)
     free_cached_memory(device)  # the plan counts what is free
-    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    plan = _plan_memory(config, model, device, max_model_len, cache_dtype)
     rows = [MemoryRow(row.name, row.size_bytes, note if row.name == "weights" else row.note) for row in plan.rows]
     return LoadedModel(model, device, max_model_len, cache_dtype, plan._replace(rows=rows))
 
@@ -113,11 +113,11 @@ def _choose_host_weights(
     if held is not None:
         note = held.note
         try:
-            _plan(config, model, device, max_model_len, cache_dtype, held)
+            _plan_memory(config, model, device, max_model_len, cache_dtype, held)
             return held, note
         except ConfigError:  # the blocks may fit
             pass
-    plan = _plan(config, model, device, max_model_len, cache_dtype)
+    plan = _plan_memory(config, model, device, max_model_len, cache_dtype)
     if held is None:
         return None, next(row.note for row in plan.rows if row.name == "weights")
     missing = size_text(held.total_bytes - weight_bytes(model))
@@ -162,7 +162,7 @@ def check_shards(config: EngineConfig, checkpoint: Checkpoint, device: torch.dev
     _choose_host_weights(config, checkpoint, model, device, *sizes)
 
 
-def _plan(
+def _plan_memory(
     config: EngineConfig,
     model: Model,
     device: torch.device,
@@ -170,7 +170,7 @@ def _plan(
     cache_dtype: torch.dtype,
     held: HostWeights | None = None,
 ) -> MemoryPlan:
-    """Divide the memory. held: how the weights will be held. None keeps them as they are now."""
+    """Divide the memory. `held` says how the weights will be held; None keeps them as they are now."""
     num_bytes = weight_bytes(model) if held is None else held.total_bytes
     scratch = scratch_bytes(model, device) if held is None else 0
     shape = ModelShape(
@@ -199,16 +199,17 @@ def _plan(
     )
     memory_bytes = byte_budget(config, device, 0 if model.device.type == "meta" else num_bytes)
     if device.type == "cpu" and config.memory_bytes is None:
-        memory_bytes = min(memory_bytes, _host_default(config, shape, max_model_len, divide, memory_bytes))
+        memory_bytes = min(memory_bytes, _default_host_bytes(config, shape, max_model_len, divide, memory_bytes))
     return divide(memory_bytes=memory_bytes)
 
 
-def _host_default(
+def _default_host_bytes(
     config: EngineConfig, shape: ModelShape, max_model_len: int, divide: Callable[..., MemoryPlan], most_bytes: int
 ) -> int:
-    """Return the bytes of host memory that an engine takes without --memory: what is asked for needs no more.
+    """Return the bytes of host memory that an engine takes without --memory. A server needs no more for usual loads.
 
-    That is --max-num-seqs sequences of the whole context, or without it one of them, or several of usual length.
+    They hold --max-num-seqs sequences of the whole context. Without that option they hold one such sequence, or several
+    of usual length.
     """
     layout, tokens = PageLayout.of(shape.caches), batched_tokens(config, torch.device("cpu"))
     seqs = config.max_num_seqs or DEFAULT_SEQS

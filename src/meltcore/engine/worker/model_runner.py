@@ -14,8 +14,8 @@ from meltcore.engine.core.batch import (
     PromptTargets,
     Step,
     build_batch,
-    longest_first,
     scored_positions,
+    sort_longest_first,
     take_new_pages,
 )
 from meltcore.engine.core.kv_cache import PAGE_SIZE, PageLayout, pages_for
@@ -90,9 +90,13 @@ class LaunchedStep(NamedTuple):
 class ModelRunnerConfig(NamedTuple):
     """The sizes of a runner.
 
-    pages, recurrent_slots: without the null page and the null slot; max_num_seqs: sequences per step; max_model_len:
-    tokens per sequence; max_num_batched_tokens: tokens per step; logit_rows: sequences sampled from their logits in
-    one block (without ranks).
+    Args:
+        pages: number of pages without the null page.
+        recurrent_slots: number of slots without the null slot.
+        max_num_seqs: the most sequences per step.
+        max_model_len: the most tokens per sequence.
+        max_num_batched_tokens: the most tokens per step.
+        logit_rows: the most sequences that are sampled from their logits in one block (without ranks).
     """
 
     pages: int
@@ -170,7 +174,7 @@ class ModelRunner:
     def capture_graphs(self, progress: Progress, *, prefill: bool, capture_all: bool = False) -> None:
         """Capture CUDA graphs for decode steps, and for short steps with prompts if `prefill`.
 
-        capture_all: none is captured later, so that the memory of graphs does not grow.
+        With `capture_all` no graph is captured later, so that the memory of graphs does not grow.
         """
         shape = self._config.max_num_seqs, self.model.local_vocab_size
         with memory_pool("kv_cache"):
@@ -204,7 +208,7 @@ class ModelRunner:
             self._make_decode_graphs().warm_up_steps(counts)
 
     def reset_last_tokens(self) -> None:
-        """Set each row's newest token to 0: warm-up leaves values that are no token ids."""
+        """Set each row's newest token to 0, since warm-up leaves values that are no token ids."""
         self._last_token.zero_()
 
     @torch.inference_mode()
@@ -250,7 +254,7 @@ class ModelRunner:
         return logits
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:
-        """Compute a step and sample. requests: those that sample, in the order of the step."""
+        """Compute a step and sample. `requests` are the requests that sample, in the order of the step."""
         token_ids, logits_at = self._compute(step)
         return self.sample(logits_at, token_ids, requests)
 
@@ -266,7 +270,7 @@ class ModelRunner:
         """Convert chunks to a `Step`. Returns the chunks in the order of their results, and the step."""
         new_pages = take_new_pages(scheduled, *self._page_tables.shape[:2])
         if self._decode_graphs is not None and all(chunk.request.last_token_on_device for chunk in scheduled):
-            chunks = longest_first(scheduled)
+            chunks = sort_longest_first(scheduled)
             rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
             return chunks, Step(new_pages, rows, positions, None)
         chunks, batch = build_batch(scheduled, recurrent=self.recurrent_states is not None)
@@ -289,7 +293,7 @@ class ModelRunner:
         recurrent = step.batch.recurrent
         if self.recurrent_states is None or recurrent is None:
             return self._compute_batch(step.batch, step.new_pages)
-        self.recurrent_states.restore(recurrent)
+        self.recurrent_states.restore_snapshots(recurrent)
         output = self._compute_batch(step.batch, step.new_pages)
         self.recurrent_states.take_snapshots(recurrent)
         return output
@@ -354,7 +358,7 @@ class ModelRunner:
             token_ids[device_tokens] = self._last_token[device_rows]
         state_slots = first_tokens = chunks = rows.new_empty(0)
         if self.recurrent_states is not None and batch.recurrent is not None:
-            state_slots, first_tokens, chunks = self.recurrent_states.begin(batch.recurrent, rows)
+            state_slots, first_tokens, chunks = self.recurrent_states.attention_inputs(batch.recurrent, rows)
         metadata = self._layer_metadata(
             self._slot_mappings(token_rows, positions),
             rows=rows,
@@ -419,7 +423,7 @@ class ModelRunner:
         return hidden, sampled_ids
 
     def _layer_metadata(self, slot_mappings: torch.Tensor, **fields: Any) -> list[AttentionMetadata]:
-        """Return each layer's metadata. slot_mappings: [sub_groups, tokens]; fields: metadata that all layers share."""
+        """Return each layer's metadata. `slot_mappings` is [sub_groups, tokens], and all layers share `fields`."""
         sub_group_metadata = [
             AttentionMetadata(page_table=table, slot_mapping=slots, **fields, shared={})
             for table, slots in zip(self._page_tables, slot_mappings, strict=True)

@@ -20,7 +20,7 @@ import torch
 from meltcore.engine.core.batch import Batch, NewPages, RecurrentBatch
 from meltcore.engine.memory.graph_sizes import CAPTURED_DECODES, bucket_shapes, max_prefills
 from meltcore.engine.worker.cuda_graphs import PADDING_POSITION, PADDING_ROW, CapturedGraph
-from meltcore.engine.worker.transfer import StagingBuffer, aligned
+from meltcore.engine.worker.transfer import StagingBuffer, align_entries
 from meltcore.kernels.attention.metadata import BLOCK_QUERIES
 from meltcore.kernels.gated_delta.common import CHUNK
 from meltcore.kernels.graph_capture import GraphCapturer
@@ -77,13 +77,22 @@ def graph_buckets(max_num_seqs: int, max_tokens: int) -> list[GraphBucket]:
 
 
 class PaddedInputs(NamedTuple):
-    """All inputs of a padded step, int64: `num_decodes` chunks of one token, then the tokens of the others.
+    """All inputs of a padded step, int64: `num_decodes` chunks of one token, then the tokens of the other chunks.
 
-    token_ids (ON_DEVICE: the row's newest), positions, token_rows: [num_decodes + tokens]; tiles: [tiles * 2], query
-    tiles, two int32 in one; last_tokens, sample_rows: [samples], the token whose logits are sampled, and its row; rows,
-    context_lens, state_slots: [sequences]; first_tokens: [sequences + 1]; chunks: [recurrent_chunks], two int32 in one
-    (see the attention metadata). Padding has the padding row and the null slot. It is computed like other tokens:
-    uninitialized memory may hold NaN.
+    Args:
+        token_ids: [num_decodes + tokens]. ON_DEVICE stands for the row's newest token.
+        positions: [num_decodes + tokens].
+        token_rows: [num_decodes + tokens].
+        tiles: [tiles * 2], query tiles, each of two int32 in one int64.
+        last_tokens: [samples], the token whose logits are sampled.
+        sample_rows: [samples], the row of that token.
+        rows: [sequences].
+        context_lens: [sequences].
+        state_slots: [sequences].
+        first_tokens: [sequences + 1].
+        chunks: [recurrent_chunks], each of two int32 in one int64 (see the attention metadata).
+
+    Padding has the padding row and the null slot. It is computed like other tokens: uninitialized memory may hold NaN.
     """
 
     token_ids: torch.Tensor
@@ -100,18 +109,18 @@ class PaddedInputs(NamedTuple):
 
     @classmethod
     def views(cls, entries: torch.Tensor, bucket: GraphBucket) -> PaddedInputs:
-        """Return the inputs of a bucket as views of an array of at least `entries_of(bucket)`."""
-        lengths = _lengths(bucket)
-        context_lens = np.cumsum([0, *map(aligned, lengths)]).tolist()
+        """Return the inputs of a bucket as views of an array of at least `input_entries(bucket)`."""
+        lengths = _input_lengths(bucket)
+        context_lens = np.cumsum([0, *map(align_entries, lengths)]).tolist()
         return cls(*(entries[start : start + length] for start, length in zip(context_lens, lengths, strict=False)))
 
 
-def entries_of(bucket: GraphBucket) -> int:
+def input_entries(bucket: GraphBucket) -> int:
     """Return the number of int64 in the inputs of a bucket."""
-    return sum(map(aligned, _lengths(bucket)))
+    return sum(map(align_entries, _input_lengths(bucket)))
 
 
-def _lengths(bucket: GraphBucket) -> list[int]:
+def _input_lengths(bucket: GraphBucket) -> list[int]:
     tokens, sequences = bucket.num_decodes + bucket.tokens, bucket.sequences
     per_token = [tokens, tokens, tokens, 2 * bucket.tiles, bucket.samples, bucket.samples]
     return [*per_token, sequences, sequences, sequences, sequences + 1, bucket.recurrent_chunks]
@@ -208,13 +217,13 @@ class PrefillGraphs:
     def __init__(self, step: PaddedStep, buckets: list[GraphBucket], page_table: torch.Tensor) -> None:
         """Allocate the inputs of all buckets.
 
-        step: computes eagerly what a replay will. page_table: [rows, pages of a sequence] int64.
+        `step` computes eagerly what a replay will compute. `page_table` is [rows, pages of a sequence] int64.
         """
         self._step = step
         self._buckets = buckets
         self._bucket_sizes = [sum(bucket) for bucket in buckets]
         self._page_table = page_table
-        num_entries = max(map(entries_of, buckets))
+        num_entries = max(map(input_entries, buckets))
         self._inputs = torch.zeros(num_entries, dtype=torch.int64, device=page_table.device)
         self._staging = StagingBuffer(2 * num_entries)
         self._capturer = GraphCapturer()
@@ -232,7 +241,7 @@ class PrefillGraphs:
             bucket for bucket in reversed(self._buckets) if capture_all or bucket.num_decodes <= CAPTURED_DECODES
         ]
         for index, bucket in enumerate(first_buckets):
-            padding = torch.zeros(entries_of(bucket), dtype=torch.int64)
+            padding = torch.zeros(input_entries(bucket), dtype=torch.int64)
             pad(EMPTY_BATCH, bucket, PaddedInputs.views(padding, bucket))
             self._inputs[: len(padding)] = padding.to(self._inputs.device)
             inputs = PaddedInputs.views(self._inputs, bucket)
@@ -255,7 +264,7 @@ class PrefillGraphs:
         Returns the hidden states that are sampled and their greedy tokens; the next replay of the bucket overwrites
         both.
         """
-        num_entries, num_new_pages = entries_of(bucket), len(new_pages.rows)
+        num_entries, num_new_pages = input_entries(bucket), len(new_pages.rows)
         staging_buffer, read_event = self._staging.take(num_entries + 3 * num_new_pages)
         pad(batch, bucket, PaddedInputs.views(staging_buffer, bucket))
         staging_buffer.numpy()[num_entries:] = [*new_pages.rows, *new_pages.columns, *new_pages.pages]

@@ -26,7 +26,8 @@ from meltcore.protocol.sampling_params import SEED_LIMIT, SamplingParams
 class SampleResult(NamedTuple):
     """Sampled token ids [rows] on the device, and the log-probabilities of the rows that ask for them.
 
-    logprobs: the sampled token's [logprob_rows], and values and ids of the top ones [logprob_rows, num_logprobs].
+    `logprobs` holds the sampled tokens' values [logprob_rows], then values and ids of the most probable tokens
+    [logprob_rows, num_logprobs].
     """
 
     token_ids: torch.Tensor
@@ -76,20 +77,20 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device, seed: int, penalty_slots: int = 0) -> None:
         """Allocate the penalty table.
 
-        penalty_slots: the maximum number of running sequences with penalties, which the scheduler enforces.
+        The scheduler enforces that at most `penalty_slots` sequences with penalties run.
         """
         self.device = device
         self._seed = seed
         self._penalties = PenaltyTable(penalty_slots, vocab_size, device)
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> SampleResult:
-        """Sample one token per row.
+        """Sample one token per row, one row per request.
 
-        logits: [rows, vocab] of any floating type (overwritten); requests: one per row.
+        `logits` is [rows, vocab] of any floating type, and is overwritten.
         """
         raw_logprobs = self._raw_logprobs(logits, requests)
         logits = self._penalties.apply(logits, requests)
-        self._mask(logits, requests)
+        self._mask_tokens(logits, requests)
         token_ids = self._sample(logits, requests)
         self._penalties.count(token_ids, requests)
         if raw_logprobs is None:
@@ -112,7 +113,7 @@ class Sampler:
         num_logprobs = max(requests[row].sampling.logprobs or 0 for row in rows)
         return rows, logits[self._tensor(rows)].float().log_softmax(-1), num_logprobs
 
-    def _mask(self, logits: torch.Tensor, requests: list[Request]) -> None:
+    def _mask_tokens(self, logits: torch.Tensor, requests: list[Request]) -> None:
         """Mask end tokens before min_tokens, and the tokens that a request's own mask excludes."""
         rows: list[int] = []
         tokens: list[int] = []
@@ -154,7 +155,7 @@ class Sampler:
         return gumbel_sample(logits, temperatures, seeds, positions, thresholds)
 
     def seed_of(self, request: Request) -> int:
-        """Return the request's own seed, or one that no other request of this engine has."""
+        """Return the request's own seed, or a seed that no other request of this engine has."""
         if request.sampling.seed is not None:
             return request.sampling.seed
         request_seed = (self._seed << 40) ^ (self._seed >> 23)  # every bit of the engine's seed counts in the 63 bits
@@ -169,7 +170,7 @@ def select_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Select the log-probabilities of `token_ids` [rows], and the highest ones with their ids [rows, num_logprobs].
 
-    distribution: all log-probabilities, [rows, vocab].
+    `distribution` holds all log-probabilities, [rows, vocab].
     """
     values, ids = distribution.topk(max(1, num_logprobs), dim=-1)
     return distribution.gather(1, token_ids[:, None])[:, 0], values, ids

@@ -20,8 +20,8 @@ class StagingBuffer:
     """
 
     def __init__(self, entries: int) -> None:
-        """Allocate the slots. entries: int64 per slot at first; a slot grows when more are requested."""
-        self._slots = [(pinned(entries), cuda_event()) for _ in range(STAGING_SLOTS)]
+        """Allocate slots of `entries` int64. A slot grows when more are requested."""
+        self._slots = [(pinned_zeros(entries), cuda_event()) for _ in range(STAGING_SLOTS)]
         self._num_taken = 0
 
     def take(self, entries: int) -> tuple[torch.Tensor, torch.cuda.Event]:
@@ -34,7 +34,7 @@ class StagingBuffer:
         slot, read_event = self._slots[index]
         read_event.synchronize()
         if len(slot) < entries:
-            slot = pinned(entries)
+            slot = pinned_zeros(entries)
             self._slots[index] = slot, read_event
         return slot[:entries], read_event
 
@@ -45,12 +45,12 @@ def cuda_event() -> torch.cuda.Event:
     return make_event()
 
 
-def pinned(*shape: int) -> torch.Tensor:
+def pinned_zeros(*shape: int) -> torch.Tensor:
     """Return zeros of int64 in pinned host memory."""
     return torch.zeros(shape, dtype=torch.int64, pin_memory=True)
 
 
-def aligned(size: int) -> int:
+def align_entries(size: int) -> int:
     """Round a number of int64 up to a multiple of 16 bytes: kernels are compiled for aligned arrays."""
     return size + size % 2
 
@@ -69,7 +69,7 @@ def to_device_together(arrays: Sequence[Sequence[int] | np.ndarray], device: tor
     Each tensor starts at a multiple of 16 bytes, for which kernels are compiled.
     """
     lengths = [len(array) for array in arrays]
-    starts = np.cumsum([0, *map(aligned, lengths)]).tolist()
+    starts = np.cumsum([0, *map(align_entries, lengths)]).tolist()
     host_buffer = torch.empty(starts[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     host_array = host_buffer.numpy()
     for array, start, length in zip(arrays, starts, lengths, strict=False):

@@ -2,11 +2,11 @@
 
 A rehearsal first goes through the launches of serving, with one layer of each kind, and launches nothing. Triton's hook
 before its compiler, and the launches of CUDA C++, tell which kernels are missing. Worker processes compile them while
-the rehearsal goes on, the longest first. Ranks that need the same kernels have a part each, and then find in Triton's
-cache those of the others.
+the rehearsal goes on, the longest first. Ranks that need the same kernels have a part each, and then find the kernels
+of the other ranks in Triton's cache.
 
-Then the warm-up runs: CUDA graphs compile what decode steps need; here run prompts of every size that the kernels
-distinguish, and every way to sample, all on the padding row, whose page and recurrent-state slot hold nothing.
+Then the warm-up runs. CUDA graphs compile what decode steps need. Here run prompts of every size that the kernels
+distinguish, and every way to sample. All use the padding row, whose page and recurrent-state slot hold nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CompileOrder(NamedTuple):
     process_index: int = 0
     num_processes: int = 1
 
-    def is_own(self, index: int) -> bool:
+    def is_assigned(self, index: int) -> bool:
         """Return whether this process compiles a kernel first that all find as the one of this index."""
         return index % self.num_processes == self.process_index
 
@@ -90,7 +90,7 @@ class KernelCompiler:
     def __init__(self, order: CompileOrder, num_processes: int) -> None:
         """Fork workers, and begin in threads what Triton needs first.
 
-        num_processes: those that may compile on this machine at the same time, of other engines too.
+        On this machine `num_processes` processes may compile at the same time, processes of other engines included.
         """
         self.order = order
         self.workers = CompileWorkers(worker_count(num_processes))
@@ -116,7 +116,7 @@ class KernelCompiler:
 
 
 def make_compiler(config: EngineConfig, device: torch.device, rank: int = 0) -> KernelCompiler | None:
-    """Return what compiles the kernels of a rank; None where none are compiled."""
+    """Return the compiler of a rank's kernels, or None where no kernels are compiled."""
     if device.type != "cuda" or "reference-kernels" in config.debug:
         return None
     order = CompileOrder(rank, config.tensor_parallel_size)
@@ -143,8 +143,8 @@ class _Jobs:
         self._num_jobs = 0
 
     def add(self, cost: int, job: Callable[[], None]) -> None:
-        """Run a job, or keep it where another rank does so first. cost: compared with that of others."""
-        if self._order.is_own(self._num_jobs):
+        """Run a job, or keep it where another rank does it first. `cost` is compared with the cost of other jobs."""
+        if self._order.is_assigned(self._num_jobs):
             self._submit(False, -cost, job)
         else:
             self._others.append((cost, job))
@@ -179,12 +179,12 @@ def compile_ahead(
 ) -> int:
     """Compile the kernels that `rehearsal` launches and that are not compiled yet. Returns their number.
 
-    The rehearsal launches nothing, so outputs of kernels are uninitialized memory. prepare_thread: makes the device
-    current in a thread. A thread per worker asks it, and compiles what it cannot. An error, also one of the rehearsal,
-    ends the workers.
+    The rehearsal launches nothing, so outputs of kernels are uninitialized memory. `prepare_thread` makes the device
+    current in a thread. Each worker has a thread that gives it kernels, and compiles the kernels that the worker cannot
+    compile. An error, also in the rehearsal, ends the workers.
     """
     launchers: defaultdict[tuple[str, ...], Lock] = defaultdict(Lock)
-    with _asking(), ThreadPoolExecutor(max(1, workers.count), initializer=prepare_thread) as pool:
+    with _refuse_compilation(), ThreadPoolExecutor(max(1, workers.count), initializer=prepare_thread) as pool:
         jobs = _Jobs(pool, order)
 
         def add(function: JITFunction[Any], specialization: str) -> None:
@@ -195,7 +195,7 @@ def compile_ahead(
             jobs.add(_CUDA_COST, partial(_compile_binary, binary, workers))
 
         try:
-            with _recording(add), record_launches(add_binary):
+            with _record_launches(add), record_launches(add_binary):
                 rehearsal()
             return jobs.finish()
         except BaseException:  # the start has failed, or is interrupted: each thread ends with its kernel
@@ -205,7 +205,7 @@ def compile_ahead(
 
 
 @contextmanager
-def _recording(report: Callable[[JITFunction[Any], str], None]) -> Iterator[None]:
+def _record_launches(report: Callable[[JITFunction[Any], str], None]) -> Iterator[None]:
     """Report each Triton kernel that this thread launches and that is not compiled, and launch none.
 
     Not those either that another thread has compiled since: what skipped kernels leave may hold invalid indices.
@@ -246,7 +246,7 @@ _thread = local()
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
+def _refuse_compilation() -> Iterator[None]:
     """Let Triton's compiler, where it would compile in a thread that asks workers, raise _NotCompiledError."""
 
     def refuse(*_: object) -> None:
@@ -279,7 +279,8 @@ def _compile(
 ) -> None:
     """Compile a kernel and its launcher, which a C compiler makes per signature and as slowly as the kernel itself.
 
-    The first launch finds it in Triton's cache. launchers: a lock per signature, so that none is compiled twice.
+    The first launch finds it in Triton's cache. `launchers` has a lock per signature, so that no launcher is compiled
+    twice.
     """
     _thread.asks = True
     try:
@@ -323,14 +324,14 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
 def _launch_prompts(runner: ModelRunner, limits: StepLimits) -> None:
     for num_tokens in PROMPT_TOKENS + (EXPERT_TOKENS if runner.model.config.experts else ()):
         if num_tokens <= limits.max_num_batched_tokens:
-            runner.launch(_prompts(num_tokens, limits.max_model_len)).read()
+            runner.launch(_make_prompts(num_tokens, limits.max_model_len)).read()
     runner.launch(_max_tile_prompts(limits)).read()
     for count in PROMPTS_PER_STEP if runner.recurrent_states is not None else ():
-        runner.launch([_prompt(index, 2, SamplingParams()) for index in range(count)]).read()
+        runner.launch([_make_prompt(index, 2, SamplingParams()) for index in range(count)]).read()
 
 
 def _launch_sampling(runner: ModelRunner, params: Sequence[SamplingParams]) -> None:
-    runner.launch([_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
+    runner.launch([_make_prompt(index, 1, sampling) for index, sampling in enumerate(params)]).read()
 
 
 def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:
@@ -345,17 +346,17 @@ def _max_tile_prompts(limits: StepLimits) -> list[Chunk]:
     for index in range(count):
         num_extra = min(num_unassigned, limits.max_model_len - short_len)
         num_unassigned -= num_extra
-        chunks.append(_prompt(index, short_len + num_extra, SamplingParams()))
+        chunks.append(_make_prompt(index, short_len + num_extra, SamplingParams()))
     return chunks
 
 
-def _prompts(tokens: int, max_model_len: int) -> list[Chunk]:
+def _make_prompts(tokens: int, max_model_len: int) -> list[Chunk]:
     """Divide `tokens` among as few prompts as possible."""
     sizes = [min(max_model_len, tokens - start) for start in range(0, tokens, max_model_len)]
-    return [_prompt(index, size, SamplingParams()) for index, size in enumerate(sizes)]
+    return [_make_prompt(index, size, SamplingParams()) for index, size in enumerate(sizes)]
 
 
-def _prompt(index: int, tokens: int, sampling: SamplingParams) -> Chunk:
+def _make_prompt(index: int, tokens: int, sampling: SamplingParams) -> Chunk:
     request = Request(AddRequest(f"warm up {index}", [0] * tokens, sampling), index, frozenset(), None)
     request.row = PADDING_ROW
     request.penalty_slot = 0  # not in use yet, and reset by the first sequence that gets it

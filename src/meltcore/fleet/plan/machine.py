@@ -167,7 +167,7 @@ def _handle(nvml: Nvml, there: list[Any], name: str) -> Any:
             raise ConfigError(f"{source} GPU {name}, and the driver has {len(there)} GPUs, numbered from 0")
         return there[int(name)]
     if name.startswith("MIG-"):
-        return nvml.device_of(name)
+        return nvml.device_by_uuid(name)
     matching = [handle for handle in there if nvml.uuid(handle).startswith(name)]
     if len(matching) != 1:
         raise ConfigError(f"{VISIBLE} names {name!r}, which matches {len(matching)} GPUs of this machine")

@@ -282,7 +282,7 @@ def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
     """Return the GPUs that a file allows. Raises ConfigError for one of unknown memory."""
     limits = {gpu.id: gpu.memory or 0 for gpu in spec.gpus}
     gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
-    return tuple(gpu.of_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
+    return tuple(gpu.with_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
 
 
 def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:

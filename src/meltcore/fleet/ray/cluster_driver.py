@@ -61,7 +61,7 @@ class ClusterDriver:
         self._address = address
         self._report = report
         self.name = secrets.token_hex(8)  # of the fleet, on its nodes
-        self.keys = KeyPair.new()  # of the clients of its engines
+        self.keys = KeyPair.generate()  # of the clients of its engines
         self.problem = ""  # why the cluster cannot be changed; "": it can
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None

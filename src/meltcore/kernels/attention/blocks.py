@@ -4,13 +4,13 @@ Softmax is computed online in float32 (Milakov and Gimelshein 2018, arXiv:1805.0
 arXiv:2205.14135). Its running values have FlashAttention's names: `acc`, the weighted sum of values, `l_i`, the sum of
 exponentials, and `m_i`, the largest score, in powers of two.
 
-An FP8 cache (e4m3) has keys and values without scales: they are outputs of a norm or of a GEMM of one, and e4m3 keeps
-4 significant bits from 2^-6 to 448. They are multiplied as float16, which represents all of them. Decode loads them as
-pairs of neighboring dims, since ldmatrix transposes units of 16 bits only, and values loaded byte by byte reached 3.0
+An FP8 cache (e4m3) has keys and values without scales. They are outputs of a norm or of a GEMM after a norm, and e4m3
+keeps 4 significant bits from 2^-6 to 448. They are multiplied as float16, which represents all of them. Decode loads
+them as pairs of neighboring dims: ldmatrix transposes units of 16 bits only, and values loaded byte by byte reached 3.0
 of 4.4 TB/s (H200, 2026-11-22). Even and odd dims are then multiplied separately: a "part" is all dims, or for such
 pairs every second dim.
 
-A sliding window is an argument of the kernels, None for full attention. Triton compiles None in as a constant: the
+A sliding window is an argument of the kernels, or None for full attention. Triton compiles None in as a constant: the
 machine code of full attention has no trace of windows. A number is not specialized: all windows share one binary. As a
 constant it would save a few instructions per program and none per block.
 """
@@ -23,7 +23,7 @@ from meltcore.kernels.norm import round_before_weight
 
 @triton.jit
 def oldest_key(position, window):
-    """Return the position of the oldest key that the query at `position` sees; 0 where `window` is None."""
+    """Return the position of the oldest key that the query at `position` sees, or 0 where `window` is None."""
     oldest = 0
     if window is not None:
         oldest = tl.maximum(position - window + 1, 0)

@@ -41,10 +41,10 @@ _MAX_SPLITS = 64
 
 
 class DecodeLaunch(NamedTuple):
-    """Launch parameters of a decode step: how its work is divided. See `decode_launch`.
+    """Launch parameters of a decode step, which say how its work is divided. See `decode_launch`.
 
-    splits: maximum number of KV splits of a sequence, a power of two; prefetch: whether to start, and load a split's
-    first blocks, before the previous kernel has ended.
+    A sequence has at most `splits` KV splits, a power of two. With `prefetch` a split starts, and loads its first
+    blocks, before the previous kernel has ended.
     """
 
     splits: int
@@ -68,10 +68,10 @@ def decode_attention(
     """Store the key and value of one new token per sequence as `store_kv` does, and attend to its sequence.
 
     qkv: [sequences, (heads + 2 * kv_heads) * head_dim], heads a multiple of kv_heads (grouped-query attention).
-    positions: [sequences] int64, the new tokens'; -1 for the padding of a CUDA graph: its outputs are zeros, and
-    neither the page table nor the caches are accessed. rows: [sequences] int64, each sequence's row in the page table.
-    Page-table entries before the page of a window's oldest key are not read, and neither are their pages.
-    Returns [sequences, heads, head_dim], in `out` where it is given.
+    positions: [sequences] int64, positions of the new tokens, or -1 for the padding of a CUDA graph. Outputs of padding
+    are zeros, and neither the page table nor the caches are accessed. rows: [sequences] int64, each sequence's row in
+    the page table. Page-table entries before the page of a window's oldest key are not read, and neither are their
+    pages. Returns [sequences, heads, head_dim], in `out` where it is given.
     """
     if out is None:
         out = params.empty_output(qkv)
@@ -120,16 +120,15 @@ def decode_launch(
 ) -> DecodeLaunch:
     """Return the launch for these shapes, which a graph can capture: lengths are known to the device only.
 
-    element_bytes: of a cache element; max_pages: maximum number of pages that a query's keys are on; sms, shared_bytes:
-    the device's SMs and the shared memory of each.
+    A cache element has `element_bytes`, and a query's keys are on at most `max_pages` pages. The device has `sms` SMs
+    with `shared_bytes` of shared memory each.
 
     A split is about `split_pages` pages, or more where a sequence has more than `splits` such splits; the splits of a
     sequence have about one length. Few sequences start early and get as many splits as can run concurrently, with three
-    or four stages, whichever leaves less shared memory empty.
-    Many are best left whole (400 sequences of 640 tokens: 97 % of read bandwidth, 89 % in two splits each; H200,
-    2026-11-21), except very long ones among them, which would delay the rest: a second program per sequence costs next
-    to nothing where it finds no split. With heads of 256 it does: 206 instead of 165 us at 256 sequences of 1,280
-    tokens (2026-11-22).
+    or four stages, whichever leaves less shared memory empty. Many are best left whole (400 sequences of 640 tokens: 97
+    % of read bandwidth, 89 % in two splits each; H200, 2026-11-21), except very long ones among them, which would delay
+    the rest: a second program per sequence costs next to nothing where it finds no split. With heads of 256 it does:
+    206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
     """
     num_pairs = sequences * kv_heads
     prefetch = num_pairs < sms

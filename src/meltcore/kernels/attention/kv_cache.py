@@ -86,7 +86,7 @@ def attention_reference(
     """Compute dense causal attention of one sequence in PyTorch and in float32, as the kernels' specification.
 
     queries: [queries, heads, head_dim], query i at position context_len + i; pages: the sequence's row of the page
-    table. What precedes the first query's sliding window is not read.
+    table. Keys before the first query's sliding window are not read.
     """
     num_queries, heads, head_dim = queries.shape
     page_size, kv_heads = params.key_cache.shape[1:3]

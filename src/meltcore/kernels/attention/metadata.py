@@ -73,9 +73,13 @@ class HeadNorms(NamedTuple):
 class AttentionParams(NamedTuple):
     """The parameters of a layer's attention, the same at every step. Masks are causal.
 
-    norms: of query and key heads, None where heads are not normalized; rotary_table: [max_positions, head_dim] float32,
-    see `rotary_table`; the caches: [pages, page_size, kv_heads, head_dim], contiguous; scale: of the scores;
-    sliding_window: how many of the newest keys a query sees, its own included, None for all of them.
+    Args:
+        norms: norms of query and key heads, or None where heads are not normalized.
+        rotary_table: [max_positions, head_dim] float32, see `rotary_table`.
+        key_cache: [pages, page_size, kv_heads, head_dim], contiguous.
+        value_cache: [pages, page_size, kv_heads, head_dim], contiguous.
+        scale: factor of the scores.
+        sliding_window: how many of the newest keys a query sees, its own included, or None for all of them.
     """
 
     norms: HeadNorms | None
@@ -101,8 +105,8 @@ class AttentionParams(NamedTuple):
 def make_query_tiles(chunks: Iterable[tuple[int, int, int, int]]) -> np.ndarray:
     """Cut chunks (row in the page table, index of the first token, tokens, position of the first token) into tiles.
 
-    Returns [tiles, 4] int32 of the same form, at most BLOCK_QUERIES tokens each, those with most keys first: the
-    device starts them in this order, and short ones fill the gaps at the end.
+    Returns [tiles, 4] int32 of the same form, at most BLOCK_QUERIES tokens each. Tiles with most keys come first: the
+    device starts them in this order, and short tiles fill the gaps at the end.
     """
     table = np.array(list(chunks), dtype=np.int32).reshape(-1, 4)
     tile_counts = -(-table[:, 2] // BLOCK_QUERIES)

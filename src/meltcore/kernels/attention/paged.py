@@ -61,9 +61,9 @@ def causal_mask(
 class _GroupKeys(NamedTuple):
     """Where the keys of a padded group are, and which of them each query sees.
 
-    pages: a slice of neighboring pages, which needs no copy, or their numbers, [sequences, pages]; bias: 0 for a key
-    that a query sees, else minus infinity: [sequences, 1, rows, keys], rows as in `_attend_group`, one row for all of a
-    token's heads where each sequence has one query.
+    `pages` is a slice of neighboring pages, which needs no copy, or their numbers, [sequences, pages]. `bias` is 0 for
+    a key that a query sees, else minus infinity: [sequences, 1, rows, keys], with rows as in `_attend_group`. It has
+    one row for all of a token's heads where each sequence has one query.
     """
 
     pages: slice | torch.Tensor

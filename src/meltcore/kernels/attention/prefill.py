@@ -19,8 +19,11 @@ from meltcore.kernels.launch import use_triton
 class PrefillLaunch(NamedTuple):
     """Launch parameters of the prefill kernel.
 
-    packed_heads: heads of a group in one tile; block_keys: keys of a block; stages: of the key pipeline; registers: per
-    thread, None for the compiler's choice.
+    Args:
+        packed_heads: heads of a group in one tile.
+        block_keys: keys of a block.
+        stages: stages of the key pipeline.
+        registers: registers per thread, or None for the compiler's choice.
     """
 
     packed_heads: int

@@ -37,10 +37,10 @@ def block_keys(head_dim: int, element_bytes: int) -> int:
 
 @lru_cache
 def arrival_counters(device: torch.device) -> torch.Tensor:
-    """Return the counters of finished splits per sequence and key head, zeros before and after every launch.
+    """Return the counters of finished splits per sequence and key head. They are zeros before and after every launch.
 
-    One tensor per device, since launches follow each other on one stream, and always the same one: captured graphs keep
-    its address.
+    A device has one tensor, since launches follow each other on one stream. It is always the same tensor, because
+    captured graphs keep its address.
     """
     return torch.zeros(MAX_SPLIT_PAIRS, dtype=torch.int32, device=device)
 

@@ -1,12 +1,12 @@
-"""Decode attention of 17 to 128 sequences or so: enough to fill the device, too few for even waves of programs.
+"""Decode attention of about 17 to 128 sequences: enough to fill the device, too few for even waves of programs.
 
 With one program per sequence and key head, 100 sequences of 8 key heads are 800 programs where 396 run concurrently:
 two waves and a third for the rest. Here the key blocks of all sequences form one range, which is cut into equal work
-ranges, as many as run concurrently; one program per tile of key heads walks each (the schedule of Stream-K, Osama et
-al. 2023, arXiv:2301.03598, for attention). Where a work range ends within a sequence, the sequence is split, and the
+ranges, as many as run concurrently. One program per tile of key heads walks each range (the schedule of Stream-K, Osama
+et al. 2023, arXiv:2301.03598, for attention). Where a work range ends within a sequence, the sequence is split, and the
 program that finishes last combines its splits.
 
-A program walks its work range in one loop over the ends of sequences: a split begins and is finished between two
+A program walks its work range in one loop over the ends of sequences. A split begins and is finished between two
 blocks, while the blocks after them, also of the next sequence, are in flight. The first blocks are in flight while the
 previous kernel runs.
 """
@@ -52,13 +52,13 @@ class StreamK(NamedTuple):
 
 
 def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> StreamK | None:
-    """Return the work ranges of a decode step; None where one program per sequence and key head is better.
+    """Return the work ranges of a decode step, or None where one program per sequence and key head is better.
 
     As many programs as run concurrently: shared memory holds three blocks of keys and values for each, one of them in
-    flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.)
-    Two key heads are neighbors on a page, and where their query heads fit in the 16 rows that tl.dot takes at least,
-    they cost no more arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work
-    ranges take longer to combine (H200, 2026-11-21).
+    flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.) Two key heads
+    are neighbors on a page, and where their query heads fit in the 16 rows that tl.dot takes at least, they cost no
+    more arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work ranges take
+    longer to combine (H200, 2026-11-21).
     """
     programs = sm_count(device) * max(1, shared_memory_bytes(device) // (96 * 2**10))
     if sequences > MAX_SEQUENCES or sequences * kv_heads < sm_count(device) or head_dim > _MAX_HEAD_DIM:

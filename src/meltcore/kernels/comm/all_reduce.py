@@ -1,9 +1,9 @@
 """All-reduce in one launch, for messages whose latency exceeds their transfer time.
 
-Words pass through symmetric memory (comm/symmetric_memory.py). One-shot: a rank writes its values to all others, waits
-for theirs, and sums them: one trip over the link. Two-shot: every rank receives one slice of each row from all others,
-sums it, and sends the sum to all: two trips, and with 8 ranks a quarter of the words. Both give every rank the same
-bits: in one shot all sum in the same order, in two shots one rank sums a number for all.
+Words pass through symmetric memory (comm/symmetric_memory.py). In one shot, a rank writes its values to all others,
+waits for their values, and sums them: one trip over the link. In two shots, every rank receives one slice of each row
+from all others, sums it, and sends the sum to all: two trips, and with 8 ranks a quarter of the words. Both give every
+rank the same bits: in one shot all sum in the same order, in two shots one rank sums a number for all.
 
 The next operations of a layer are fused: the sum is added to the residual stream, and that is normalized, one program
 per row. So is the operation before: a token's partial sum may be the weighted sum over its experts.
@@ -250,8 +250,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """Replace `partial_sum` by the sum of all ranks' partial sums, or add that sum to `residual` if it is given.
 
-    All ranks must call it together. partial_sum, residual: contiguous, of one shape and floating type. `can_all_reduce`
-    tells whether they are supported.
+    All ranks must call it together. Both tensors are contiguous, of one shape and floating type. `can_all_reduce` tells
+    whether they are supported.
     """
     output = partial_sum if residual is None else residual
     chunks = triton.cdiv(partial_sum.numel() * partial_sum.element_size() // 4, CHUNK)
@@ -309,7 +309,7 @@ def _launch(
     *,
     has_residual: bool,
 ) -> None:
-    """Launch an all-reduce kernel. row: words per program."""
+    """Launch an all-reduce kernel. A program has `row` words."""
     if output.numel() == 0:
         return
     words = as_words(output)
@@ -347,10 +347,7 @@ def _launch(
 
 
 def _two_shot_is_faster(message_bytes: int, ranks: int) -> bool:
-    """Return whether two-shot is faster than one-shot.
-
-    message_bytes: size of a message.
-    """
+    """Return whether two-shot is faster than one-shot for a message of `message_bytes`."""
     saved_bytes = message_bytes * (ranks - 1) - message_bytes * 2 * (ranks - 1) // ranks
     return saved_bytes >= _TWO_SHOT_SAVES_BYTES
 

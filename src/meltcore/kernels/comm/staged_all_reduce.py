@@ -1,14 +1,14 @@
-"""All-reduce in stages, one launch each, for messages whose transfer time exceeds their latency: of prompt steps.
+"""All-reduce in stages of one launch each, for messages of prompt steps, whose transfer time exceeds their latency.
 
 Tiles of rows belong to the ranks in turn. A rank sends its tiles to their owners; an owner sums a tile over all ranks,
 adds the residual and sends the rounded sum to all; every rank stores all sums and their norms. Between two stages, a
-launch of one program tells the other ranks that this rank's data has arrived, and waits for theirs. No other program
-waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1
+launch of one program tells the other ranks that this rank's data has arrived, and waits for their data. No other
+program waits: where hundreds polled beside the data that they waited for, some graphs took 10 ms instead of 0.1
 (docs/decisions/all-reduce.md, row 8).
 
-A buffer (buffer_sizes.py) holds one message of rows and one of sums. Both are free when they are written: a rank
-that sends rows has received all sums of the previous message, so all rows of it have been read; a rank that sends sums
-has received rows from all ranks, which had read all sums of the previous message. Longer messages are cut into several.
+A buffer (buffer_sizes.py) holds one message of rows and one of sums. Both are free when they are written. A rank that
+sends rows has received all sums of the previous message, so all rows of it have been read. A rank that sends sums has
+received rows from all ranks, which had read all sums of the previous message. Longer messages are cut into several.
 
 The operation before is fused as in all_reduce.py: a row may be the weighted sum over a token's experts. The
 specification is the same, `all_reduce_rms_norm_reference`.
@@ -239,7 +239,7 @@ def _all_reduce_exchange_kernel(
 ):
     """Add 1 to a counter of every other rank, after what earlier kernels stored, and wait for theirs. For one program.
 
-    STAGE: 0 after rows, 1 after sums. COUNTERS: the first word of the counters.
+    STAGE: 0 after rows, or 1 after sums. COUNTERS: the first word of the counters.
     """
     pdl_sync(PDL)
     counter: tl.constexpr = COUNTERS // 2 + 2 * STAGE  # in int64
@@ -290,7 +290,7 @@ def rows_per_message(row: int, ranks: int) -> int:
 
 
 def _tile_size(row: int) -> tuple[int, int]:
-    """Return the columns and rows of a tile. row: words per row."""
+    """Return the columns and rows of a tile. A row has `row` words."""
     block = int(triton.next_power_of_2(row))
     return block, max(1, _TILE_WORDS // block)
 

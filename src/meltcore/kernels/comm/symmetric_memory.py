@@ -37,11 +37,15 @@ _EMPTY, _OTHER_NAN = (tl.constexpr(-1), tl.constexpr(0x7FFF7FFF)) if tl else (No
 class SymmetricMemory(NamedTuple):
     """The buffers of a group as one rank sees them.
 
-    pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag. steps: [chunks]
-    int32, and messages: [STAGES] int64, how many waits of each stage have ended; zeros at start, when all buffers are
-    EMPTY_BYTE. rank: this rank. abort_flag: [1] int32, host memory that the device reads; once it is not zero,
-    reductions stop waiting and their results are undefined. has_messages: False where the buffers end with the chunks,
-    so that kernels of long messages are compiled and not run.
+    Args:
+        pointers: [ranks + 1] int64, each rank's buffer as mapped on this device, then the abort flag.
+        steps: [chunks] int32, zeros at start, when all buffers are EMPTY_BYTE.
+        messages: [STAGES] int64, how many waits of each stage have ended. They are zeros at start.
+        rank: this rank.
+        abort_flag: [1] int32, host memory that the device reads. Once it is not zero, reductions stop waiting and their
+            results are undefined.
+        has_messages: False where the buffers end with the chunks, so that kernels of long messages are compiled and not
+            run.
     """
 
     pointers: torch.Tensor
@@ -54,10 +58,7 @@ class SymmetricMemory(NamedTuple):
 
     @classmethod
     def of(cls, buffers: list[int], rank: int, device: torch.device) -> SymmetricMemory:
-        """Create this rank's view of the buffers.
-
-        buffers: the address of each rank's buffer on this device.
-        """
+        """Create this rank's view of the buffers. `buffers` are the addresses of all ranks' buffers on this device."""
         flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         pointers = torch.tensor([*buffers, flag.data_ptr()], dtype=torch.int64, device=device)
         steps = torch.zeros(CHUNKS, dtype=torch.int32, device=device)

@@ -118,8 +118,8 @@ def block_fp8_grouped_gemm(
 ) -> None:
     """Multiply each pair by its expert's weight, [experts, rows, K], and write the result to `output`.
 
-    inputs: tokens [tokens, K] or else pairs [pairs, K], quantized or not. from_tokens: the weight holds gate rows above
-    up rows and the result is silu(gate) * up. The block_m of the config must be that of the alignment.
+    `inputs` are tokens [tokens, K] or else pairs [pairs, K], quantized or not. With `from_tokens` the weight holds gate
+    rows above up rows and the result is silu(gate) * up. The block_m of the config must be the alignment's.
     """
     is_quantized = isinstance(inputs, BlockFp8Tensor)
     values, input_scales = inputs if isinstance(inputs, BlockFp8Tensor) else (inputs, weight.scales)

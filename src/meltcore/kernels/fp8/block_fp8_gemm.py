@@ -3,7 +3,7 @@
 It has the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores, and both
 operands' scales of these columns are applied to the result before it is added to the sums in float32. For few tokens
 the program quantizes them itself, to the same values as `quantize_tokens`, which saves a launch. Sums have a fixed
-order: that of the columns within a split, then that of the splits.
+order: the order of the columns within a split, then the order of the splits.
 """
 
 from __future__ import annotations
@@ -202,10 +202,10 @@ def block_fp8_gemm(
 ) -> torch.Tensor:
     """Write hidden W^T to `output`: hidden [tokens, K], weight [N, K] -> [tokens, N]. Rows of `output` may be strided.
 
-    hidden: quantized tokens, or unquantized ones of any floating type, which are quantized in blocks. gated: the weight
-    holds gate rows above up rows and the result is silu(gate) * up, half as wide. has_residual: add to `output`. The
-    weight is read before the previous kernel has ended: that kernel must not write it. Raises ValueError for
-    unquantized tokens and a weight without blocks.
+    `hidden` has quantized tokens, or unquantized tokens of any floating type, which are quantized in blocks. With
+    `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. With
+    `has_residual` the result is added to `output`. The weight is read before the previous kernel has ended: that kernel
+    must not write it. Raises ValueError for unquantized tokens and a weight without blocks.
     """
     is_quantized = isinstance(hidden, BlockFp8Tensor)
     values, token_scales = hidden if isinstance(hidden, BlockFp8Tensor) else (hidden, weight.scales)

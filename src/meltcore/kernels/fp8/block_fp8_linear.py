@@ -27,7 +27,7 @@ def block_fp8_linear(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    The options are those of `linear` in gemm/linear.py, and rows of `out` may be strided.
+    The options are explained at `linear` in gemm/linear.py, and rows of `out` may be strided.
     """
     tokens = len(hidden)
     if not use_triton(hidden):

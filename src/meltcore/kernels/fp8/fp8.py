@@ -1,7 +1,7 @@
 """FP8 tensors: e4m3, 4 significant bits from 2^-6 to 448 (Micikevicius et al. 2022, arXiv:2209.05433).
 
 Each row has one float32 scale, by which its largest magnitude becomes the largest e4m3 number. Weights have a scale per
-output channel and activations per token, so that an outlier channel or token costs no other one precision.
+output channel and activations per token, so that an outlier channel or token costs no other channel or token precision.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Quantize norm(hidden) per token and multiply it by an FP8 weight, by the kernel for this number of tokens.
 
-    The options are those of `linear` in gemm/linear.py. The result has the type of `hidden`.
+    The options are explained at `linear` in gemm/linear.py. The result has the type of `hidden`.
     """
     in_triton = use_triton(hidden)
     is_skinny = in_triton and fp8_gemv.supports(hidden, weight)

@@ -97,13 +97,11 @@ def _fp8_split_k_gemm_kernel(
 
 
 def select_config(tokens: int, rows: int, k: int, shared_bytes: int) -> GemmConfig:
-    """Select the configuration for the shape of a weight.
+    """Select the configuration for a weight [rows, k] and a program's `shared_bytes` of shared memory.
 
-    rows, k: of the weight; shared_bytes: shared memory available to a program.
-
-    The best of sweeps over the four GEMMs of a Qwen3-0.6B layer, up to 2,048 rows on an H200 and wider ones on an H100
-    (docs/decisions/quantized-weights.md). Of those a program takes over half of an SM's shared memory, as in
-    gemm/split_k.py.
+    It is the best of sweeps over the four GEMMs of a Qwen3-0.6B layer, up to 2,048 rows on an H200 and more rows on an
+    H100 (docs/decisions/quantized-weights.md). Only configurations whose programs take over half of an SM's shared
+    memory count, as in gemm/split_k.py.
     """
     split_k, min_stages = 1, 4
     if rows <= _MAX_ROWS_OF_SMALL_WEIGHT:

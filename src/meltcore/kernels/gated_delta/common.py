@@ -35,7 +35,7 @@ CHUNK = 64
 class GatedDeltaShape(NamedTuple):
     """The sizes of a layer. A row of its projection holds queries | keys | values | output gates z | b | a.
 
-    heads: number of value heads, a multiple of key_heads; kernel: number of taps of the convolution.
+    `heads` counts value heads, a multiple of `key_heads`, and `kernel` the taps of the convolution.
     """
 
     key_heads: int
@@ -64,8 +64,13 @@ def constants(shape: GatedDeltaShape) -> dict[str, int]:
 class GatedDeltaParams(NamedTuple):
     """The parameters and states of a layer. They are the same tensors at every step.
 
-    conv: weight [conv_channels, kernel], the tap of the newest input last; a_log, dt_bias: [heads] float32; norm:
-    [value_dim]; conv_states, recurrent_states: the slots of all sequences, changed in place.
+    Args:
+        conv: weight [conv_channels, kernel], the tap of the newest input last.
+        a_log: [heads] float32.
+        dt_bias: [heads] float32.
+        norm: [value_dim].
+        conv_states: the slots of all sequences, changed in place.
+        recurrent_states: the slots of all sequences, changed in place.
     """
 
     conv: torch.Tensor
@@ -108,8 +113,8 @@ def require_layout(projected: torch.Tensor, params: GatedDeltaParams, shape: Gat
 def make_chunk_indices(query_lens: Sequence[int], num_decodes: int) -> np.ndarray:
     """Return (sequence index, chunk index) of every prefill chunk of a step: [chunks, 2] int32.
 
-    query_lens: tokens of each sequence in this step. The first `num_decodes` sequences decode and have no chunk. Chunks
-    are counted from the sequence's first token in this step.
+    `query_lens` has the tokens of each sequence in this step. The first `num_decodes` sequences decode and have no
+    chunk. Chunks are counted from the sequence's first token in this step.
     """
     chunk_counts = -(-np.asarray(query_lens[num_decodes:], dtype=np.int32) // CHUNK)
     sequences = np.arange(num_decodes, len(query_lens), dtype=np.int32).repeat(chunk_counts)

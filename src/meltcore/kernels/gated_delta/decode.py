@@ -37,10 +37,9 @@ def gated_delta_decode(
 ) -> None:
     """Compute one new token per sequence into `out` and update the states.
 
-    projected: [sequences, width]; positions, slots: [sequences] int64, the positions of the new tokens and the slots of
-    the sequences' states.
-
-    out: [sequences, heads * value_dim]. Position -1 is the padding of a CUDA graph, on slot 0: its output is zeros.
+    projected: [sequences, width]; positions: [sequences] int64, of the new tokens; slots: [sequences] int64, with the
+    sequences' states; out: [sequences, heads * value_dim]. Position -1 is the padding of a CUDA graph, on slot 0: its
+    output is zeros.
     """
     if not use_triton(projected):
         _decode_reference(projected, params, positions, slots, shape, out)

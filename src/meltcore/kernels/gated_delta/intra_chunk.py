@@ -53,7 +53,7 @@ def prepare_chunks(
     metadata: AttentionMetadata,
     shape: GatedDeltaShape,
 ) -> PreparedChunks:
-    """Compute the state-independent matrices of all chunks. convolved: the result of `convolve_chunks`."""
+    """Compute the state-independent matrices of all chunks. `convolved` is the result of `convolve_chunks`."""
     chunks, device = metadata.chunk_indices, projected.device
     updates, reads = (projected.new_empty(len(convolved), shape.heads, CHUNK, CHUNK) for _ in range(2))
     scales = torch.empty(len(convolved), shape.heads, 2, CHUNK, dtype=torch.float32, device=device)

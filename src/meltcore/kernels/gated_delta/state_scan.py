@@ -39,8 +39,7 @@ _NARROW_BLOCK_VALUES = 64  # as many rows as 4 warps give a tensor core
 class ScanLaunch(NamedTuple):
     """Launch parameters of the state scan.
 
-    block_values: number of columns of a state that a program carries; num_stages: number of chunks in flight or being
-    computed.
+    A program carries `block_values` columns of a state, and `num_stages` chunks are in flight or being computed.
     """
 
     block_values: int

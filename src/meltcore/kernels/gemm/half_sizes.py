@@ -16,9 +16,9 @@ def processor_packs_half() -> bool:
 
 
 def stores_half(dtype_names: Collection[str]) -> bool:
-    """Return whether a checkpoint stores unquantized matrices, and all of them in 16 bits.
+    """Return whether a checkpoint stores unquantized matrices, all of them in types of 16 bits.
 
-    dtype_names: the types in which it stores unquantized matrices.
+    `dtype_names` are the types.
     """
     return bool(dtype_names) and _HALF_TYPES.issuperset(dtype_names)
 

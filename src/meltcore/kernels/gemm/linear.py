@@ -26,9 +26,9 @@ def linear(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T by the fastest kernel: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    At most one of the following may be given. gated: the result is silu(gate) * up, where gate and up are its halves,
-    [tokens, N / 2]. residual: [tokens, N], contiguous; the result is added to it in place and it is returned. out:
-    [tokens, N], contiguous; takes the result. In float32 it takes the sums without rounding them to the type of
+    At most one of the following may be given. `gated`: the result is silu(gate) * up, where gate and up are its halves,
+    [tokens, N / 2]. `residual`: [tokens, N], contiguous; the result is added to it in place and it is returned. `out`:
+    [tokens, N], contiguous; it takes the result. A float32 `out` takes the sums without rounding them to the type of
     `hidden`.
     """
     in_triton = use_triton(hidden)
@@ -51,7 +51,7 @@ def linear(
 def multiply_into(hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write hidden W^T to `out` by the library's GEMM: hidden [tokens, K], weight [N, K], out [tokens, N].
 
-    out: of the type of `hidden`, or float32 for sums that are not rounded. Its rows may be strided.
+    `out` has the type of `hidden`, or float32 for sums that are not rounded. Its rows may be strided.
     """
     if out.dtype == hidden.dtype:
         return torch.mm(hidden, weight.t(), out=out)

@@ -135,9 +135,9 @@ def tma_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K], of a 16-bit type or e4m3 -> [tokens, N] of type `dtype`.
 
-    scales: of e4m3 tokens and of the weight's rows, float32. gated: the weight holds gate rows above up rows and the
-    result is silu(gate) * up, half as wide. residual: [tokens, N], contiguous; the result is added to it in place and
-    it is returned.
+    `scales` are the float32 scales of e4m3 tokens and of the weight's rows. With `gated` the weight holds gate rows
+    above up rows and the result is silu(gate) * up, half as wide. `residual` is [tokens, N], contiguous; the result is
+    added to it in place and it is returned.
     """
     (tokens, k), rows = hidden.shape, len(weight)
     n = rows // 2 if gated else rows

@@ -176,9 +176,9 @@ def _moe_align_many_kernel(
 
 
 def moe_align_block_size(topk_ids: torch.Tensor, block_m: int, num_experts: int) -> Alignment:
-    """Sort the pairs of tokens and experts by expert, padded to tiles.
+    """Sort the pairs of tokens and experts by expert, padded to tiles of `block_m` rows, a power of two.
 
-    topk_ids: [tokens, top_k] int32, contiguous; block_m: rows of a tile, a power of two.
+    topk_ids: [tokens, top_k] int32, contiguous.
     """
     num_pairs, device = topk_ids.numel(), topk_ids.device
     tiles = max_tiles(num_pairs, num_experts, block_m)
@@ -193,7 +193,7 @@ def moe_align_block_size(topk_ids: torch.Tensor, block_m: int, num_experts: int)
 
 
 def scan_size(num_pairs: int) -> int:
-    """Return how many pairs the single launch scans at a time, 0 if there are too many pairs for a single launch.
+    """Return how many pairs the single launch scans at a time, or 0 if there are too many pairs for a single launch.
 
     There are few sizes, since each is compiled.
     """

@@ -23,7 +23,7 @@ _MAX_DOWN_ELEMENTS, _DOWN_BLOCK_K, _DOWN_WARPS, _MIN_PROGRAMS = 288, 512, 2, 256
 
 
 def down_config(size: int, width: int, top_k: int) -> GemvConfig | None:
-    """Return the tile sizes of down_proj, None if a thread cannot hold 8 elements (one load) of every expert."""
+    """Return the tile sizes of down_proj, or None if a thread cannot hold 8 elements (one load) of every expert."""
     block_k = min(_DOWN_BLOCK_K, width & -width)
     loads = top_k * (width // block_k)
     warp_columns = size * block_k // 32  # elements of a load of every row, per thread of one warp

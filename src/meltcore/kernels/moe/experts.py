@@ -1,4 +1,4 @@
-"""The expert feed-forward computes the outputs of each token's top_k experts.
+"""Computes the outputs of each token's top_k experts: the expert feed-forward.
 
 In Triton it is three launches: a grouped GEMM with gate and up, one with down (moe/grouped_gemm.py), and the weighted
 sum of a token's outputs (moe/combine.py). A single token takes two (moe/expert_gemv.py). Many pairs are aligned first;
@@ -51,8 +51,8 @@ def expert_outputs(
     Returns [tokens * top_k, hidden_size]: down (silu(gate x) * up x) of each pair of a token and an expert.
 
     The activation is stored in the type of `hidden`. hidden: [tokens, hidden_size], contiguous; gate_up: [experts, 2 *
-    width, hidden_size], gate rows above up rows; down: [experts, hidden_size, width]. config, mode: for the
-    grouped GEMM, selected by size if they are None.
+    width, hidden_size], gate rows above up rows; down: [experts, hidden_size, width]. `config` and `mode` of the
+    grouped GEMM are selected by size if they are None.
     """
     if not use_triton(hidden):
         return expert_outputs_reference(hidden, routing, gate_up, down)

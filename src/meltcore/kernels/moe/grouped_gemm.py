@@ -188,11 +188,11 @@ def select_config(pairs: int, weight: torch.Tensor) -> GemmConfig:
 
 
 def default_config(pairs: int, num_experts: int, element_bytes: int, shared_bytes: int) -> GemmConfig:
-    """Select a configuration by size. pairs: number of all experts' pairs; shared_bytes: shared memory per program.
+    """Select a configuration by size. All experts together have `pairs` pairs, a program has `shared_bytes` of memory.
 
     A tile holds twice the mean number of pairs per expert, up to 128: a second tile would read the weight again, and up
-    to there reading it takes the time. Few sizes, since each is compiled. Float32, which has no tensor cores here,
-    keeps to the smallest.
+    to there reading it takes the time. There are few sizes, since each is compiled. Float32, which has no tensor cores
+    here, keeps to the smallest.
     """
     mean_pairs = pairs / num_experts
     block_m = 16 if mean_pairs <= 8 or element_bytes > 2 else 64 if mean_pairs <= 32 else 128
@@ -284,9 +284,9 @@ def grouped_gemm(
 ) -> None:
     """Multiply each pair by its expert's weight and write the result to `output`.
 
-    The block_m of the config must be that of the alignment. gated: from tokens, inputs [tokens, K], to pairs, output
-    [tokens * top_k, N]; weight [experts, 2 * N, K] holds gate rows above up rows, and the result is silu(gate) * up.
-    Otherwise from pairs to pairs, with weight [experts, N, K].
+    The block_m of the config must be the alignment's. With `gated` the GEMM goes from tokens, inputs [tokens, K], to
+    pairs, output [tokens * top_k, N]; weight [experts, 2 * N, K] holds gate rows above up rows, and the result is
+    silu(gate) * up. Otherwise it goes from pairs to pairs, with weight [experts, N, K].
     """
     (rows, k), (num_tokens, top_k) = weight.shape[1:], dispatch.topk_ids.shape
     # One size serves all tokens of the mode unless a test forces it for more: each is compiled.

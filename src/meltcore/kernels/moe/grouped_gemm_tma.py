@@ -190,9 +190,9 @@ def expert_outputs_of_slices(
     down: Iterable[WeightSlice],
     shape: Sequence[int],
 ) -> torch.Tensor:
-    """Compute what `expert_outputs_tma` does, of weights that come in slices, each while it is needed.
+    """Compute what `expert_outputs_tma` does, with weights that come in slices, each while it is needed.
 
-    shape: that of down_proj, [experts, hidden_size, width].
+    `shape` is the shape of down_proj, [experts, hidden_size, width].
     """
     (tokens, top_k), (num_experts, size, width) = topk_ids.shape, shape
     alignment = moe_align_block_size(topk_ids, BLOCK_M, num_experts)

@@ -38,9 +38,10 @@ def route_tokens(
 ) -> tuple[torch.Tensor, Routing]:
     """Return norm(residual), and each token's experts, selected by the logits norm(residual) router^T.
 
-    residual: [tokens, hidden_size], contiguous; router: [experts + shared_expert, hidden_size]. norm: None if
-    `residual` is normalized already; it is then returned as is. uniform_seed: the GEMM is computed, but experts are
-    drawn at random. The router is read before the previous kernel has ended: that kernel must not write it.
+    residual: [tokens, hidden_size], contiguous; router: [experts + shared_expert, hidden_size]. A norm of None stands
+    for a `residual` that is normalized already; it is then returned as is. With `uniform_seed` the GEMM is computed,
+    but experts are drawn at random. The router is read before the previous kernel has ended: that kernel must not write
+    it.
     """
     if use_triton(residual) and supports(residual, norm, router):
         hidden, logits = _launch_router(residual, norm, router)
@@ -72,8 +73,9 @@ def supports(residual: torch.Tensor, norm: Norm | None, router: torch.Tensor) ->
 def router_logits(hidden: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     """Compute hidden router^T: [tokens, experts + shared]. Rows of the result may be strided.
 
-    For the library's GEMM, rows begin at multiples of 16 bytes and columns are a multiple of 8, the remainder apart:
-    for 257 columns in one GEMM it would use a kernel that stores one number at a time, ten times as slow.
+    For the library's GEMM, rows begin at multiples of 16 bytes and columns are a multiple of 8, and the remainder is
+    computed apart. For 257 columns in one GEMM it would use a kernel that stores one number at a time, ten times as
+    slow.
     """
     (tokens, _), rows = hidden.shape, router.shape[0]
     if tokens <= MAX_TOKENS:
@@ -151,9 +153,8 @@ def _router_kernel(
 def select_config(tokens: int, k: int, shared_bytes: int, *, has_norm: bool) -> GemmConfig:
     """Return the fastest configuration, as measured for Qwen3.5-35B-A3B's router.
 
-    shared_bytes: shared memory available to a program.
-
-    has_norm: the kernel normalizes, which takes longer the more tokens a tile has.
+    A program has `shared_bytes` of shared memory. With `has_norm` the kernel normalizes, which takes longer the more
+    tokens a tile has.
     """
     block_k = min(256, k & -k)
     split_k = max(splits for splits in (1, 2, 4) if k // block_k % splits == 0)

@@ -176,11 +176,16 @@ def select_experts(
 ) -> Routing:
     """Select the top_k experts of each token by softmax. Of equal logits the lower expert id is selected.
 
-    logits: [tokens, experts] of any floating type, rows may be strided; or partial sums [splits, tokens, experts]
-    float32, which are summed and rounded to `dtype`. norm_topk_prob: the weights of a token's experts add up to one;
-    otherwise they are the experts' probabilities. shared_expert: the last column is of an expert that is not selected
-    by rank: it is appended to the experts of every token, weighted by the sigmoid of its logit. uniform_seed: draw
-    experts uniformly at random, anew in every call (for benchmarks on dummy weights, whose tokens are all alike).
+    Args:
+        logits: [tokens, experts] of any floating type, rows may be strided; or partial sums [splits, tokens, experts]
+            float32, which are summed and rounded to `dtype`.
+        top_k: number of experts per token.
+        norm_topk_prob: the weights of a token's experts add up to one; otherwise they are the experts' probabilities.
+        shared_expert: the last column belongs to an expert that is not selected by rank. It is appended to the experts
+            of every token, weighted by the sigmoid of its logit.
+        uniform_seed: draws experts uniformly at random, differently in every call. It is for benchmarks on dummy
+            weights, whose tokens are all alike.
+        dtype: the type to which sums of partial sums are rounded.
     """
     if not use_triton(logits):
         return select_experts_reference(

@@ -53,8 +53,13 @@ _SET_BYTES = MAX_TOKENS * _TOKEN_BYTES + _PART_BYTES
 class DecodeLayer(NamedTuple):
     """The weights of a layer, and its caches.
 
-    qkv: [(heads + 2 * kv_heads) * head_dim, hidden]; output: [hidden, heads * head_dim]; gate_up:
-    [2 * intermediate, hidden]; down: [hidden, intermediate]; the caches: [pages, page_size, kv_heads, head_dim].
+    Args:
+        qkv: [(heads + 2 * kv_heads) * head_dim, hidden].
+        output: [hidden, heads * head_dim].
+        gate_up: [2 * intermediate, hidden].
+        down: [hidden, intermediate].
+        keys: [pages, page_size, kv_heads, head_dim].
+        values: [pages, page_size, kv_heads, head_dim].
     """
 
     attention_norm: Norm
@@ -82,7 +87,7 @@ class DecodeLayer(NamedTuple):
 
 
 def supports(layers: Sequence[DecodeLayer]) -> bool:
-    """Return whether the kernel supports these layers: on Hopper with an SM per block, in bfloat16, of SIZES."""
+    """Return whether the kernel supports these layers: SIZES in bfloat16, on a Hopper GPU with an SM per block."""
     first = layers[0]
     return (
         first.qkv.is_cuda
@@ -148,7 +153,10 @@ class DecodeLayers:
     """The layers of a model, ready to launch. It holds the addresses of all weights and caches."""
 
     def __init__(self, layers: Sequence[DecodeLayer], rotary: torch.Tensor, scale: float) -> None:
-        """Take layers that `supports` returns True for. scale: of the scores; rotary: see `rotary_table`."""
+        """Take layers that `supports` returns True for.
+
+        `scale` multiplies the scores; `rotary_table` makes `rotary`.
+        """
         device = rotary.device
         self._layers, self._rotary, self._scale = layers, rotary, scale
         self._page_size = layers[0].keys.shape[1]
@@ -172,9 +180,9 @@ class DecodeLayers:
     ) -> torch.Tensor:
         """Return the residual stream after all layers, and store the new tokens' keys and values in the caches.
 
-        hidden: embeddings of up to MAX_TOKENS tokens [tokens, hidden]; positions: [tokens] int64, -1 for padding, which
-        accesses no cache; rows: [tokens] int64, each sequence's row in the page table. Launches of one object must not
-        run at the same time.
+        hidden: embeddings of up to MAX_TOKENS tokens [tokens, hidden]; positions: [tokens] int64, or -1 for padding,
+        which accesses no cache; rows: [tokens] int64, each sequence's row in the page table. Launches of one object
+        must not run at the same time.
         """
         first, out = self._layers[0], torch.empty_like(hidden)
         KERNEL.launch(

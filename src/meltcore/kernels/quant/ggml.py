@@ -37,9 +37,9 @@ _SCALES_OFFSET = {GgmlType.Q2_K: 80, GgmlType.Q6_K: 208}
 
 @dataclass(frozen=True)
 class Fp8Type:
-    """FP8 (e4m3) with a float32 scale per 128 columns of `row_group` rows, for the GEMMs of few tokens alone.
+    """FP8 (e4m3) with a float32 scale per 128 columns of `row_group` rows, only for the GEMMs of few tokens.
 
-    The arrays of a tensor are those of `BlockFp8Tensor`, seen as bytes: scales has a row per group of rows.
+    A tensor has the arrays of `BlockFp8Tensor`, seen as bytes: scales has a row per group of rows.
     """
 
     row_group: int
@@ -148,7 +148,7 @@ def pack(blocks: torch.Tensor, ggml_type: GgmlType) -> GgmlTensor:
 def nibbles_of(values: torch.Tensor, group: int) -> torch.Tensor:
     """Return the 4-bit values of a file's blocks: [..., blocks, bytes] -> [..., columns].
 
-    group: the number of bytes that hold as many values in their low bits, then as many in their high bits.
+    `group` bytes hold as many values in their low bits, then as many in their high bits.
     """
     groups = values.unflatten(-1, (-1, group))
     return torch.cat([groups & 15, groups >> 4], -1).flatten(-3)

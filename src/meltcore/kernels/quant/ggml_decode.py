@@ -322,9 +322,9 @@ def ggml_embedding(
 ) -> torch.Tensor:
     """Return the embeddings of tokens, [tokens, K] of type `dtype`.
 
-    shard: [shard_size, K], the rows of the vocabulary from `first_token` on; tokens without a row there have zeros, so
-    that the all-reduce over ranks gives the embedding of every token. None: every token has a row. token_ids: [tokens]
-    int64.
+    token_ids: [tokens] int64. shard: [shard_size, K], the rows of the vocabulary from `first_token` on. Tokens without
+    a row there have zeros, so that the all-reduce over ranks gives the embedding of every token. If `first_token` is
+    None, every token has a row.
     """
     row = token_ids - (first_token or 0)
     if not use_triton(shard.values):

@@ -1,8 +1,8 @@
 """Grouped GEMM of pairs with block-quantized weights of experts, in CUDA C++ (ggml_expert_gemm.cu).
 
 It has the decoders and the inner loop of the skinny GEMM (ggml_skinny_gemm.py): no value moves between threads on its
-way from shared memory to the tensor cores, and scales multiply float32 sums of a block of columns. Sums do not depend
-on the order in which blocks run, nor one pair's on which others there are.
+way from shared memory to the tensor cores, and scales multiply float32 sums of a block of columns. The sums of a pair
+depend neither on the order in which blocks run nor on the other pairs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 
 
 class ExpertConfig(NamedTuple):
-    """How pairs are divided. token_tiles: of 8 pairs, in a tile of an expert's pairs; depth: stages of copies."""
+    """How pairs are divided.
+
+    A tile of an expert's pairs has `token_tiles` times 8 pairs; copies have `depth` stages.
+    """
 
     token_tiles: int
     depth: int
@@ -80,11 +83,13 @@ def config_of(pairs: int, weights: Sequence[GgmlTensor]) -> ExpertConfig:
 
 
 def select_config(pairs: int, experts: int, types: Sequence[BlockType], limit: int) -> ExpertConfig:
-    """Select the configuration for a number of pairs of all experts together. limit: shared memory of an SM.
+    """Select the configuration by the number of pairs of all experts together.
 
-    By the mean number of pairs per expert; a second tile of an expert decodes the weight again. Measured with Q8_0 on
-    an H200, at 1, 4 and 16 pairs (docs/decisions/quantized-weights.md): at 4 a tile of 8 is 2 % faster than one of 16,
-    at 16 one of 32 is 14 % faster than one of 16. Three stages and two blocks per SM are best or within 3 %.
+    An SM has `limit` bytes of shared memory.
+
+    The mean number of pairs per expert decides; a second tile of an expert decodes the weight again. Measured with Q8_0
+    on an H200, at 1, 4 and 16 pairs (docs/decisions/quantized-weights.md): at 4 a tile of 8 is 2 % faster than one of
+    16, at 16 one of 32 is 14 % faster than one of 16. Three stages and two blocks per SM are best or within 3 %.
     """
     mean = pairs / experts
     config = ExpertConfig(1 if mean <= 4 else 2 if mean <= 8 else 4, 3, 2)
@@ -111,8 +116,8 @@ def ggml_expert_gemm(
 ) -> None:
     """Multiply each pair by its expert's weight [experts, rows, K] and write the result to `output`, [pairs, N].
 
-    The arguments are those of `ggml_grouped_gemm`. alignment: of the pairs, to tiles of the config's block_m. Weights
-    are not rounded.
+    The arguments are explained at `ggml_grouped_gemm`. `alignment` aligns the pairs to tiles of the config's block_m.
+    Weights are not rounded.
     """
     rows, device = weight.values.shape[1], output.device
     tile, tiles = config.tile, len(alignment.expert_ids)

@@ -1,8 +1,8 @@
-"""Few tokens by the block-quantized weights of their experts, in CUDA C++ (ggml_expert_gemv.cu).
+"""Multiplies few tokens by the block-quantized weights of their experts, in CUDA C++ (ggml_expert_gemv.cu).
 
 It takes two launches: gate and up, then down, which for a single token also computes the weighted sum over its experts.
 The grouped GEMM (ggml_expert_gemm.py) needs an alignment before, and reads the rows of an expert by too few blocks to
-keep the memory busy: 20 and 9 us for one token of Qwen3-30B-A3B in Q8_0 on an H200, whose bytes take 6 and 3.
+keep the memory busy. It takes 20 and 9 us for one token of Qwen3-30B-A3B in Q8_0 on an H200, whose bytes take 6 and 3.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def supports(hidden: torch.Tensor, pairs: int, weights: Sequence[GgmlTensor]) ->
 
 
 def select_config(tokens: int, columns: int, block_type: BlockType, limit: int, *, from_tokens: bool) -> SkinnyConfig:
-    """Select the configuration for a number of tokens and an expert's columns. limit: shared memory of an SM.
+    """Select the configuration by the number of tokens and an expert's columns.
+
+    An SM has `limit` bytes of shared memory.
 
     As many warps share a row, up to four, as divide its chunks evenly. Measured with Q8_0 on an H200.
     """
@@ -119,8 +121,8 @@ def ggml_expert_gemv(
 ) -> None:
     """Multiply each pair by its expert's weight [experts, rows, K] and write the result to `output`, [pairs, N].
 
-    The other arguments are those of `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, the kernel that
-    computed them must be this one or one after it: weights are read before it has ended.
+    The other arguments are explained at `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, the kernel
+    that computed them must be this one or one after it: weights are read before it has ended.
     """
     (tokens, top_k), rows, device = topk_ids.shape, weight.values.shape[1], output.device
     limit = shared_memory_bytes(device)

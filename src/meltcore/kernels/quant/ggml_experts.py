@@ -140,9 +140,9 @@ def ggml_grouped_gemm(
 ) -> None:
     """Multiply each pair by its expert's weight [experts, rows, K] and write the result to `output`, [pairs, N].
 
-    from_tokens: inputs are tokens [tokens, K], otherwise pairs [pairs, K]. gated: the weight holds gate rows above up
-    rows and the result is silu(gate) * up. Rows of `output` may be strided. The block_m of the config must be that of
-    the alignment.
+    With `from_tokens` inputs are tokens [tokens, K], otherwise pairs [pairs, K]. With `gated` the weight holds gate
+    rows above up rows and the result is silu(gate) * up. Rows of `output` may be strided. The block_m of the config
+    must be the alignment's.
     """
     rows, (tokens, top_k) = weight.values.shape[1], dispatch.topk_ids.shape
     max_tokens = (
@@ -210,8 +210,8 @@ def ggml_expert_outputs(
 ) -> torch.Tensor:
     """Compute the unweighted outputs of each token's experts, as `expert_outputs` does.
 
-    [tokens, hidden_size] -> [tokens * top_k, hidden_size]. gate_up: one tensor [experts, 2 * width, hidden_size], gate
-    rows above up rows, or those of gate and up, [experts, width, hidden_size]; down: [experts, hidden_size, width].
+    [tokens, hidden_size] -> [tokens * top_k, hidden_size]. `gate_up` is one tensor [experts, 2 * width, hidden_size],
+    with gate rows above up rows, or two tensors [experts, width, hidden_size]. down: [experts, hidden_size, width].
     """
     if not use_triton(hidden):
         return ggml_expert_outputs_reference(hidden, routing, gate_up, down)
@@ -242,7 +242,10 @@ def ggml_expert_outputs(
 def _activate(
     hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], multiply: Callable[..., None]
 ) -> torch.Tensor:
-    """Return silu(gate x) * up x of each pair, [pairs, width]. multiply: a body with its arguments of all launches."""
+    """Return silu(gate x) * up x of each pair, [pairs, width].
+
+    `multiply` launches a GEMM with the arguments of all launches.
+    """
     if len(gate_up) == 1:
         rows = gate_up[0].values.shape[1]
         activated = hidden.new_empty(pairs, rows // 2)

@@ -2,7 +2,7 @@
 
 It has the method of gemm/split_k.py. The weight streams from memory as blocks and is decoded in registers on its way to
 the tensor cores. Every format has the same main loop and a decoder of its own (ggml_decode.py). Sums are float32, in a
-fixed order: that of the columns within a split, then that of the splits.
+fixed order: the order of the columns within a split, then the order of the splits.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ def ggml_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    gated: the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. residual: [tokens,
-    N]; the result is added to it in place and it is returned. out: [tokens, N], of the type of `hidden` or float32;
-    takes the result. Rows of both may be strided. The weight is read before the previous kernel has ended: that kernel
-    must not write it.
+    With `gated` the weight holds gate rows above up rows and the result is silu(gate) * up, half as wide. `residual` is
+    [tokens, N]; the result is added to it in place and it is returned. `out` is [tokens, N], of the type of `hidden` or
+    float32, and takes the result. Rows of both may be strided. The weight is read before the previous kernel has ended:
+    that kernel must not write it.
     """
     (tokens, k), rows = hidden.shape, len(weight.values)
     n = rows // 2 if gated else rows

@@ -29,10 +29,10 @@ def ggml_linear(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N].
 
-    The options are those of `linear` in gemm/linear.py, and rows of `out` may be strided. Few tokens multiply blocks
-    that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. The skinny
-    GEMM multiplies sums of quantized values by scales in float32; the others round the same dequantized values to the
-    type of `hidden`.
+    The options are explained at `linear` in gemm/linear.py, and rows of `out` may be strided. Few tokens multiply
+    blocks that are decoded in registers; for more, slices of the weight are dequantized for the library's GEMM. The
+    skinny GEMM multiplies sums of quantized values by scales in float32. The other GEMMs round the same dequantized
+    values to the type of `hidden`.
     """
     if norm and use_triton(hidden) and ggml_skinny_gemm.stages(hidden, weight, norm):
         return ggml_skinny_gemm.ggml_skinny_gemm(hidden, weight, norm, gated=gated, residual=residual, out=out)

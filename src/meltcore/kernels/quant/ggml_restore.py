@@ -1,7 +1,7 @@
-"""Restores blocks of GGUF formats that no kernel decodes as blocks of a format that one does (`GgmlType.held`).
+"""Restores blocks of GGUF formats that no kernel decodes as blocks of a format that one decodes (`GgmlType.held`).
 
 Values are small whole numbers times a scale. Where numbers and scale fit the other format they are copied, so nothing
-is rounded anew. `dequantize_blocks` computes the values of every format as ggml does.
+is rounded again. `dequantize_blocks` computes the values of every format as ggml does.
 """
 
 from __future__ import annotations

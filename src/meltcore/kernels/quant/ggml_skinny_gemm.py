@@ -43,9 +43,9 @@ KERNEL = CudaKernel([Path(__file__).with_name(f"{name}.cu") for name in _FILES],
 
 
 class SkinnyConfig(NamedTuple):
-    """How a GEMM is divided: see the macros of ggml_skinny_gemm.cu. splits: of the columns.
+    """How a GEMM is divided: see the macros of ggml_skinny_gemm.cu. `splits` divides the columns.
 
-    staged_values: 16-bit numbers in shared memory for tokens that are copied before the first step; 0: none are.
+    Before the first step, `staged_values` 16-bit numbers of tokens are copied to shared memory. With 0 no tokens are.
     """
 
     token_tiles: int
@@ -112,7 +112,7 @@ def format_macros(block_type: BlockType, dtype: torch.dtype) -> tuple[tuple[str,
 
 
 def chunk_columns(block_type: BlockType) -> int:
-    """Return the columns that a warp takes at a time: those of 128 bytes."""
+    """Return the columns that a warp takes at a time, which have 128 bytes."""
     return _BYTE_CHUNK if block_type == GgmlType.Q8_0 or isinstance(block_type, Fp8Type) else CHUNK
 
 
@@ -171,7 +171,7 @@ def supports(hidden: torch.Tensor, weight: GgmlTensor) -> bool:
 def select_config(tokens: int, rows: int, columns: int, block_type: BlockType, sms: int, limit: int) -> SkinnyConfig:
     """Select the configuration for a number of tokens and a weight [rows, columns].
 
-    sms, limit: SMs of the device and the shared memory of one. Measured on an H200 (docs/decisions/
+    The device has `sms` SMs with `limit` bytes of shared memory. Measured on an H200 (docs/decisions/
     quantized-weights.md). Warps that share rows need the fewest rows per block; separate rows share the tokens.
     """
     tiles = -(-tokens // _TILE_TOKENS)
@@ -227,7 +227,7 @@ def ggml_skinny_gemm(
 ) -> torch.Tensor:
     """Compute norm(hidden) W^T: hidden [tokens, K], weight [N, K] -> [tokens, N] in the type of `hidden`.
 
-    The options are those of `ggml_gemm`. A norm, and a weight in FP8, must be what `stages` allows. Weights are not
+    The options are explained at `ggml_gemm`. `stages` must allow the norm, and a weight in FP8. Weights are not
     rounded: sums of quantized values are multiplied by scales in float32. The weight is read before the previous kernel
     has ended: that kernel must not write it.
     """

@@ -92,7 +92,8 @@ class GgmlType(IntEnum):
 class Holding(NamedTuple):
     """How a device holds the blocks of a file: as another format, or as they are.
 
-    loss: the largest relative error of a value by that, in words; empty where none is rounded.
+    `loss` says in words how far that rounds a value at most, relative to the value. It is empty where nothing is
+    rounded.
     """
 
     type: GgmlType

@@ -1,8 +1,8 @@
 """Groups of 4-bit values with a scale and a zero point, as AWQ and GPTQ checkpoints have them.
 
-A value is scale * (q - zero): q of 4 bits, a scale in 16 bits and a zero point from 0 to 16 of `group_size` columns of
-a row. Here they are packed for the kernels of all block-quantized formats (ggml.py); layers/int4_weights.py reads
-checkpoints. Frantar et al. 2022, arXiv:2210.17323; Lin et al. 2023, arXiv:2306.00978.
+A value is scale * (q - zero): q has 4 bits, and `group_size` columns of a row have a scale in 16 bits and a zero point
+from 0 to 16. Here they are packed for the kernels of all block-quantized formats (ggml.py); layers/int4_weights.py
+reads checkpoints. Frantar et al. 2022, arXiv:2210.17323; Lin et al. 2023, arXiv:2306.00978.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIDDLE = 8  # is subtracted from values and zero points, which makes both signe
 
 @dataclass(frozen=True)
 class Int4Type:
-    """The format of a tensor in groups of 4-bit values. scale_dtype: float16 or bfloat16."""
+    """The format of a tensor in groups of 4-bit values. Its `scale_dtype` is float16 or bfloat16."""
 
     group_size: int
     scale_dtype: torch.dtype = torch.float16
@@ -61,7 +61,7 @@ def pack_int4_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def pack_int4_scales(scales: torch.Tensor, int4_type: Int4Type) -> torch.Tensor:
-    """Return the bytes of scales [..., groups], with those of whole chunks."""
+    """Return the bytes of scales [..., groups], padded to the scales of whole chunks."""
     return _of_whole_chunks(scales, int4_type).contiguous().view(torch.uint8)
 
 
@@ -80,7 +80,7 @@ def _of_whole_chunks(of_groups: torch.Tensor, int4_type: Int4Type) -> torch.Tens
 def dequantize_int4(
     int4_type: Int4Type, columns: int, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the values of packed rows, [..., columns] float32. The arrays are those of `GgmlTensor`."""
+    """Compute the values of packed rows, [..., columns] float32. `GgmlTensor` explains the arrays."""
     groups, of_chunk = columns // int4_type.group_size, int4_type.groups_per_chunk
     numbers = (unpack_nibbles(values)[..., :columns] ^ _MIDDLE).float().unflatten(-1, (groups, -1)) - _MIDDLE
     in_chunks = zeros.view(torch.int8).unflatten(-1, (-1, max(4, of_chunk)))[..., :of_chunk]

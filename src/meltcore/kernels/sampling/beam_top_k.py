@@ -22,8 +22,9 @@ def log_softmax_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `k` largest log-probabilities of each row in descending order, and their tokens.
 
-    logits: [rows, vocab] of any floating type, rows may be strided; k: at most vocab - 1. token: is not chosen in the
-    rows of is_forbidden, [rows] bool, though its probability counts. Of equal logits the kernel takes the lowest token.
+    logits: [rows, vocab] of any floating type, rows may be strided; k: at most vocab - 1. In the rows of is_forbidden
+    ([rows] bool) `token` is not chosen, though its probability counts. Of equal logits the kernel takes the lowest
+    token.
 
     Returns [rows, k] float32 and [rows, k] int64.
     """

@@ -28,8 +28,9 @@ def threshold_tokens(
     The filters apply in that order, each to the tokens that the previous filter kept.
 
     logits: [rows, vocab] of any floating type, before the temperature; temperatures: [rows] float32, above 0; top_k:
-    [rows] int64, 0 for off; top_p, min_p: [rows] float32, 1 and 0 for off. Top-p keeps the token that crosses it, and
-    the token with the largest logit is always kept. Returns [rows] int64, KEEP_ALL for rows where all three are off.
+    [rows] int64, or 0 for off; top_p, min_p: [rows] float32, 1 and 0 for off. Top-p keeps the token that crosses it,
+    and the token with the largest logit is always kept. Returns [rows] int64, KEEP_ALL for rows where all three are
+    off.
     """
     if not use_triton(logits):
         return _threshold_tokens_reference(logits, temperatures, top_k, top_p, min_p)

@@ -27,8 +27,8 @@ class BackendRun(msgspec.Struct, kw_only=True):
     """One start of a backend under load.
 
     `reason` says why it was not measured, or not to its end; `levels` holds what was measured. `lacks` lists settings
-    of the comparison that the backend has no flag for. `ready_s` counts from the process's start to the first answer;
-    None for a server that ran already. Memory is the peak of all GPUs under load, and of all processes after it.
+    of the comparison that the backend has no flag for. `ready_s` counts from the process's start to the first answer,
+    or None for a server that ran already. Memory is the peak of all GPUs under load, and of all processes after it.
     """
 
     backend: str
@@ -47,27 +47,28 @@ class BackendRun(msgspec.Struct, kw_only=True):
 
     def level(self, concurrency: int) -> LevelResult | None:
         """Return the level of this concurrency where at most MOST_FAILED of its requests failed, else None."""
-        level = self._loaded(concurrency)
+        level = self._completed_level(concurrency)
         return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
 
     def failure(self, concurrency: int) -> str:
-        """Return the failed share of a level that does not count, and its most frequent reason; empty for others."""
-        level = self._loaded(concurrency)
+        """Return the failed share of a level that does not count, and its most frequent reason, or "" for others."""
+        level = self._completed_level(concurrency)
         if level is None or level.failed <= MOST_FAILED * level.requests:
             return ""
         reason = max(level.failures, key=lambda each: level.failures[each], default="no reason was recorded")
         return f"failed {100 * level.failed / level.requests:.0f} %: {reason}"
 
-    def _loaded(self, concurrency: int) -> LevelResult | None:
-        """Return the level of this concurrency that was loaded to its end; None where there is none."""
+    def _completed_level(self, concurrency: int) -> LevelResult | None:
+        """Return the level of this concurrency that was loaded to its end, or None."""
         whole = (each for each in self.levels if each.verdict not in CUT_SHORT)
         return next((each for each in whole if each.concurrency == concurrency), None)
 
 
 class BestBackend(msgspec.Struct, kw_only=True):
-    """The fastest backend in a set-up, or of all set-ups of a model (`set_up` is empty).
+    """The fastest backend in a set-up, or in all set-ups of a model (`set_up` is empty).
 
-    `output_tokens_per_s` is the geometric mean over `levels`. `backend` is None where none leads: `reason` says why.
+    `output_tokens_per_s` is the geometric mean over `levels`. `backend` is None where none leads, and `reason` says
+    why.
     """
 
     model: str
@@ -102,7 +103,7 @@ class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backe
     aspects: list[Aspect] = msgspec.field(default_factory=list)
 
     def run(self, backend: str, start: StartKind) -> BackendRun | None:
-        """Return the run of a backend in a kind of start; None before it was made."""
+        """Return the run of a backend in a kind of start, or None before it was made."""
         return next((run for run in self.runs if (run.backend, run.start) == (backend, start)), None)
 
     def levels_of(self, set_up: SetUp) -> list[int]:

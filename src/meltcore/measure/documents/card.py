@@ -37,7 +37,7 @@ REQUIRED: tuple[EvidenceType, ...] = tuple(name for name in COMMANDS if name != 
 class Evidence(msgspec.Struct, kw_only=True):
     """One document of the card. `summary` is its result in a sentence, `reasons` say why it is not a PASS.
 
-    `source` is the name of the document's folder or file; `taken` is an ISO time, empty where the document has none.
+    `source` is the name of the document's folder or file; `taken` is an ISO time, or empty where the document has none.
     """
 
     type: EvidenceType

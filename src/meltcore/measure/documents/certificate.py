@@ -11,7 +11,7 @@ import msgspec
 
 from meltcore.common.files import SCHEMA_VERSION, read_document
 from meltcore.measure.documents.snapshot import Snapshot
-from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst
+from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 
 CERTIFICATE_FILE = "certificate.json"
 CERTIFICATE_PAGE = "certificate.html"
@@ -65,7 +65,7 @@ class Finding(msgspec.Struct, kw_only=True):
 
 
 class Conditions(msgspec.Struct, kw_only=True):
-    """One GPU during a check. `clock_reasons`: clock event reasons, each with its fraction of the samples."""
+    """One GPU during a check. `clock_reasons` holds clock event reasons, each with its fraction of the samples."""
 
     subject: str
     samples: int
@@ -80,7 +80,7 @@ class Conditions(msgspec.Struct, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, kw_only=True):
-    """Rows and findings of one check. `reason`: why it did not finish, does not apply, or leaves something out."""
+    """Rows and findings of one check. `reason` says why it did not finish, does not apply, or leaves something out."""
 
     name: str
     title: str
@@ -95,9 +95,8 @@ class CheckReport(msgspec.Struct, kw_only=True):
 class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certificate"):
     """The result of `meltcore certify`.
 
-    `findings`: what all checks found, one per fault code and subject, the worst first.
-
-    `unverified` lists what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
+    `findings` has what all checks found, one finding per fault code and subject, the worst first. `unverified` lists
+    what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -123,7 +122,7 @@ def overall(checks: Iterable[CheckReport], required: Iterable[str]) -> CheckVerd
     """Return PASS only where every required check passed or does not apply, and at least one passed."""
     verdict_by_check = {check.name: check.verdict for check in checks}
     missing_verdicts: list[CheckVerdict] = ["UNKNOWN" for name in required if name not in verdict_by_check]
-    verdict = worst([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
+    verdict = worst_verdict([*verdict_by_check.values(), *missing_verdicts], "UNKNOWN")
     return verdict if verdict in ("FAIL", "WARN", "PASS") else "UNKNOWN"
 
 

@@ -61,10 +61,10 @@ class Difference(msgspec.Struct, kw_only=True):
 class ComparisonResult(msgspec.Struct, kw_only=True, tag_field="document", tag="comparison"):
     """The verdict on two sets of server starts, with all compared metrics.
 
-    `order` says how the starts were interleaved, empty for stored sets. `noise` is the relative spread of A itself.
-    `control` is A against A: the starts of A before the comparison, and those within it. `doubts` are reasons not to
-    compare that were overruled; `cautions` are reasons to read the verdict with care. `taken`, `fingerprint` and `load`
-    are those of the new set.
+    `order` says how the starts were interleaved; it is empty for stored sets. `noise` is the relative spread of A
+    itself. `control` compares A with A: the starts of A before the comparison, and those within it. `doubts` are
+    reasons not to compare that were overruled; `cautions` are reasons to read the verdict with care. `taken`,
+    `fingerprint` and `load` belong to the new set.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -166,7 +166,7 @@ def _query_driver() -> tuple[list[Gpu], str | None]:
 
 
 def _gpu(nvml: Nvml, index: int) -> Gpu | None:
-    """Return the GPU of an index; None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
+    """Return the GPU of an index, or None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
     import pynvml
 
     try:
@@ -179,16 +179,16 @@ def _gpu(nvml: Nvml, index: int) -> Gpu | None:
 
 
 def _git_revision() -> str | None:
-    """Return the git revision of the checkout that tracks this file; None for an installed package."""
+    """Return the git revision of the checkout that tracks this file, or None for an installed package."""
     source_file = Path(__file__)
-    if _git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
+    if _run_git(source_file.parent, "ls-files", "--error-unmatch", source_file.name) is None:
         return None
-    revision = _git(source_file.parent, "rev-parse", "HEAD")
-    changes = _git(source_file.parent, "status", "--porcelain", "--untracked-files=no")
+    revision = _run_git(source_file.parent, "rev-parse", "HEAD")
+    changes = _run_git(source_file.parent, "status", "--porcelain", "--untracked-files=no")
     return f"{revision}-dirty" if changes else revision
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _run_git(folder: Path, *arguments: str) -> str | None:
     try:
         command = ["git", *arguments]  # the one that PATH names
         completed = subprocess.run(

@@ -79,11 +79,10 @@ class BudgetRow(msgspec.Struct, kw_only=True):
 class GapReport(msgspec.Struct, kw_only=True):
     """The idle time of one GPU in a window of `window_us`.
 
-    `computing_us`: at least one kernel other than a collective ran, on any stream.
-
-    `recoverable_share` is an upper bound of the possible gain: time not computing, without that of the cause "no work".
-    `untrusted` holds reasons why the trace may be incomplete. `steps` counts kernels or ranges named `step_marker`;
-    None where nothing marks steps.
+    In `computing_us` at least one kernel other than a collective ran, on any stream. `recoverable_share` is an upper
+    bound of the possible gain: the time without computing, except for the cause "no work". `untrusted` holds reasons
+    why the trace may be incomplete. `steps` counts kernels or ranges named `step_marker`, or is None where nothing
+    marks steps.
     """
 
     device: int

@@ -80,8 +80,8 @@ class ClientLoad(msgspec.Struct, kw_only=True):
 class TimelinePoint(msgspec.Struct, kw_only=True):
     """One bucket of a level, starting `t_s` after its release: its mean output rate, and requests in flight at its end.
 
-    `ttft_ms` is the mean of the first tokens that arrived in it, `itl_ms` of the others; None where none did.
-    `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    `ttft_ms` is the mean over the first tokens that arrived in it, `itl_ms` over the other tokens. Each is None without
+    tokens. `work_per_s` is the rate of a task other than generation, as in TaskLoad.
     """
 
     t_s: float
@@ -250,7 +250,7 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
     @property
     def accuracy(self) -> float:
-        """The ratio of correct answers to all; 0 if there are none."""
+        """The ratio of correct answers to all answers, or 0 without answers."""
         return self.correct / self.total if self.total else 0.0
 
 
@@ -336,7 +336,7 @@ class Envelope(msgspec.Struct, kw_only=True):
 
 
 class RunEnvelope(Envelope, kw_only=True):
-    """What the results of all runs have that get a verdict; `reasons` are those of one other than OK.
+    """The fields that the results of all judged runs share. `reasons` explain a verdict other than OK.
 
     A run with status "partial" never enters a comparison.
     """

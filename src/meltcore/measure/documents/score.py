@@ -8,7 +8,7 @@ import math
 import msgspec
 
 from meltcore.measure.documents.schema import Distribution, RunResult
-from meltcore.measure.documents.verdicts import CheckVerdict, Verdict, worst
+from meltcore.measure.documents.verdicts import CheckVerdict, Verdict, worst_verdict
 
 # Memory in use before the run, as a fraction: more than a driver keeps. A desktop on a small card may exceed it.
 SHARED_MEMORY = 0.05
@@ -19,12 +19,13 @@ UTILIZATION = (SM_ACTIVE, TENSOR_ACTIVE, DRAM_ACTIVE, ANY_KERNEL)
 
 
 class ScoreLevel(msgspec.Struct, kw_only=True):
-    """A closed loop of `concurrency` requests. All numbers are of the window, which excludes the ramp.
+    """A closed loop of `concurrency` requests. All numbers are measured in the window, which excludes the ramp.
 
     `start_s` counts from the start of the ladder. `waiting` requests had no token when the window ended, so their TTFT
-    is in no percentile. `ramp_cut`: half of the time passed before as many requests had ended as run concurrently, so
-    the window contains a part of the ramp. `utilization`: the means of UTILIZATION over the window, by key.
-    `output_len` and `temperature` are of the cells of a sweep; each request then has that many output tokens.
+    is in no percentile. `ramp_cut` is True where half of the time passed before as many requests had ended as run
+    concurrently, so that the window contains a part of the ramp. `utilization` holds the means of UTILIZATION over the
+    window, by key. Cells of a sweep have `output_len` and `temperature`, and each request then has that many output
+    tokens.
     """
 
     concurrency: int
@@ -57,8 +58,9 @@ class ScoreLevel(msgspec.Struct, kw_only=True):
 class Spread(msgspec.Struct, kw_only=True):
     """How even the sustained rate was: output tokens per second in buckets of `bucket_s`.
 
-    `variation` is the standard deviation over the mean. `change` compares the last third with the first, -0.05 for 5 %
-    less; None for a window that is too short. `drifts`: the change is a loss beyond the limit.
+    `variation` is the standard deviation over the mean. `change` compares the last third with the first: -0.05 is a
+    loss of 5 %, and None stands for a window that is too short. `drifts` says that the change is a loss beyond the
+    limit.
     """
 
     bucket_s: float
@@ -71,7 +73,7 @@ class Spread(msgspec.Struct, kw_only=True):
 class MetricRow(msgspec.Struct, kw_only=True):
     """One NVML metric over the sustained window: mean and maximum of a gauge, increase of a counter.
 
-    `absent`: NOT_APPLICABLE or UNKNOWN where there is no number. `note`: how to read it.
+    `absent` is NOT_APPLICABLE or UNKNOWN where there is no number. `note` says how to read it.
     """
 
     key: str
@@ -85,9 +87,9 @@ class MetricRow(msgspec.Struct, kw_only=True):
 
 
 class GpuHealth(msgspec.Struct, kw_only=True):
-    """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) are of the sustained window.
+    """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) cover the sustained window.
 
-    `xids`: XID errors of the whole run, None where they could not be observed throughout.
+    `xids` are the XID errors of the whole run, or None where they could not be observed throughout.
     """
 
     verdict: Verdict
@@ -109,10 +111,11 @@ class TimeSeries(msgspec.Struct, kw_only=True):
 
 
 class GpuScore(msgspec.Struct, kw_only=True):
-    """The run of one device. `failure`: why it has no score. `measurer_lag_p99_ms`: from a step to our reading of it.
+    """The run of one device. `failure` says why it has no score.
 
-    `memory_in_use_bytes`: used before the engine started; None where NVML does not report it. `sweep`: the measured
-    cells of a sweep, which has neither levels nor a sustained run.
+    `measurer_lag_p99_ms` is the time from a step to our reading of it. `memory_in_use_bytes` was used before the engine
+    started; it is None where NVML does not report it. `sweep` holds the measured cells of a sweep, which has neither
+    levels nor a sustained run.
     """
 
     name: str
@@ -140,14 +143,14 @@ class GpuScore(msgspec.Struct, kw_only=True):
 
     @property
     def output_tokens_per_s(self) -> float | None:
-        """The sustained rate, None without one."""
+        """The sustained rate, or None without one."""
         return None if self.sustained is None else self.sustained.output_tokens_per_s
 
     def mean_utilization(self, level: ScoreLevel, key: str) -> float | None:
-        """Return the mean of a metric of UTILIZATION over a level's window, None where it was not read.
+        """Return the mean of a metric of UTILIZATION over a level's window, or None where it was not read.
 
-        Results written before levels had `utilization` hold it in the metrics of the sustained window, and in the
-        time series: the mean of the whole buckets.
+        Results written before levels had `utilization` hold it in the metrics of the sustained window. In the time
+        series it is the mean of the whole buckets.
         """
         if key in level.utilization:
             return level.utilization[key]
@@ -206,7 +209,7 @@ class SweepGrid(msgspec.Struct, kw_only=True):
 
 
 class ReferenceRatio(msgspec.Struct, kw_only=True):
-    """The ratio of a score to a reference's score, or the `reasons` why there is none.
+    """The ratio of a score to a reference's score, or the `reasons` why the two do not compare.
 
     `per_gpu` is the ratio of the rates per GPU, set only if the numbers of GPUs differ. `engine` is the reference's
     engine version.
@@ -226,9 +229,9 @@ class Score(msgspec.Struct, kw_only=True):
 
     Two scores are comparable only where workload, engine, model, dtype and weights agree.
 
-    `output_tokens_per_s` is the sum over the devices, None where one has none. `not_comparable` holds reasons why this
-    result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from the rest
-    (score_summary.py); results of 0.1.0 lack them.
+    `output_tokens_per_s` is the sum over the devices, or None where one has none. `not_comparable` holds reasons why
+    this result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from the
+    rest (score_summary.py); results of 0.1.0 lack them.
     """
 
     workload: str
@@ -248,7 +251,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_per_joule(self) -> float | None:
-        """Output tokens per joule of all devices together; None if any device has no energy counter."""
+        """Output tokens per joule of all devices together, or None if any device has no energy counter."""
         joules_per_s = 0.0
         for device in self.devices:
             if device.sustained is None or not device.sustained.tokens_per_joule:
@@ -259,7 +262,9 @@ class Score(msgspec.Struct, kw_only=True):
     @property
     def health(self) -> Verdict:
         """The worst verdict of all devices."""
-        return worst((device.health.verdict if device.health else "UNKNOWN" for device in self.devices), "UNKNOWN")
+        return worst_verdict(
+            (device.health.verdict if device.health else "UNKNOWN" for device in self.devices), "UNKNOWN"
+        )
 
 
 class ScoredRun(RunResult, kw_only=True, tag="score"):

@@ -1,4 +1,4 @@
-"""A snapshot of a node: its GPUs' facts, links and topology. `meltcore snapshot` writes it.
+"""Defines the snapshot of a node that `meltcore snapshot` writes: facts, links and topology of its GPUs.
 
 A fact is a value, NOT_APPLICABLE (the driver reports "not supported", and the GPU type is known to lack the feature) or
 UNKNOWN (it should be readable and is not). UNKNOWN never counts as zero.
@@ -19,7 +19,10 @@ NvLinkStatus = Literal["up", "down", "UNKNOWN"]
 
 
 class NvLinkState(msgspec.Struct, kw_only=True):
-    """One NVLink of a GPU. `speed_gbps`: 10^9 bytes per second, one way; `peer`: "switch", a bus id, or UNKNOWN."""
+    """One NVLink of a GPU.
+
+    `speed_gbps` is in 10^9 bytes per second, one way. `peer` is "switch", a bus id, or UNKNOWN.
+    """
 
     link: int
     state: NvLinkStatus
@@ -43,7 +46,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
     def number(self, key: str) -> float | None:
-        """Return a fact as a number; None where it is absent or not a number."""
+        """Return a fact as a number, or None where it is absent or not a number."""
         value = self.facts.get(key)
         return None if isinstance(value, str) or value is None else float(value)
 

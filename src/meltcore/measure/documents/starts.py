@@ -17,7 +17,7 @@ SET_FILE = "set.json"
 class StartSet(msgspec.Struct, kw_only=True, tag_field="document", tag="baseline"):
     """The results of `starts` in the order they ran, under the same `load`.
 
-    `command` is the server's command line without secrets and folders; empty for a server that was running already.
+    `command` is the server's command line without secrets and folders, or empty for a server that was running already.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -14,10 +14,10 @@ SUBMISSION_FILE = "submission.json"
 
 
 class Submission(msgspec.Struct, kw_only=True, tag_field="document", tag="submission"):
-    """One call of `meltcore submit`. A refused one holds no results and no files: only what was refused, and why.
+    """One call of `meltcore submit`. A refused submission holds no results and no files, only what was refused and why.
 
-    `settings` holds what the server of each run said of itself, by the run's folder. `public_score` is that of the
-    two result files by the public harness's formula; `files` maps each file to its SHA-256.
+    `settings` holds what the server of each run reported about itself, by the run's folder. `public_score` is the score
+    of the two result files by the public harness's formula. `files` maps each file to its SHA-256.
     """
 
     schema_version: int = SCHEMA_VERSION

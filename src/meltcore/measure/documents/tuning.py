@@ -22,8 +22,9 @@ class AnswerComparison(msgspec.Struct, kw_only=True):
     """Answers of one precision compared with the first precision's.
 
     Of the questions `asked`, `correct` were answered right, `failed` got no answer, `identical` got the same text.
-    `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens: those
-    up to the first one that differs, so that both sides have the same prefix. None where the server gives no logprobs.
+    `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens. These
+    end at the first token that differs, so that both sides have the same prefix. They are None where the server gives
+    no logprobs.
     """
 
     asked: int
@@ -38,8 +39,8 @@ class AnswerComparison(msgspec.Struct, kw_only=True):
 class TuningPoint(msgspec.Struct, kw_only=True):
     """One start with `settings`, passed as `args`; both are empty for the server's default settings.
 
-    `ok`: it started and answered every request; otherwise `reason` says what happened. `slo_attainment` is the share of
-    requests that met every latency limit, None without limits.
+    An `ok` start answered every request; otherwise `reason` says what happened. `slo_attainment` is the share of
+    requests that met every latency limit, or None without limits.
     """
 
     settings: dict[str, int | str]
@@ -76,7 +77,7 @@ class Fact(msgspec.Struct, kw_only=True):
 class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
     """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
 
-    `default_settings`: what the server used where nothing was set, as far as it reports it.
+    `default_settings` are the values that the server used where nothing was set, as far as it reports them.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -106,7 +107,7 @@ class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
 
 
 def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
-    """Return the point of the default settings, from which gains are counted; None where it did not run."""
+    """Return the point of the default settings, from which gains are counted, or None where it did not run."""
     return next((point for point in points if not point.settings and point.ok), None)
 
 
@@ -116,7 +117,7 @@ def repeats_default(tuning: Tuning, point: TuningPoint) -> bool:
 
 
 def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:
-    """Return how much the output rate exceeds the rate of `default`, 0.25 for 25 %; None where either is unknown."""
+    """Return how much the output rate exceeds the rate of `default`, 0.25 for 25 %, or None where either is unknown."""
     if default is None or not default.output_tokens_per_s or point.output_tokens_per_s is None:
         return None
     return point.output_tokens_per_s / default.output_tokens_per_s - 1

@@ -84,8 +84,8 @@ MEANINGS: dict[str, Meaning] = {
 SEVERITY = list(MEANINGS)
 
 
-def worst(verdicts: Iterable[_AnyVerdict], default: _AnyVerdict) -> _AnyVerdict:
-    """Return the worst of `verdicts`, and `default` where there are none."""
+def worst_verdict(verdicts: Iterable[_AnyVerdict], default: _AnyVerdict) -> _AnyVerdict:
+    """Return the worst of `verdicts`, or `default` without verdicts."""
     return min(verdicts, key=SEVERITY.index, default=default)
 
 

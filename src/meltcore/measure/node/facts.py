@@ -9,7 +9,7 @@ from pynvml import NVMLError
 
 from meltcore.common.gpus.driver import Nvml
 from meltcore.common.gpus.gpu_types import Feature
-from meltcore.common.gpus.reader import absent
+from meltcore.common.gpus.reader import absent_value
 from meltcore.common.gpus.select import GpuDevice
 from meltcore.measure.documents.snapshot import UNKNOWN, Fact
 
@@ -42,7 +42,7 @@ class FactSpec:
     feature: Feature | None = None
 
 
-def _sms(nvml: Nvml, device: Any) -> int:
+def _num_sms(nvml: Nvml, device: Any) -> int:
     return nvml.cores(device) // _CORES_PER_SM.get(nvml.compute_capability(device), _CORES_PER_SM_DEFAULT)
 
 
@@ -59,7 +59,7 @@ FACTS: tuple[FactSpec, ...] = (
         "fixed",
         lambda nvml, device: ".".join(map(str, nvml.compute_capability(device))),
     ),
-    FactSpec("sm_count", "SMs", "", "fixed", _sms),
+    FactSpec("sm_count", "SMs", "", "fixed", _num_sms),
     FactSpec(
         "sm_clock_max_mhz", "SM clock, maximum", "MHz", "fixed", lambda nvml, device: nvml.sm_clock_max_mhz(device)
     ),
@@ -209,7 +209,7 @@ def read_fact(nvml: Nvml, gpu: GpuDevice, fact: FactSpec) -> Fact:
     try:
         return fact.read(nvml, gpu.handle if fact.key in _MIG_FACTS else gpu.device)
     except NVMLError as error:
-        return absent(error, gpu.info.gpu_type, fact.feature)
+        return absent_value(error, gpu.info.gpu_type, fact.feature)
 
 
 def pcie_path(nvml: Nvml, first: GpuDevice, second: GpuDevice) -> str:

@@ -35,15 +35,15 @@ def take_snapshot(node: Node, gpus: Sequence[GpuDevice]) -> Snapshot:
             libraries[package] = metadata.version(package)
     return Snapshot(
         fingerprint=take_fingerprint(),
-        driver=_or_unknown(nvml.driver),
-        cuda_driver=_or_unknown(nvml.cuda_driver),
+        driver=_read_or_unknown(nvml.driver),
+        cuda_driver=_read_or_unknown(nvml.cuda_driver),
         libraries=libraries,
         gpus=states,
         topology=[[_path(nvml, gpus, states, i, j) for j in range(len(gpus))] for i in range(len(gpus))],
     )
 
 
-def _or_unknown(read: Callable[[], str]) -> str:
+def _read_or_unknown(read: Callable[[], str]) -> str:
     try:
         return read()
     except NVMLError:
@@ -77,7 +77,7 @@ def _link(nvml: Nvml, gpu: GpuDevice, link: int) -> NvLinkState:
         speed_gbps = nvml.nvlink_speed_mbps(gpu.device, link) / 1e3
     except NVMLError:
         speed_gbps = None
-    peer = _or_unknown(lambda: nvml.nvlink_peer(gpu.device, link))
+    peer = _read_or_unknown(lambda: nvml.nvlink_peer(gpu.device, link))
     return NvLinkState(link=link, state="up", speed_gbps=speed_gbps, peer=peer)
 
 
@@ -172,11 +172,11 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> list[str]:
 
 
 def _node_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
-    yield from _changed("driver", old.driver, new.driver)
-    yield from _changed("CUDA of the driver", old.cuda_driver, new.cuda_driver)
+    yield from _change_line("driver", old.driver, new.driver)
+    yield from _change_line("CUDA of the driver", old.cuda_driver, new.cuda_driver)
     yield from _table_changes(old.libraries, new.libraries)
     for field, name in _HOST.items():
-        yield from _changed(name, getattr(old.fingerprint, field), getattr(new.fingerprint, field))
+        yield from _change_line(name, getattr(old.fingerprint, field), getattr(new.fingerprint, field))
     before, now = (
         {name: version for name, version in snapshot.fingerprint.versions.items() if name not in snapshot.libraries}
         for snapshot in (old, new)
@@ -186,10 +186,10 @@ def _node_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
 
 def _table_changes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(old.keys() | new.keys()):
-        yield from _changed(name, old.get(name, "absent"), new.get(name, "absent"))
+        yield from _change_line(name, old.get(name, "absent"), new.get(name, "absent"))
 
 
-def _changed(name: str, old: object, new: object) -> Iterator[str]:
+def _change_line(name: str, old: object, new: object) -> Iterator[str]:
     if old != new:
         yield f"{name}: {old} -> {new}"
 
@@ -207,8 +207,8 @@ def _gpu_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
 
 
 def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
-    yield from _changed(f"{new.label} index", old.index, new.index)
-    yield from _changed(f"{new.label} name", old.name, new.name)
+    yield from _change_line(f"{new.label} index", old.index, new.index)
+    yield from _change_line(f"{new.label} name", old.name, new.name)
     for key in sorted(old.facts.keys() | new.facts.keys()):
         fact = FACT_BY_KEY.get(key)
         fact_type, name = (fact.type, fact.name) if fact is not None else ("fixed", key.replace("_", " "))
@@ -216,12 +216,12 @@ def _one_gpu_changes(old: GpuSnapshot, new: GpuSnapshot) -> Iterator[str]:
         # A counter that shrank restarted with the driver.
         restarted = fact_type == "counter" and before is not None and now is not None and now < before
         if fact_type != "reading" and not restarted:
-            yield from _changed(f"{new.label} {name}", old.facts.get(key, "absent"), new.facts.get(key, "absent"))
+            yield from _change_line(f"{new.label} {name}", old.facts.get(key, "absent"), new.facts.get(key, "absent"))
     links, new_links = (
         {nvlink.link: (nvlink.state, nvlink.speed_gbps, nvlink.peer) for nvlink in gpu.links} for gpu in (old, new)
     )
     for link in sorted(links.keys() & new_links.keys()):
-        yield from _changed(f"{new.label} NVLink {link} (state, GB/s, peer)", links[link], new_links[link])
+        yield from _change_line(f"{new.label} NVLink {link} (state, GB/s, peer)", links[link], new_links[link])
 
 
 def _topology_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
@@ -231,4 +231,4 @@ def _topology_changes(old: Snapshot, new: Snapshot) -> Iterator[str]:
     for first, gpu in enumerate(new.gpus):
         for second in range(first + 1, len(new.gpus)):
             name = f"path between {gpu.label} and {new.gpus[second].label}"
-            yield from _changed(name, old.topology[first][second], new.topology[first][second])
+            yield from _change_line(name, old.topology[first][second], new.topology[first][second])

@@ -13,7 +13,7 @@ from meltcore.common.gpus.select import GpuInfo
 from meltcore.measure.documents.score import UTILIZATION, GpuHealth, MetricRow
 from meltcore.measure.node.monitor.health import judge_health
 from meltcore.measure.node.monitor.recording import Recording
-from meltcore.measure.node.monitor.summary import GpuSummary, numbers, summarize
+from meltcore.measure.node.monitor.summary import GpuSummary, readable_values, summarize
 
 SERIES_KEYS = (
     "power_w",
@@ -67,14 +67,16 @@ def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> flo
     if info.mig or not samples or samples[0].t_s > start_s or samples[-1].t_s < end_s:
         return None
     times = [sample.t_s for sample in samples]
-    start_j, end_j = np.interp([start_s, end_s], times, numbers(samples, "energy_j"))
+    start_j, end_j = np.interp([start_s, end_s], times, readable_values(samples, "energy_j"))
     return float(end_j - start_j) / (end_s - start_s)
 
 
 def utilization(recording: Recording, gpu: int, start_s: float, end_s: float) -> dict[str, float]:
     """Return the means of UTILIZATION between two times; a metric without any number is left out."""
     samples = recording.of(gpu, start_s, end_s)
-    return {key: float(np.mean(samples_of_key)) for key in UTILIZATION if (samples_of_key := numbers(samples, key))}
+    return {
+        key: float(np.mean(samples_of_key)) for key in UTILIZATION if (samples_of_key := readable_values(samples, key))
+    }
 
 
 def time_series(
@@ -96,7 +98,7 @@ def time_series(
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
     """Return a GPU's memory, or the host's where both share one; None where NVML fails to report it."""
-    readings = numbers(samples, "memory_total_bytes")
+    readings = readable_values(samples, "memory_total_bytes")
     if readings:
         return int(readings[0])
     is_shared = any(sample.values["memory_total_bytes"] == NOT_APPLICABLE for sample in samples)
@@ -105,7 +107,7 @@ def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None
 
 def memory_in_use_bytes(samples: Sequence[Sample]) -> int | None:
     """Return the memory in use at the first sample that reports it; None where none does."""
-    readings = numbers(samples, "memory_used_bytes")
+    readings = readable_values(samples, "memory_used_bytes")
     return int(readings[0]) if readings else None
 
 

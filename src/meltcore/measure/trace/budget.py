@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import COLLECTIVES, COPIES, BudgetRow
-from meltcore.measure.trace.trace import Activity, HostEvent, Span, group_of
+from meltcore.measure.trace.trace import Activity, HostEvent, Span, kernel_group
 
 AFTER_LAST = "after the last kernel"
 # Ranges that mark a step: ours, vLLM's, and those of torch.profiler's step().
@@ -29,13 +29,13 @@ class TimeBudget:
     idle_before: Counter[str] = field(default_factory=Counter)
 
     def add_kernels(self, activities: Sequence[Activity], window: Span) -> None:
-        """Add the computing time within `window`. `activities`: those that overlap it, sorted by start.
+        """Add the computing time within `window`. `activities` overlap it and are sorted by start.
 
         Collectives and copies are only counted: the caller adds the time in which they ran alone.
         """
         position = window[0]
         for activity in activities:
-            group = {"kernel": group_of(activity.name), "collective": COLLECTIVES, "copy": COPIES}[activity.type]
+            group = {"kernel": kernel_group(activity.name), "collective": COLLECTIVES, "copy": COPIES}[activity.type]
             self.count[group] += 1
             if activity.type != "kernel":
                 continue

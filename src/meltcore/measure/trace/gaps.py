@@ -1,7 +1,7 @@
 """Derives gap reports from a trace: the time in which a GPU did not compute, by cause and by size.
 
-This time is cut into gaps: those in which only collectives ran, those in which only copies ran, and those in which
-nothing ran. The cause of the last kind depends on how the kernel that ends the gap was launched.
+This time is cut into gaps in which only collectives ran, only copies ran, or nothing ran. The cause of the last kind
+depends on how the kernel that ends the gap was launched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from meltcore.measure.documents.gaps import (
 )
 from meltcore.measure.trace.budget import AFTER_LAST, TimeBudget, count_steps
 from meltcore.measure.trace.host import HostTimeline
-from meltcore.measure.trace.trace import Activity, Span, Trace, gaps, group_of, length, union, within
+from meltcore.measure.trace.trace import (
+    Activity,
+    Span,
+    Trace,
+    clip_spans,
+    gaps,
+    kernel_group,
+    merge_spans,
+    total_length,
+)
 from meltcore.measure.trace.trust import graph_counts, trace_warnings
 
 MAX_PAIRS = 10
@@ -85,7 +94,7 @@ def analyze_trace(trace: Trace, options: ProfileOptions) -> list[GapReport]:
 
     Raises ConfigError for an empty window, and for activity of one GPU with a trace of several.
     """
-    devices = devices_of(trace) if options.device is None else [options.device]
+    devices = trace_devices(trace) if options.device is None else [options.device]
     activity = None if options.active_percent is None else options.active_percent / 100
     if activity is not None and len(devices) > 1:
         raise ConfigError(f"activity is of one GPU, and the trace has {len(devices)}: choose one with --device")
@@ -117,24 +126,26 @@ def analyze(
     if not gpu_activities:
         raise ConfigError(f"GPU {device} has no activity in the window")
     spans = {
-        type_: union((a.start, a.end) for a in gpu_activities if a.type == type_)
+        type_: merge_spans((a.start, a.end) for a in gpu_activities if a.type == type_)
         for type_ in ("kernel", "collective", "copy")
     }
     gap_list = list(_gaps(neighbors, spans, window, HostTimeline(trace.host)))
-    busy_ns = length(within(union(span for type_spans in spans.values() for span in type_spans), window))
+    busy_ns = total_length(
+        clip_spans(merge_spans(span for type_spans in spans.values() for span in type_spans), window)
+    )
     whole_ns = window[1] - window[0]
     launches, num_graph_kernels = graph_counts(trace, device)
     steps, step_marker = count_steps(gpu_activities, trace.host, window, step)
     return GapReport(
         device=device,
         window_us=whole_ns / _NS,
-        computing_us=length(within(spans["kernel"], window)) / _NS,
+        computing_us=total_length(clip_spans(spans["kernel"], window)) / _NS,
         busy_us=busy_ns / _NS,
         kernels=sum(activity.type != "copy" for activity in gpu_activities),
         streams=len({activity.stream for activity in gpu_activities}),
         by_cause=_sum_by_cause(gap_list),
         by_size=_sum_by_size(gap_list),
-        pairs=_pairs(gap_list),
+        pairs=_largest_pairs(gap_list),
         recoverable_share=sum(gap.ns for gap in gap_list if gap.cause != "no work") / whole_ns,
         graph_launches=launches,
         graph_kernels=num_graph_kernels,
@@ -145,7 +156,7 @@ def analyze(
     )
 
 
-def devices_of(trace: Trace) -> list[int]:
+def trace_devices(trace: Trace) -> list[int]:
     """Return the GPUs of a trace."""
     return sorted({activity.device for activity in trace.activities})
 
@@ -167,14 +178,14 @@ def _window(trace: Trace, options: ProfileOptions) -> Span | None:
 
 def _gaps(neighbors: _Neighbors, spans: dict[str, list[Span]], window: Span, host: HostTimeline) -> Iterable[Gap]:
     """Yield gaps that together cover all time of the window without computation, without overlap."""
-    collective_or_copy = union([*spans["collective"], *spans["copy"]])
+    collective_or_copy = merge_spans([*spans["collective"], *spans["copy"]])
     for gap in gaps(spans["kernel"], window):
-        for span in within(spans["collective"], gap):
+        for span in clip_spans(spans["collective"], gap):
             yield Gap(*span, "exposed communication", *neighbors.names(gap))
-        for uncovered in gaps(within(spans["collective"], gap), gap):
-            for span in within(spans["copy"], uncovered):
+        for uncovered in gaps(clip_spans(spans["collective"], gap), gap):
+            for span in clip_spans(spans["copy"], uncovered):
                 yield Gap(*span, "exposed copy", *neighbors.names(gap))
-        for span in gaps(within(collective_or_copy, gap), gap):
+        for span in gaps(clip_spans(collective_or_copy, gap), gap):
             after = neighbors.next(span[1])
             cause: Cause = "unknown" if after is None else host.cause(span, after)
             yield Gap(*span, cause, *neighbors.names(span))
@@ -207,7 +218,7 @@ def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Spa
         if group is not None:
             budget.kernel_counts[group] += gap.ns
         else:
-            budget.idle_before[group_of(gap.after) if gap.after else AFTER_LAST] += gap.ns
+            budget.idle_before[kernel_group(gap.after) if gap.after else AFTER_LAST] += gap.ns
     return budget.rows()
 
 
@@ -229,7 +240,7 @@ def _sum_by_size(gap_list: Sequence[Gap]) -> list[GapTotal]:
     return totals
 
 
-def _pairs(gap_list: Sequence[Gap]) -> list[KernelPair]:
+def _largest_pairs(gap_list: Sequence[Gap]) -> list[KernelPair]:
     """Return the pairs of kernels with the largest total gaps."""
     by_names: dict[tuple[str, str], list[Gap]] = defaultdict(list)
     for gap in gap_list:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from meltcore.measure.documents.gaps import Cause
-from meltcore.measure.trace.trace import Activity, HostEvent, Span, length, union, within
+from meltcore.measure.trace.trace import Activity, HostEvent, Span, clip_spans, merge_spans, total_length
 
 # Calls that return only when the GPU has finished earlier work.
 _SYNCHRONIZING = ("synchronize", "cudamemcpy", "cumemcpy")
@@ -26,7 +26,9 @@ class HostTimeline:
         for event in events:
             self._threads[event.thread].append(event)
         self._starts = {name: [event.start for event in thread_events] for name, thread_events in self._threads.items()}
-        self._enclosing = {name: _enclosing(thread_events) for name, thread_events in self._threads.items()}
+        self._enclosing_indices = {
+            name: _enclosing_indices(thread_events) for name, thread_events in self._threads.items()
+        }
 
     def cause(self, gap: Span, after: Activity) -> Cause:
         """Return the cause of `gap`, which ends where `after` starts."""
@@ -54,11 +56,11 @@ class HostTimeline:
                 overlapping.append(thread_events[index])
                 index -= 1
             else:
-                index = self._enclosing[thread][index]
+                index = self._enclosing_indices[thread][index]
         return overlapping
 
 
-def _enclosing(events: Sequence[HostEvent]) -> list[int]:
+def _enclosing_indices(events: Sequence[HostEvent]) -> list[int]:
     """Return per event the index of the nearest earlier event that ends later, or -1.
 
     All events in between end before this event does.
@@ -74,7 +76,7 @@ def _enclosing(events: Sequence[HostEvent]) -> list[int]:
 
 
 def _overlap_fraction(events: Iterable[HostEvent], window: Span, matches: Callable[[HostEvent], bool]) -> float:
-    covered = length(within(union(event.span for event in events if matches(event)), window))
+    covered = total_length(clip_spans(merge_spans(event.span for event in events if matches(event)), window))
     return covered / (window[1] - window[0])
 
 

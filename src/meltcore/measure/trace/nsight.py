@@ -14,7 +14,7 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import COLLECTIVES
-from meltcore.measure.trace.trace import Activity, ActivityType, HostEvent, Trace, group_of
+from meltcore.measure.trace.trace import Activity, ActivityType, HostEvent, Trace, kernel_group
 
 MAGIC = b"SQLite format 3\0"
 _KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -53,21 +53,21 @@ class _Export:
             _KERNELS, (*common_columns, "demangledName"), ("globalPid", "graphId")
         ):
             text = self._strings.get(name, f"kernel {name}")
-            type_: ActivityType = "collective" if group_of(text) == COLLECTIVES else "kernel"
-            yield _activity(text, type_, span, process, graph)
+            type_: ActivityType = "collective" if kernel_group(text) == COLLECTIVES else "kernel"
+            yield _make_activity(text, type_, span, process, graph)
         for *span, graph, process in self._rows(_GRAPHS, (*common_columns, "graphId"), ("globalPid",)):
-            yield _activity(f"whole graph {graph}", "kernel", span, process, graph)
+            yield _make_activity(f"whole graph {graph}", "kernel", span, process, graph)
         for *span, copy_kind, process in self._rows(_COPIES, (*common_columns, "copyKind"), ("globalPid",)):
-            yield _activity(f"Memcpy {_COPY_KINDS.get(copy_kind, f'kind {copy_kind}')}", "copy", span, process)
+            yield _make_activity(f"Memcpy {_COPY_KINDS.get(copy_kind, f'kind {copy_kind}')}", "copy", span, process)
         for *span, process in self._rows(_SETS, common_columns, ("globalPid",)):
-            yield _activity("Memset", "copy", span, process)
+            yield _make_activity("Memset", "copy", span, process)
 
     def host(self) -> Iterator[HostEvent]:
         """Yield CUDA calls, system calls such as waits, and NVTX ranges."""
         for start, end, thread, name, correlation in self._rows(
             _CALLS, ("start", "end", "globalTid", "nameId", "correlationId")
         ):
-            key = _key(correlation, thread)
+            key = _correlation_key(correlation, thread)
             yield HostEvent(self._strings.get(name, ""), str(thread), start, end, is_call=True, correlation=key)
         for start, end, thread, name in self._rows(_SYSTEM, ("start", "end", "globalTid", "nameId")):
             yield HostEvent(self._strings.get(name, ""), str(thread), start, end)
@@ -92,14 +92,14 @@ class _Export:
         yield from self._database.execute(" ".join(("SELECT", ", ".join(columns), "FROM", f'"{table}"')))
 
 
-def _activity(
+def _make_activity(
     name: str, type_: ActivityType, span: Sequence[Any], process: int | None, graph: int | None = None
 ) -> Activity:
     start, end, device, stream, correlation = span
-    return Activity(name, type_, device, stream, start, end, _key(correlation, process), graph or None)
+    return Activity(name, type_, device, stream, start, end, _correlation_key(correlation, process), graph or None)
 
 
-def _key(correlation: int | None, global_id: int | None) -> int | None:
+def _correlation_key(correlation: int | None, global_id: int | None) -> int | None:
     """Return a correlation id that is unique over all processes of the report."""
     if correlation is None:
         return None

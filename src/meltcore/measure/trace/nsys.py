@@ -34,7 +34,8 @@ def find_nsys() -> str:
 def nsys_command(nsys: str, command: Sequence[str], folder: Path, *, has_range: bool) -> list[str]:
     """Return the command line that records `command`, with `folder`/trace as the report.
 
-    has_range: only between cudaProfilerStart and cudaProfilerStop; the command is then ended by SIGTERM.
+    With `has_range` it records only between cudaProfilerStart and cudaProfilerStop, and the command is then ended by
+    SIGTERM.
     """
     options = [
         "--trace=cuda,nvtx,osrt",
@@ -58,7 +59,7 @@ def record(
 ) -> Path:
     """Run `command` under nsys and return the SQLite export of its report, both in `folder`.
 
-    limit_s: of the command, from the start to the written report. report: takes lines for the user. mark: starts and
+    The command has `limit_s` from its start to the written report. `report` takes lines for the user. `mark` starts and
     stops the capture of a running command, such as a server; without it the whole command is recorded.
 
     Raises ConfigError where nsys is missing, exceeds the limit or leaves no report. nsys and the command are ended on

@@ -1,4 +1,4 @@
-"""Read a trace from a file of the torch profiler or of Nsight Systems.
+"""Reads a trace from a file of the torch profiler or of Nsight Systems.
 
 The torch profiler writes Chrome JSON (https://github.com/pytorch/kineto, libkineto's output_json.cpp): complete events
 ("ph": "X") with times in microseconds. "cat" says what they are; "args" hold device, stream, the correlation of a
@@ -21,7 +21,7 @@ from meltcore.common import process
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import COLLECTIVES
 from meltcore.measure.trace.nsight import MAGIC, read_nsight
-from meltcore.measure.trace.trace import Activity, ActivityType, HostEvent, Trace, group_of
+from meltcore.measure.trace.trace import Activity, ActivityType, HostEvent, Trace, kernel_group
 
 _REPORT, _UNFINISHED_REPORT = ".nsys-rep", ".qdstrm"
 _EXPORT_LIMIT_S = 600.0  # a minute of a busy GPU has millions of rows
@@ -65,16 +65,16 @@ def read_chrome(path: Path) -> Trace:
 
 
 def parse_events(events: Iterable[Any]) -> Trace:
-    """Make a trace of Chrome events; those of other categories and those without time or duration are skipped."""
+    """Make a trace of Chrome events. Events of other categories, and events without time or duration, are skipped."""
     activities: list[Activity] = []
     host: list[HostEvent] = []
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X" or not {"ts", "dur"} <= event.keys():
             continue
-        category, start = event.get("cat", ""), _ns(event["ts"])
-        end, args, name = start + _ns(event["dur"]), event.get("args") or {}, str(event.get("name", ""))
+        category, start = event.get("cat", ""), _to_ns(event["ts"])
+        end, args, name = start + _to_ns(event["dur"]), event.get("args") or {}, str(event.get("name", ""))
         if category in _TYPES:
-            is_collective = category == "kernel" and group_of(name) == COLLECTIVES
+            is_collective = category == "kernel" and kernel_group(name) == COLLECTIVES
             activities.append(
                 Activity(
                     name=name,
@@ -122,5 +122,5 @@ def export(report: Path, target: Path) -> None:
         raise ConfigError(f"nsys could not export {report}: {reason}")
 
 
-def _ns(microseconds: float) -> int:
+def _to_ns(microseconds: float) -> int:
     return round(float(microseconds) * 1000)

@@ -60,7 +60,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class HostEvent:
-    """Work of a host thread. `is_call`: a call into CUDA, with its `correlation`."""
+    """Work of a host thread. If `is_call`, it is a call into CUDA with its `correlation`."""
 
     name: str
     thread: str
@@ -84,13 +84,13 @@ class Trace:
 
 
 @cache
-def group_of(name: str) -> str:
+def kernel_group(name: str) -> str:
     """Return the group of a kernel, collective or copy by its name."""
     lowercase_name = name.lower()
     return next((group for group, parts in _NAME_PARTS if any(part in lowercase_name for part in parts)), OTHER)
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """Return sorted, disjoint spans: overlapping and touching ones joined, empty ones dropped."""
     merged: list[Span] = []
     for start, end in sorted(span for span in spans if span[1] > span[0]):
@@ -105,19 +105,19 @@ def gaps(spans: Sequence[Span], window: Span) -> list[Span]:
     """Return the parts of `window` that `spans` (a union) do not cover."""
     uncovered: list[Span] = []
     time = window[0]
-    for start, end in within(spans, window):
+    for start, end in clip_spans(spans, window):
         if start > time:
             uncovered.append((time, start))
         time = end
     return [*uncovered, (time, window[1])] if time < window[1] else uncovered
 
 
-def length(spans: Iterable[Span]) -> int:
+def total_length(spans: Iterable[Span]) -> int:
     """Return the total length of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 
-def within(spans: Sequence[Span], window: Span) -> list[Span]:
+def clip_spans(spans: Sequence[Span], window: Span) -> list[Span]:
     """Return the parts of `spans` (a union) that lie in `window`."""
     parts = []
     for index in range(max(0, bisect_right(spans, (window[0],)) - 1), len(spans)):

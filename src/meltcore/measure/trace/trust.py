@@ -33,9 +33,10 @@ def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
 
 
 def trace_warnings(trace: Trace, device: int, busy_share: float, activity_share: float | None) -> list[str]:
-    """Return reasons why the trace may be incomplete; empty without any.
+    """Return reasons why the trace may be incomplete, or an empty list.
 
-    `busy_share`: busy fraction of the window by the trace; `activity_share`: the same by the GPU's own counters (GPM).
+    `busy_share` is the busy fraction of the window by the trace, `activity_share` the same by the GPU's own counters
+    (GPM).
     """
     activity_counts: Counter[int | None] = Counter(record.correlation for record in trace.activities)
     graph_launches = [record for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()]

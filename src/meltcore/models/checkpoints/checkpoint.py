@@ -2,9 +2,9 @@
 
 This module does not import torch, since API servers use it too.
 
-Layout: the published Hugging Face one (config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
-chat_template.jinja, *.safetensors with an optional model.safetensors.index.json), or GGUF, which has all of it in one
-file or in the parts of a split one.
+A checkpoint has the published Hugging Face layout (config.json, generation_config.json, tokenizer.json,
+tokenizer_config.json, chat_template.jinja, *.safetensors with an optional model.safetensors.index.json). Or it is a
+GGUF file that has all of it in one file or in several parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meltcore.models.checkpoints.weight_files import (
     has_weights,
     indexed_files,
     no_weights_reason,
-    reads_index,
+    uses_index,
 )
 from meltcore.models.configs.config_fields import Fields
 from meltcore.models.configs.json_file import read_json
@@ -124,8 +124,10 @@ _TEXT_PATTERNS = ["*.json", "*.jinja", "model.SRC", "model.TGT", "vocab.txt", "c
 class Checkpoint:
     """A checkpoint folder and its parsed JSON files. `name` is the text by which the user selected it.
 
-    gguf: the headers of a GGUF checkpoint, whose metadata `config` comes from; tokenizer_folder: the folder of
-    --tokenizer; fairseq: the file of a checkpoint in fairseq's layout, which `config` is made from.
+    Args:
+        gguf: headers of a GGUF checkpoint, whose metadata `config` comes from.
+        tokenizer_folder: the folder of --tokenizer.
+        fairseq: the file of a checkpoint in fairseq's layout, from which `config` is made.
     """
 
     name: str
@@ -138,7 +140,7 @@ class Checkpoint:
 
     @property
     def text_folder(self) -> Path | None:
-        """The folder with tokenizer.json and tokenizer_config.json; None if a GGUF file is their only source."""
+        """The folder with tokenizer.json and tokenizer_config.json, or None if a GGUF file is their only source."""
         if self.tokenizer_folder is not None or self.gguf is not None:
             return self.tokenizer_folder
         return self.folder
@@ -174,24 +176,24 @@ class Checkpoint:
         return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos_id is None else [tokenizer_eos_id])]))
 
     def _tokenizer_eos_id(self) -> int | None:
-        """Return the id of the tokenizer's eos_token, None if its files give no id for this text.
+        """Return the id of the tokenizer's eos_token, or None if its files give no id for this text.
 
         special_tokens_map.json names it, too, and counts where tokenizer_config.json has no `added_tokens_decoder`.
         """
         folder = self.text_folder
         if folder is None:
             return None
-        config = _fields_of(folder / "tokenizer_config.json")
+        config = _read_fields(folder / "tokenizer_config.json")
         token, listed = config.optional("eos_token"), config.optional("added_tokens_decoder")
         if listed is None:
-            token = _fields_of(folder / "special_tokens_map.json").optional("eos_token", token)
+            token = _read_fields(folder / "special_tokens_map.json").optional("eos_token", token)
         if token is None:
             return None
         token_text = token if isinstance(token, str) else token["content"]
         for token_id, added_token in (listed or {}).items():
             if added_token["content"] == token_text:
                 return int(token_id)
-        added_tokens = _fields_of(folder / "tokenizer.json").optional("added_tokens", [])
+        added_tokens = _read_fields(folder / "tokenizer.json").optional("added_tokens", [])
         ids = read_json(path) if (path := folder / "added_tokens.json").exists() else {}  # of a tokenizer of Python
         ids |= {added_token["content"]: added_token["id"] for added_token in added_tokens}
         token_id = ids.get(token_text)
@@ -199,12 +201,12 @@ class Checkpoint:
 
     @property
     def weight_files(self) -> list[Path]:
-        """The safetensors files of the model itself in name order; none where there are none.
+        """The safetensors files of the model itself in name order, which may be none.
 
         Raises ConfigError when the index names a missing file or no file, and when a numbered shard is missing.
         """
         present = [path.name for path in self.folder.iterdir()]
-        if not reads_index(present):
+        if not uses_index(present):
             return [self.folder / name for name in files_without_index(present, str(self.folder))]
         names = indexed_files(read_json(self.folder / INDEX))
         missing = [name for name in names if not (self.folder / name).exists()]
@@ -214,20 +216,20 @@ class Checkpoint:
 
     @property
     def no_weights_reason(self) -> str:
-        """Why none of the folder's files holds the weights of a model."""
+        """The reason why no file of the folder holds the weights of a model."""
         return no_weights_reason([path.name for path in self.folder.iterdir()])
 
 
 def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None = None) -> Checkpoint:
     """Find the checkpoint `model` and read its configuration.
 
-    A hub id is downloaded first; "owner/name:Q8_0" or "owner/name:FILE.gguf" chooses a repository's GGUF file. files:
-    "all", or "text" for everything but the weights, or "config" for the same unless a bundled configuration makes the
-    download unnecessary; a GGUF file has all. tokenizer: another folder or hub id, whose tokenizer and chat template
-    replace those of the checkpoint.
+    A hub id is downloaded first; "owner/name:Q8_0" or "owner/name:FILE.gguf" chooses a repository's GGUF file. `files`
+    is "all", or "text" for everything but the weights. "config" means the same, unless a bundled configuration makes
+    the download unnecessary. A GGUF file has all. `tokenizer` is another folder or hub id, whose tokenizer and chat
+    template replace those in the checkpoint.
 
-    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, for an invalid JSON file
-    and an invalid GGUF file; UnservableModelError for a GGUF file that cannot be served.
+    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, and for an invalid JSON
+    or GGUF file. Raises UnservableModelError for a GGUF file that cannot be served.
     """
     tokenizer_folder = None if tokenizer is None else find_folder(tokenizer, "text")
     gguf_path = find_gguf(model, files)
@@ -255,16 +257,16 @@ def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None
     return checkpoint
 
 
-def _fields_of(path: Path) -> Fields:
-    """Return the fields of a JSON file, none without the file. Raises ConfigError if it cannot be read."""
+def _read_fields(path: Path) -> Fields:
+    """Return the fields of a JSON file, or no fields without the file. Raises ConfigError if it cannot be read."""
     return Fields(read_json(path) if path.exists() else {}, path.name)
 
 
 def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: bool = False) -> list[str]:
     """Return all reasons why a folder of a language model cannot be served, as its files show them.
 
-    They are its architecture and configuration, quantization and weights. is_dummy: for random weights, config.json is
-    enough. has_overrides: fields of the configuration will be replaced, so they are not looked at.
+    They concern its architecture and configuration, quantization and weights. With `is_dummy` weights are random, and
+    config.json is enough. With `has_overrides` fields of the configuration will be replaced, so they are not checked.
     """
     from meltcore.models.configs.quantization_config import read_quantization_config
     from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
@@ -298,7 +300,7 @@ def _no_weights(checkpoint: Checkpoint) -> str | None:
 
 
 def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint:
-    """Find a checkpoint of a task's architectures. is_dummy: for random weights, its configuration is enough.
+    """Find a checkpoint of a task's architectures. With `is_dummy` weights are random, and its configuration is enough.
 
     Raises ConfigError as `open_checkpoint` does, and for another architecture.
     """
@@ -346,9 +348,9 @@ def has_assets(path: Path) -> bool:
 
 
 def find_task(model: str, *, dummy: bool = False) -> Task:
-    """Return the task of a model; the default one for what cannot be opened, which the engine of that task reports.
+    """Return the task of a model, or the default task for a model that cannot be opened: its engine reports the reason.
 
-    dummy: a published configuration is enough. Raises ConfigError as `recognized_task`.
+    With `dummy` a published configuration is enough. Raises ConfigError as `recognized_task` does.
     """
     task = recognized_task(model, dummy=dummy)
     if task is not None or is_gguf(model):
@@ -389,7 +391,7 @@ def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
 
 
 def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
-    """Return the only model among the GGUF files of a folder; None where a config.json stands beside none."""
+    """Return the only model among the GGUF files of a folder, or None where a config.json stands beside none."""
     # Imported here: they take 0.2 s, which other checkpoints do not need.
     from meltcore.models.checkpoints.gguf.gguf_file import gguf_checkpoints
     from meltcore.models.checkpoints.gguf.gguf_kinds import kind_by_name, other_kinds
@@ -427,7 +429,7 @@ def _open_gguf(name: str, path: Path, tokenizer_folder: Path | None) -> Checkpoi
 
 
 def find_folder(model: str, files: CheckpointFiles) -> Path:
-    """Return the folder that `model` names, downloaded if it is a hub id. Raises ConfigError if there is none."""
+    """Return the folder that `model` names, downloaded if it is a hub id. Raises ConfigError if it does not exist."""
     if model in _BUNDLED_FOLDERS:
         return _BUNDLED_FOLDERS[model]
     published_folders = PUBLISHED_CONFIG_FOLDERS | PUBLISHED_TASK_FOLDERS

@@ -38,8 +38,8 @@ class ExportedPart:
             self._stored = {name: value for name, value in self.fields.items() if isinstance(value, StoredTensor)}
 
     @classmethod
-    def find(cls, folder: Path, name: str) -> ExportedPart | None:
-        """Return the part of that name, as ONNX or TorchScript; None if there is none."""
+    def find_part(cls, folder: Path, name: str) -> ExportedPart | None:
+        """Return the part of that name, as ONNX or TorchScript, or None."""
         found = next((path for end in ("onnx", "ts") if (path := folder / f"{name}.{end}").is_file()), None)
         return None if found is None else cls(found)
 
@@ -50,7 +50,7 @@ class ExportedPart:
         return {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor by the file's name for it. Raises ConfigError if there is none, or it cannot be read."""
+        """Read a tensor by the file's name for it. Raises ConfigError if it is missing or cannot be read."""
         if name not in self.shapes:
             raise ConfigError(f"{self.path} has no tensor {name}, which its graph reads")
         if self.graph is not None:
@@ -105,7 +105,7 @@ class ExportedPart:
         return weight.T.contiguous() if is_transposed and weight.dim() == 2 else weight
 
     def bias_name(self, node: OnnxNode) -> str | None:
-        """Return the name of the tensor that is added to the output of a linear node; None if there is none."""
+        """Return the name of the tensor that is added to the output of a linear node, or None without a bias."""
         assert self.graph is not None
         if node.op != "MatMul":
             return node.inputs[2] if len(node.inputs) > 2 else None
@@ -129,7 +129,7 @@ class ExportedPart:
     def lstm(self) -> dict[str, torch.Tensor]:
         """Return the weights of the only LSTM by torch's names: weight_ih_l0 and so on.
 
-        Raises ConfigError if there is none, or if it has two directions or peepholes, which a plain LSTM lacks.
+        Raises ConfigError without an LSTM, or if it has two directions or peepholes, which a plain LSTM lacks.
         """
         kept = {name.rpartition(".")[2]: name for name in self.shapes if "_ih_l" in name or "_hh_l" in name}
         if kept:
@@ -146,12 +146,12 @@ class ExportedPart:
                 reason = f"its weight {missing[0]!r} is computed" if missing else "it is not a plain one with biases"
                 raise ConfigError(f"{self.path}: the LSTM {node.name or layer} cannot be read: {reason}")
             for kind in ("ih", "hh"):
-                weights[f"weight_{kind}_l{layer}"] = self._gates(names[kind], 1)
-            both = self._gates(names["bias"], 2)
+                weights[f"weight_{kind}_l{layer}"] = self._order_gates(names[kind], 1)
+            both = self._order_gates(names["bias"], 2)
             weights[f"bias_ih_l{layer}"], weights[f"bias_hh_l{layer}"] = both.chunk(2)
         return weights
 
-    def _gates(self, name: str, parts: int) -> torch.Tensor:
+    def _order_gates(self, name: str, parts: int) -> torch.Tensor:
         """Read a tensor [1, parts * 4 * size, ...] and order the gates of each part as torch has them."""
         values = self.read(name)
         if values.dim() < 2 or not values.numel() or values.shape[0] != 1 or values.shape[1] % (4 * parts):

@@ -49,7 +49,7 @@ _UNSUPPORTED = (
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint file of a folder in fairseq's layout, None for another folder.
+    """Return the checkpoint file of a folder in fairseq's layout, or None for another folder.
 
     Raises ConfigError for a folder with fairseq's dictionaries and another file than checkpoint_best.pt.
     """
@@ -68,7 +68,7 @@ def read_config(path: Path) -> dict[str, Any]:
     missing, invalid or not computed here.
     """
     archive = TorchArchive(path)
-    values, section = _arguments(archive)
+    values, section = _find_arguments(archive)
     for name in _UNSUPPORTED:
         if values.get(name):
             raise ConfigError(f"{path} sets {section}.{name} to {values[name]!r}, which IndicTrans2 does not compute")
@@ -109,7 +109,7 @@ def model_tensors(archive: TorchArchive) -> dict[str, StoredTensor]:
     return dict(state)
 
 
-def _arguments(archive: TorchArchive) -> tuple[Mapping[str, Any], str]:
+def _find_arguments(archive: TorchArchive) -> tuple[Mapping[str, Any], str]:
     """Return the model's arguments and where they are: in `args` of older files, else in `cfg`."""
     root = archive.root if isinstance(archive.root, Mapping) else {}
     config = root.get("cfg")

@@ -1,8 +1,8 @@
 """Refuses weights with values that are not finite numbers, while they are loaded.
 
-One of them makes every answer meaningless, and no error says why: files that are damaged, or saved after a training run
-diverged, have them. A sum of finite weights is finite, and takes one pass over memory that was just written: 19 GB per
-second of one core in bfloat16.
+One such value makes every answer meaningless, and no error says why. Files that are damaged, or saved after a training
+run diverged, have them. A sum of finite weights is finite, and takes one pass over memory that was just written: 19 GB
+per second of one core in bfloat16.
 """
 
 from __future__ import annotations

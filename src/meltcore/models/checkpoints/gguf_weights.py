@@ -2,7 +2,7 @@
 
 Some differ in more than their names. Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary
 embeddings: dimension i of a head is followed by i + head_dim / 2. Norms of Gemma include the 1 that published files
-leave to be added. All experts of a layer are one tensor. Phi-3's merged matrices are read as the matrices they merge.
+leave out. All experts of a layer are one tensor. Phi-3's merged matrices are read as the matrices they merge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meltcore.layers.weight_loader import (
     as_slice,
     permuted_loader,
     row_loader,
-    row_parts,
+    split_rows,
 )
 from meltcore.models.checkpoints.gguf.gguf_config import ROPE_TENSORS
 from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFTensor
@@ -71,7 +71,7 @@ class GGUFWeights(TensorFile):
     }
 
     def __init__(self, file: GGUFFile, config: Mapping[str, Any]) -> None:
-        """Open the file of a header that has been read. config: the checkpoint's configuration."""
+        """Open the file of a header that has been read. `config` is the checkpoint's configuration."""
         super().__init__(file.path)
         self._model_type, self._head_dim = config["model_type"], config["head_dim"]
         self._merged_rows = _merged_rows(config) if self._model_type in _MERGING_FAMILIES else {}
@@ -80,7 +80,7 @@ class GGUFWeights(TensorFile):
         for stored_name, tensor in file.tensors.items():
             if stored_name in ROPE_TENSORS:  # part of the configuration
                 continue
-            for name, entry in self._published(stored_name, tensor):
+            for name, entry in self._published_entries(stored_name, tensor):
                 self.entries[name] = entry
                 self._stored_names[name] = stored_name
 
@@ -100,7 +100,7 @@ class GGUFWeights(TensorFile):
         another format gets them restored as such.
         """
         if has_permuted_rows(name, self._model_type):
-            target = _unpermuted(target, self._head_dim)
+            target = _unpermuting_loader(target, self._head_dim)
         elif includes_one(name, self._model_type):
             dense = target
             return ConvertingLoader(target.shape, lambda source: dense.copy_(source.float() - 1))
@@ -109,14 +109,14 @@ class GGUFWeights(TensorFile):
         if ggml_type is None or not target.shape:
             return target
         if target.shape[-1] == ggml_type.columns(entry.shape[-1]):
-            return _converting(target, ggml_type, ggml_type.block_size, partial(_dequantized, ggml_type, device))
+            return _converting_loader(target, ggml_type, ggml_type.block_size, partial(_dequantized, ggml_type, device))
         held = ggml_type.held.type
         if held == ggml_type:
             return target
         width = held.row_bytes(ggml_type.block_size)
-        return _converting(target, ggml_type, width, partial(_restored, ggml_type, device))
+        return _converting_loader(target, ggml_type, width, partial(_restore_blocks, ggml_type, device))
 
-    def _published(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
+    def _published_entries(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
         dtype_name, shape, offset = tensor.type.name, tensor.shape, tensor.offset
         if tensor.type in QUANTIZED_TYPES:
@@ -182,18 +182,18 @@ def _dequantized(ggml_type: GgmlType, device: torch.device, source: torch.Tensor
     return values
 
 
-def _restored(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
+def _restore_blocks(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
     """Convert rows of blocks to the format in which a device holds them."""
     return restore_blocks(source.to(device), ggml_type)
 
 
-def _converting(
+def _converting_loader(
     target: WeightLoader, ggml_type: GgmlType, width: int, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> WeightLoader:
     """Return a loader of blocks, [rows, bytes of a row], that gives `target` what `convert` makes of them.
 
-    width: the columns of `target` that one block becomes. Of a slice of columns it reads the blocks that hold them.
-    `target` itself if no row of it is whole blocks.
+    One block becomes `width` columns of `target`. For a slice of columns it reads the blocks that hold them. If no row
+    of `target` is whole blocks, it returns `target` itself.
     """
     *rows, columns = target.shape
     if columns % width:
@@ -207,7 +207,7 @@ def _converting(
 
         def loader(part: WeightLoader) -> WeightLoader:
             def store(source: torch.Tensor) -> None:
-                for rows, part_rows in row_parts(part, max(1, _PART_VALUES // columns)):
+                for rows, part_rows in split_rows(part, max(1, _PART_VALUES // columns)):
                     part_rows.copy_(convert(source[as_slice(rows)])[:, kept])
 
             def rows_loader(rows: range) -> WeightLoader | None:
@@ -226,10 +226,12 @@ def _converting(
     return ShardLoader(shape, tuple(blocks(index, part) for index, part in target.slices))
 
 
-def _unpermuted(target: WeightLoader, head_dim: int) -> WeightLoader:
+def _unpermuting_loader(target: WeightLoader, head_dim: int) -> WeightLoader:
     """Return a loader of rows in llama.cpp's order into `target`, whose parts hold whole heads."""
     if isinstance(target, ShardLoader):
-        return target._replace(slices=tuple((index, _unpermuted(part, head_dim)) for index, part in target.slices))
+        return target._replace(
+            slices=tuple((index, _unpermuting_loader(part, head_dim)) for index, part in target.slices)
+        )
     return permuted_loader(target, stored_rows(target.shape[0], head_dim))
 
 

@@ -20,7 +20,7 @@ from meltcore.models.checkpoints.weight_files import (
     has_weights,
     indexed_files,
     no_weights_reason,
-    reads_index,
+    uses_index,
 )
 from meltcore.models.configs.json_file import read_json
 
@@ -35,7 +35,7 @@ class HubId(NamedTuple):
 
     @classmethod
     def parse(cls, model: str) -> HubId | None:
-        """Return the parts of "owner/name" or "owner/name:CHOICE", None for anything else, such as a local file."""
+        """Return the parts of "owner/name" or "owner/name:CHOICE", or None for anything else, such as a local file."""
         repository, colon, choice = model.partition(":")
         is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", repository) is not None
         if not is_id or repository.lower().endswith(".gguf") or (colon and not choice):
@@ -56,7 +56,7 @@ def download_folder(model: str, patterns: list[str]) -> Path:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many unrelated types; each means that the download failed
         raise ConfigError(
-            f"{model}: not a local folder, and its download from the hub failed: {_reason(error)}"
+            f"{model}: not a local folder, and its download from the hub failed: {_first_line(error)}"
         ) from error
 
 
@@ -72,12 +72,12 @@ def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weight
         return download_folder(model, [*text_patterns, *(("*.safetensors", INDEX) if with_weights else ())])
     chosen = [name for name in names if _is_text(name, text_patterns)]
     if not with_weights:
-        return download_folder(model, _exactly(chosen))
-    if not reads_index(names):
-        return download_folder(model, _exactly([*chosen, *files_without_index(names, model)]))
-    folder = download_folder(model, _exactly([*chosen, INDEX]))
+        return download_folder(model, _exact_patterns(chosen))
+    if not uses_index(names):
+        return download_folder(model, _exact_patterns([*chosen, *files_without_index(names, model)]))
+    folder = download_folder(model, _exact_patterns([*chosen, INDEX]))
     shards = indexed_files(read_json(folder / INDEX))
-    return download_folder(model, _exactly([*chosen, INDEX, *shards]))
+    return download_folder(model, _exact_patterns([*chosen, INDEX, *shards]))
 
 
 def _is_text(name: str, patterns: Sequence[str]) -> bool:
@@ -86,7 +86,7 @@ def _is_text(name: str, patterns: Sequence[str]) -> bool:
     return not name.endswith(".index.json") and any(fnmatchcase(name, pattern) for pattern in same_depth)
 
 
-def _exactly(names: Iterable[str]) -> list[str]:
+def _exact_patterns(names: Iterable[str]) -> list[str]:
     """Return patterns that match these names alone."""
     return [glob.escape(name) for name in names]
 
@@ -94,9 +94,10 @@ def _exactly(names: Iterable[str]) -> list[str]:
 def download_gguf(model: str) -> Path | None:
     """Download the GGUF checkpoint that a hub id names, and nothing else of its repository.
 
-    "owner/name" names the only one of a repository without safetensors files, "owner/name:CHOICE" any: CHOICE is a
-    file, or the format at the end of one file's name, such as Q8_0. Returns the file or the first part of a split one,
-    None for a repository that is no GGUF one. Raises ConfigError that lists the files for a missing or wrong choice.
+    "owner/name" names the only GGUF checkpoint of a repository without safetensors files. "owner/name:CHOICE" names
+    any: CHOICE is a file, or the format at the end of one file's name, such as Q8_0. Returns the file, or the first
+    part of a split checkpoint, or None for a repository of another kind. Raises ConfigError that lists the files for a
+    missing or wrong choice.
     """
     files = _find_gguf(model)
     return None if files is None else download_folder(model, files) / files[0]
@@ -169,9 +170,9 @@ def _find_gguf(model: str) -> list[str] | None:
         return None
     if not checkpoints:
         raise ConfigError(f"{model}: {hub_id.repository} has no *.gguf files to choose from")
-    chosen = [name for name in models if hub_id.choice is None or _matches(name, hub_id.choice)]
+    chosen = [name for name in models if hub_id.choice is None or _is_named(name, hub_id.choice)]
     if len(chosen) != 1:
-        other = next((name for name in others if not chosen and _matches(name, str(hub_id.choice))), None)
+        other = next((name for name in others if not chosen and _is_named(name, str(hub_id.choice))), None)
         error = _choice_error(model, hub_id, models, chosen)
         raise ConfigError(error if other is None else f"{model}: {other} is {others[other]}, and no model")
     return [chosen[0], *(part for part in checkpoints[chosen[0]] if part != chosen[0])]
@@ -189,11 +190,11 @@ def _list_files(hub_id: HubId) -> list[str]:
         except Exception:
             if hub_id.choice is None:  # the download of the usual files reports it
                 return []
-            raise ConfigError(f"{hub_id.repository}: its files cannot be listed: {_reason(error)}") from error
+            raise ConfigError(f"{hub_id.repository}: its files cannot be listed: {_first_line(error)}") from error
         return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
-def _matches(name: str, choice: str) -> bool:
+def _is_named(name: str, choice: str) -> bool:
     """Return whether `choice` is a checkpoint's name, with or without its folder, or the format that it ends in."""
     if choice.lower().endswith(".gguf"):
         return choice in (name, name.rpartition("/")[2])
@@ -211,5 +212,5 @@ def _choice_error(model: str, hub_id: HubId, names: list[str], chosen: list[str]
     )
 
 
-def _reason(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

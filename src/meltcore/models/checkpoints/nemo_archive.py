@@ -1,4 +1,4 @@
-"""Reads NeMo checkpoints of transcription models: a .nemo archive, or the folder that one is unpacked into.
+"""Reads NeMo checkpoints of transcription models: a .nemo archive, or the folder into which one is unpacked.
 
 An archive is a tar file, compressed or not: model_config.yaml, model_weights.ckpt (torch's zip of tensors) and the
 files that the configuration names, such as a SentencePiece model per language. Nothing is written to disk, and no code
@@ -42,7 +42,7 @@ class NemoArchive:
         return read_config(self.config)
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading. Raises ConfigError when there is none of that name."""
+        """Open a file for reading. Raises ConfigError when no file has that name."""
         try:
             if self._tar is None:
                 return (self.path / Path(name).name).open("rb")

@@ -26,7 +26,10 @@ class _Source(NamedTuple):
 
 
 class OnnxEncoder:
-    """The encoder in an ONNX file. `has_batch_norm`: whether the export kept batch norms apart of convolutions."""
+    """The encoder in an ONNX file.
+
+    `has_batch_norm` says whether the export kept batch norms apart from convolutions.
+    """
 
     def __init__(self, part: ExportedPart, num_mels: int) -> None:
         """Find all tensors and the sizes. Raises ConfigError for what is missing, and for an unnamed weight."""

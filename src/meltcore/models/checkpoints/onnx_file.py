@@ -32,7 +32,7 @@ class OnnxError(ValueError):
 
 
 class OnnxTensor(NamedTuple):
-    """A tensor: its shape, ONNX's number of its type, and where its bytes are. `problem`: why it cannot be read."""
+    """A tensor: its shape, ONNX's number of its type, and where its bytes are. `problem` says why it cannot be read."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class OnnxTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of its values, None for one that is not read."""
+        """The type of its values, or None for one that is not read."""
         return _DTYPES.get(self.data_type)
 
     def read(self) -> torch.Tensor:
@@ -60,7 +60,7 @@ class OnnxTensor(NamedTuple):
 
 
 class OnnxNode(NamedTuple):
-    """An operation. `tensor`: the value of a Constant; `texts`: attributes that are text."""
+    """An operation. `tensor` is the value of a Constant, and `texts` holds attributes that are text."""
 
     op: str
     name: str
@@ -132,11 +132,11 @@ class _Reader:
         graphs = [value for number, value in self._read_fields(0, size) if number == 7]
         if len(graphs) != 1:
             raise OnnxError(f"it has {len(graphs)} graphs")
-        for number, value in self._read_fields(*_message(graphs[0])):
+        for number, value in self._read_fields(*_require_message(graphs[0])):
             if number == 1:
-                self._add_node(*_message(value))
+                self._add_node(*_require_message(value))
             elif number == 5:
-                self._add_tensor(self._tensor(*_message(value)))
+                self._add_tensor(self._tensor(*_require_message(value)))
         if not self._graph.nodes:
             raise OnnxError("its graph is empty")
 
@@ -173,7 +173,7 @@ class _Reader:
         raise OnnxError(f"byte {position} is not in a number")
 
     def _text(self, value: int | tuple[int, int]) -> str:
-        begin, end = _message(value)
+        begin, end = _require_message(value)
         return self._content[begin:end].decode()
 
     def _add_node(self, begin: int, end: int) -> None:
@@ -191,7 +191,7 @@ class _Reader:
             elif number == 4:
                 op = self._text(value)
             elif number == 5:
-                constant = self._read_attribute(*_message(value), integers, texts) or constant
+                constant = self._read_attribute(*_require_message(value), integers, texts) or constant
         if not outputs:
             raise OnnxError(f"its node {name!r} has no output")
         if op == "Constant" and constant is not None:
@@ -213,7 +213,7 @@ class _Reader:
             elif number == 4:
                 text = self._text(value)
             elif number == 5:
-                tensor = self._tensor(*_message(value))
+                tensor = self._tensor(*_require_message(value))
         if integer is not None:
             integers[name] = integer
         if text is not None:
@@ -234,7 +234,7 @@ class _Reader:
             if number == 1 and isinstance(value, int):
                 shape.append(value)
             elif number == 1:
-                shape += self._packed(*_message(value))
+                shape += self._read_packed(*_require_message(value))
             elif number == 2 and isinstance(value, int):
                 data_type = value
             elif number == 8:
@@ -242,26 +242,26 @@ class _Reader:
             elif number in (_FLOATS, _DOUBLES, _RAW) and isinstance(value, tuple):
                 values = value
             elif number == 13:
-                pair = [self._text(part) for _, part in self._read_fields(*_message(value))]
+                pair = [self._text(part) for _, part in self._read_fields(*_require_message(value))]
                 external |= dict([pair]) if len(pair) == 2 else {}
             elif number == 14:
                 is_external = value == 1
         if len(shape) > _MAX_DIMS or any(size >= 2**48 for size in shape):
             raise OnnxError(f"{name} has the shape {shape[:_MAX_DIMS]}")
         if is_external:
-            return self._external(OnnxTensor(name, tuple(shape), data_type, self._graph.path, 0, 0), external)
+            return self._locate_external(OnnxTensor(name, tuple(shape), data_type, self._graph.path, 0, 0), external)
         offset, stop = values or (begin, begin)
         tensor = OnnxTensor(name, tuple(shape), data_type, self._graph.path, offset, stop - offset)
-        expected = _size(tensor)
+        expected = _tensor_bytes(tensor)
         # Other types, such as text, and int32 values in variable lengths, are no weights: reading one is an error.
         return tensor if expected == tensor.size else tensor._replace(problem=f"has {tensor.size} of {expected} bytes")
 
-    def _packed(self, position: int, end: int) -> Iterator[int]:
+    def _read_packed(self, position: int, end: int) -> Iterator[int]:
         while position < end:
             value, position = self._varint(position, end)
             yield value
 
-    def _external(self, tensor: OnnxTensor, fields: Mapping[str, str]) -> OnnxTensor:
+    def _locate_external(self, tensor: OnnxTensor, fields: Mapping[str, str]) -> OnnxTensor:
         """Return the tensor with its place in the file that `fields` name."""
         location = fields.get("location", "")
         relative = PurePosixPath(location)
@@ -274,7 +274,7 @@ class _Reader:
         path = self._graph.path.parent / relative
         if not path.is_file():
             raise OnnxError(f"{tensor.name} is in {location}, which is missing")
-        offset, size = int(numbers["offset"] or 0), _size(tensor)
+        offset, size = int(numbers["offset"] or 0), _tensor_bytes(tensor)
         length = int(numbers["length"] or size)
         available = path.stat().st_size
         if length != size or offset + size > available:
@@ -285,13 +285,13 @@ class _Reader:
         return tensor._replace(path=path, offset=offset, size=size)
 
 
-def _message(value: int | tuple[int, int]) -> tuple[int, int]:
+def _require_message(value: int | tuple[int, int]) -> tuple[int, int]:
     if isinstance(value, int):
         raise OnnxError("a number is where a message must be")
     return value
 
 
-def _size(tensor: OnnxTensor) -> int:
-    """Return the bytes of a tensor. Of a type that is not read, 0."""
+def _tensor_bytes(tensor: OnnxTensor) -> int:
+    """Return the bytes of a tensor, or 0 for a type that is not read."""
     item_bytes = tensor.dtype.itemsize if tensor.dtype else 0
     return item_bytes * int(np.prod(tensor.shape, dtype=object)) if tensor.shape else item_bytes

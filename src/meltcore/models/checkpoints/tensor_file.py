@@ -79,7 +79,10 @@ class TensorFile:
         return dtypes[dtype_name]
 
     def check_dtype(self, name: str, dtypes: Collection[torch.dtype]) -> None:
-        """Raise ConfigError if a tensor has another type than `dtypes`: if there are none, than unquantized ones."""
+        """Raise ConfigError if the type of a tensor is not in `dtypes`.
+
+        Without `dtypes` it must be an unquantized type.
+        """
         dtype_name = self.entries[name].dtype_name
         known = self.DTYPES | self.QUANTIZED_DTYPES
         if dtypes and known.get(dtype_name) not in dtypes:
@@ -101,12 +104,14 @@ class TensorFile:
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:  # noqa: ARG002 - of formats that store others
         """Return the loader for the tensor as it is stored, from the loader for the published tensor.
 
-        device: the model's, where tensors are converted.
+        Tensors are converted on `device`, the model's.
         """
         return target
 
     def read(self, name: str, index: Index = (), buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a tensor, or its part `index`, into host memory. index: slices of the first dimensions, with step 1.
+        """Read a tensor, or its part `index`, into host memory.
+
+        `index` has slices of the first dimensions, with step 1.
 
         The result is a view of `buffer` ([bytes] uint8) if it fits there, else new memory. Raises ConfigError when the
         file has become shorter, or for a type that unquantized weights cannot have.

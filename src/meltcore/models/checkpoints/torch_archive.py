@@ -97,7 +97,7 @@ class TorchArchive:
         byte_order = entries.get(f"{prefix}byteorder")
         if byte_order is not None and self._read_entry(archive, byte_order, 16) != b"little":
             raise ValueError("its byte order is not little-endian")
-        places = self._places(file, archive, prefix)
+        places = self._entry_places(file, archive, prefix)
         content = self._read_entry(archive, entries[pickles[0]], _MAX_PICKLE_BYTES)
         _check_opcodes(content)
         self.root = _Unpickler(BytesIO(content), places).load()
@@ -117,7 +117,7 @@ class TorchArchive:
             raise ConfigError(f"{self.path}: {entry.filename} has more than {limit} bytes")
         return content
 
-    def _places(self, file: Any, archive: zipfile.ZipFile, prefix: str) -> dict[str, tuple[int, int]]:
+    def _entry_places(self, file: Any, archive: zipfile.ZipFile, prefix: str) -> dict[str, tuple[int, int]]:
         """Return the file offset and size of each tensor entry by its key. Entries must not overlap."""
         places: dict[str, tuple[int, int]] = {}
         begin = f"{prefix}data/"
@@ -144,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: BytesIO, places: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(file)
-        self._places = places
+        self._entry_places = places
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the replacement of a class or function. Nothing is imported."""
@@ -164,9 +164,9 @@ class _Unpickler(pickle.Unpickler):
         """Return the place of a storage. Raises ValueError for one that its entry does not hold."""
         kind, dtype_name, key, _device, elements = pid
         sizes = STORAGES | _OTHER_STORAGES
-        if kind != "storage" or dtype_name not in sizes or key not in self._places or type(elements) is not int:
+        if kind != "storage" or dtype_name not in sizes or key not in self._entry_places or type(elements) is not int:
             raise ValueError(f"a storage {dtype_name!r} with the key {key!r} and {elements!r} elements")
-        offset, size = self._places[key]
+        offset, size = self._entry_places[key]
         if not 0 <= elements <= size // sizes[dtype_name]:
             raise ValueError(f"data/{key} has {size} bytes, which cannot be {elements} elements of {dtype_name}")
         return _Storage(dtype_name, offset, elements)

@@ -20,8 +20,8 @@ _BESIDE = re.compile(
 _MAX_NAMES_SHOWN = 5
 
 
-def reads_index(names: Collection[str]) -> bool:
-    """Return whether the index says which files hold the weights: a whole file comes before it."""
+def uses_index(names: Collection[str]) -> bool:
+    """Return whether the index decides which files hold the weights. A whole file comes before an index."""
     return INDEX in names and WHOLE not in names
 
 
@@ -33,12 +33,12 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
     files = sorted(set(Fields(index, INDEX).required("weight_map")["weight_map"].values()))
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
     if outside:
-        raise ConfigError(f"{INDEX}: weight_map names files outside of its folder: {_shown(outside)}")
+        raise ConfigError(f"{INDEX}: weight_map names files outside of its folder: {_shorten_names(outside)}")
     return files
 
 
 def files_without_index(names: Collection[str], place: str = "") -> list[str]:
-    """Return the files of the weights by their names alone, in order; none where all stand beside a model.
+    """Return the files of the weights by their names alone, in order, or an empty list where all stand beside a model.
 
     Raises ConfigError where numbered shards are missing.
     """
@@ -52,7 +52,7 @@ def files_without_index(names: Collection[str], place: str = "") -> list[str]:
     expected = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     missing = [name for name in expected if name not in names]
     if missing:
-        raise ConfigError(f"{place}: {len(missing)} of {count} shards are missing: {_shown(missing)}")
+        raise ConfigError(f"{place}: {len(missing)} of {count} shards are missing: {_shorten_names(missing)}")
     return expected
 
 
@@ -63,13 +63,13 @@ def has_weights(names: Iterable[str]) -> bool:
 
 
 def no_weights_reason(names: Collection[str]) -> str:
-    """Return why none of the files holds the weights of a model."""
+    """Return why no file holds the weights of a model."""
     beside = sorted(name for name in names if name.endswith(".safetensors"))
     if not beside:
         return "holds no *.safetensors files (--load-format dummy needs none)"
-    return f"holds no model.safetensors; {_shown(beside)} are adapters or other layouts, which are not read"
+    return f"holds no model.safetensors; {_shorten_names(beside)} are adapters or other layouts, which are not read"
 
 
-def _shown(names: Sequence[str]) -> str:
+def _shorten_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + more

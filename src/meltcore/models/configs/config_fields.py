@@ -285,7 +285,10 @@ class Fields:
     """A JSON object of a checkpoint. Reading a field checks it by RULES. A field that is null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:
-        """Wrap the object `values`. prefix: the path to this object in `file` for errors, with a dot at its end."""
+        """Wrap the object `values`.
+
+        For errors, `prefix` is the path to this object in `file`, with a dot at its end.
+        """
         self._values, self._file, self._prefix = values, file, prefix
 
     def optional(self, name: str, default: Any = None) -> Any:
@@ -314,7 +317,7 @@ class Fields:
         return {name: self.optional(name) for name in names}
 
     def nested_fields(self, name: str) -> Fields:
-        """Return the object in a field, an empty object if the field is absent."""
+        """Return the object in a field, or an empty object if the field is absent."""
         return Fields(self.optional(name, {}), self._file, f"{self._prefix}{name}.")
 
     def entry(self, name: str) -> Fields:
@@ -338,7 +341,7 @@ class Fields:
         return self.field_error(name, f"must be {requirement}; got {short_json(self._values.get(name))}")
 
     def field_error(self, name: str, reason: str) -> ConfigError:
-        """Return the error for a field that cannot be used. reason: text after the field's name."""
+        """Return the error for a field that cannot be used. `reason` follows the field's name in its text."""
         return ConfigError(f"{self._file}: {self._prefix}{name} {reason}")
 
     def unsupported_field(self, name: str, family: str = "this decoder") -> ConfigError:

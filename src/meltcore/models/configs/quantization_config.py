@@ -26,7 +26,7 @@ _UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?![:=!]|<[=!]|i\))")  # a repeated group,
 class BlockFp8Config:
     """FP8 weights with a scale per block of 128 x 128; activations are quantized per token and 128 columns.
 
-    not_converted: modules that keep their type, with all modules within them.
+    The modules in `not_converted` keep their type, with all modules within them.
     """
 
     quant_method: ClassVar[str] = "fp8"
@@ -34,20 +34,20 @@ class BlockFp8Config:
     not_converted: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return what shares a scale of a linear layer's weight, None if it is not quantized."""
+        """Return what shares a scale of a linear layer's weight, or None if it is not quantized."""
         return "block" if self.quantizes(module) else None
 
     def quantizes(self, module: str) -> bool:
         """Return whether a linear layer or an expert's matrix is quantized."""
-        return not _within(module, self.not_converted)
+        return not _is_within(module, self.not_converted)
 
 
 @dataclass(frozen=True)
 class Fp8Group:
     """A group of compressed-tensors: its modules, and what shares a scale of their FP8 weights.
 
-    targets: "Linear" for every linear layer, names of modules, or "re:" and a regular expression. Activations are
-    quantized per token, activations of block-scaled weights per token and 128 columns.
+    `targets` are "Linear" for every linear layer, names of modules, or "re:" and a regular expression. Activations are
+    quantized per token. Activations of block-scaled weights are quantized per token and 128 columns.
     """
 
     targets: tuple[str, ...]
@@ -56,7 +56,10 @@ class Fp8Group:
 
 @dataclass(frozen=True)
 class CompressedFp8Config:
-    """FP8 weights as compressed-tensors stores them. ignore: modules that keep their type, written as targets are."""
+    """FP8 weights as compressed-tensors stores them.
+
+    The modules in `ignore`, written as targets are, keep their type.
+    """
 
     quant_method: ClassVar[str] = "compressed-tensors"
     scale_suffix: ClassVar[str] = "weight_scale"
@@ -64,7 +67,7 @@ class CompressedFp8Config:
     ignore: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return what shares a scale of a linear layer's weight, None if it is not quantized."""
+        """Return what shares a scale of a linear layer's weight, or None if it is not quantized."""
         if _is_target(module, self.ignore):
             return None
         return next((group.strategy for group in self.groups if _is_target(module, group.targets)), None)
@@ -78,7 +81,7 @@ class CompressedFp8Config:
 class AwqConfig:
     """4-bit weights of AWQ, with a scale and a zero point per `group_size` input columns of an output.
 
-    group_size: -1 for all columns.
+    A `group_size` of -1 is all columns.
     """
 
     quant_method: ClassVar[str] = "awq"
@@ -90,16 +93,19 @@ class AwqConfig:
 
     def quantizes(self, module: str) -> bool:
         """Return whether a linear layer or an expert's matrix is quantized."""
-        return not _within(module, self.not_converted)
+        return not _is_within(module, self.not_converted)
 
 
 @dataclass(frozen=True)
 class GptqConfig:
     """Integer weights of GPTQ, with a scale and a zero point per `group_size` input columns of an output.
 
-    group_size: -1 for all columns. desc_act: columns are in activation order, so that each names its group. sym: all
-    zero points are the middle. checkpoint_format: "gptq" stores zero points minus one, "gptq_v2" does not. lm_head: the
-    output head is quantized too.
+    Args:
+        group_size: -1 stands for all columns.
+        desc_act: columns are in activation order, so that each names its group.
+        sym: all zero points are the middle.
+        checkpoint_format: "gptq" stores zero points minus one, "gptq_v2" does not.
+        lm_head: the output head is quantized too.
     """
 
     quant_method: ClassVar[str] = "gptq"
@@ -114,7 +120,7 @@ class GptqConfig:
 
     def quantizes(self, module: str) -> bool:
         """Return whether a linear layer or an expert's matrix is quantized."""
-        return not _within(module, self.not_converted) and not any(
+        return not _is_within(module, self.not_converted) and not any(
             re.match(pattern, module) for pattern in self.not_converted_patterns
         )
 
@@ -143,7 +149,7 @@ def _read_block_fp8(fields: Fields) -> BlockFp8Config:
     _require(fields, "activation_scheme", "dynamic")
     if fields.has("fmt"):
         _require(fields, "fmt", "e4m3")
-    return BlockFp8Config(_names(fields, "modules_to_not_convert") + _names(fields, "ignored_layers"))
+    return BlockFp8Config(_read_modules(fields, "modules_to_not_convert") + _read_modules(fields, "ignored_layers"))
 
 
 def _read_compressed(fields: Fields) -> CompressedFp8Config:
@@ -155,12 +161,12 @@ def _read_compressed(fields: Fields) -> CompressedFp8Config:
         raise fields.rule_error("config_groups", "an object with one group at least")
     group_fields = fields.nested_fields("config_groups")
     return CompressedFp8Config(
-        tuple(_read_group(group_fields.entry(name)) for name in groups), _names(fields, "ignore")
+        tuple(_read_group(group_fields.entry(name)) for name in groups), _read_modules(fields, "ignore")
     )
 
 
 def _read_group(fields: Fields) -> Fp8Group:
-    targets = _names(fields, "targets")
+    targets = _read_modules(fields, "targets")
     if not targets:
         raise fields.rule_error("targets", "a list of module names with one at least")
     weights, inputs = fields.nested_fields("weights"), fields.nested_fields("input_activations")
@@ -189,7 +195,7 @@ def _read_awq(fields: Fields) -> AwqConfig:
         **values,
         zero_point=fields.optional("zero_point", True),
         version=version,
-        not_converted=_names(fields, "modules_to_not_convert"),
+        not_converted=_read_modules(fields, "modules_to_not_convert"),
     )
 
 
@@ -209,7 +215,7 @@ def _read_gptq(fields: Fields) -> GptqConfig:
         sym=fields.optional("sym", True),
         checkpoint_format=fields.optional("checkpoint_format", "gptq"),
         lm_head=fields.optional("lm_head", False),
-        not_converted=_names(fields, "modules_to_not_convert"),
+        not_converted=_read_modules(fields, "modules_to_not_convert"),
         not_converted_patterns=patterns,
     )
 
@@ -234,7 +240,7 @@ def _require_true(fields: Fields, name: str, *, default: bool) -> None:
         raise fields.rule_error(name, "true")
 
 
-def _names(fields: Fields, name: str) -> tuple[str, ...]:
+def _read_modules(fields: Fields, name: str) -> tuple[str, ...]:
     """Return a list of modules. Raises ConfigError for a regular expression that is invalid or too slow."""
     names = tuple(fields.optional(name, ()))
     _check_patterns(fields, name, [entry.removeprefix("re:") for entry in names if entry.startswith("re:")])
@@ -272,8 +278,8 @@ def _max_paths(pattern: str) -> float:
     return math.comb(_NAME_CHARS + repeats, repeats) * math.prod(branches + [2] * optionals)
 
 
-def _within(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether one of the names stands in the path of a module, in whole parts."""
+def _is_within(module: str, names: tuple[str, ...]) -> bool:
+    """Return whether the path of a module contains one of the names, in whole parts."""
     return any(f".{name}." in f".{module}." for name in names)
 
 

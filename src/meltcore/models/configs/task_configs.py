@@ -136,10 +136,10 @@ class IndicF5Config:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> IndicF5Config:
-        """Read config.json: the objects `arch` and `mel_spec` of F5-TTS's configurations, and `vocoder`, if there.
+        """Read config.json: the objects `arch` and `mel_spec` of F5-TTS's configurations, and `vocoder` if it has one.
 
-        `arch.max_frames` is this package's own: what was trained on short texts gets short chunks. vocab_size:
-        characters of vocab.txt. Raises ConfigError for what is not computed here.
+        `arch.max_frames` is this package's own: a model that was trained on short texts gets short chunks. vocab.txt
+        has `vocab_size` characters. Raises ConfigError for a configuration that is not computed here.
         """
         config = Fields(values)
         arch, mel, vocoder = (config.nested_fields(name) for name in ("arch", "mel_spec", "vocoder"))

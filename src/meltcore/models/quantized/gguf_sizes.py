@@ -17,7 +17,7 @@ from meltcore.models.checkpoints.gguf.gguf_formats import (
     HEAD,
     ROUTER,
     held_bytes,
-    held_types,
+    held_formats,
 )
 from meltcore.models.decoders.decoder_config import DecoderConfig
 
@@ -31,7 +31,7 @@ def device_weight_bytes(
     tensors: Mapping[str, GGUFTensor], config: DecoderConfig, element_size: int, ranks: int = 1
 ) -> int:
     """Return the bytes of a file's weights on one rank as they are loaded. element_size: bytes of the model's type."""
-    held, total = held_types(tensors), 0
+    held, total = held_formats(tensors), 0
     for name, tensor in _of_one_rank(tensors, config, ranks).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")
         total += held_bytes(tensor, held[name], 4 if is_float32 else element_size)
@@ -51,7 +51,7 @@ def host_weight_bytes(
         packs_half: whether the processor multiplies by float16. False holds converted weights in float32.
         ranks: how many ranks share the weights. The bytes are one rank's.
     """
-    weights, held = _of_one_rank(tensors, config, ranks), held_types(tensors)
+    weights, held = _of_one_rank(tensors, config, ranks), held_formats(tensors)
     dense = {tensor.type.name for tensor in weights.values() if len(tensor.shape) > 1 and tensor.type in DENSE_TYPES}
     dense_in_half = packs_half and stores_half(dense)
     layers: dict[str, list[str]] = {}

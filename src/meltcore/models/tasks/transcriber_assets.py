@@ -110,18 +110,18 @@ class PublishedAssets:
         """Do nothing: no file stays open."""
 
     def _part(self, name: str) -> ExportedPart:
-        part = ExportedPart.find(self._folder, name)
+        part = ExportedPart.find_part(self._folder, name)
         if part is None or (name == "encoder" and part.graph is None):
             raise ConfigError(f"{self._folder} lacks {name}.onnx" + ("" if name == "encoder" else f" or {name}.ts"))
         return part
 
     def _prediction_parts(self) -> tuple[ExportedPart, ExportedPart]:
         """Return the parts with the embedding and with the LSTM: one file, or two."""
-        whole = ExportedPart.find(self._folder, "rnnt_decoder")
+        whole = ExportedPart.find_part(self._folder, "rnnt_decoder")
         if whole is not None:
             return whole, whole
         names = ("rnnt_decoder_embed", "rnnt_decoder_rnn")
-        if not any(ExportedPart.find(self._folder, name) for name in names):
+        if not any(ExportedPart.find_part(self._folder, name) for name in names):
             others = sorted(path.name for path in self._folder.glob("*decoder*") if "ctc" not in path.name)
             raise ConfigError(
                 f"{self._folder} has neither rnnt_decoder nor {' and '.join(names)} (.onnx or .ts); it has "

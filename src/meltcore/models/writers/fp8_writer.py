@@ -48,10 +48,10 @@ _TEXT_FILES = (
 )
 
 
-class _Planned(NamedTuple):
-    """A tensor of the source, and the name of it in the new folder. is_quantized: it gets scales.
+class _PlannedTensor(NamedTuple):
+    """A tensor of the source and its name in the new folder. If `is_quantized`, it gets scales.
 
-    source: a tensor of the model, or the file of one that the model does not read.
+    `source` is a tensor of the model, or the file of a tensor that the model does not read.
     """
 
     name: str
@@ -87,8 +87,8 @@ def write_fp8(
     """Write the checkpoint as the folder `path`, with its tokenizer and chat template.
 
     Returns how far that rounds the values of the matrices. Raises ConfigError for a quantized checkpoint unless
-    `allow_requantize`, for an existing folder unless `overwrite`, for one that holds anything but a checkpoint or is
-    the source, and for a full disk.
+    `allow_requantize`, and for an existing folder unless `overwrite`. Raises it also for a folder that holds other
+    files than a checkpoint or is the source, and for a full disk.
     """
     if path.exists() and (not (path / "config.json").exists() or path.samefile(checkpoint.folder)):
         reason = "the source" if (path / "config.json").exists() else "no checkpoint folder"
@@ -127,27 +127,27 @@ def write_fp8(
     return loss
 
 
-def _plan(source: SourceTensors) -> Iterator[_Planned]:
+def _plan(source: SourceTensors) -> Iterator[_PlannedTensor]:
     """Yield the tensors of the new folder. An expert of a merged tensor gets its usual name."""
     for published_name, tensor in source.tensors.items():
         name = published_name if tensor.is_merged else tensor.name
         is_quantized = len(tensor.shape) == 2 and _QUANTIZED.search(name) is not None
         num_values = math.prod(tensor.shape)
         num_bytes = num_values + 4 * tensor.shape[0] if is_quantized else num_values * tensor.dtype.itemsize
-        yield _Planned(name, tensor, tensor.shape, num_bytes, is_quantized)
+        yield _PlannedTensor(name, tensor, tensor.shape, num_bytes, is_quantized)
     for file, name in source.others:
         if name != "lm_head.weight":  # the copy of a tied head
             shape = file.entries[name].shape
-            yield _Planned(name, file, shape, 4 * math.prod(shape), is_quantized=False)
+            yield _PlannedTensor(name, file, shape, 4 * math.prod(shape), is_quantized=False)
 
 
-def _num_tensors(planned: list[_Planned]) -> int:
+def _num_tensors(planned: list[_PlannedTensor]) -> int:
     return sum(1 + tensor.is_quantized for tensor in planned)
 
 
-def _shards(planned: list[_Planned]) -> list[list[_Planned]]:
+def _shards(planned: list[_PlannedTensor]) -> list[list[_PlannedTensor]]:
     """Distribute the tensors over files of bounded size, which are written from host memory one after the other."""
-    shards: list[list[_Planned]] = [[]]
+    shards: list[list[_PlannedTensor]] = [[]]
     num_bytes = 0
     for tensor in planned:
         if shards[-1] and num_bytes + tensor.num_bytes > _SHARD_BYTES:
@@ -158,7 +158,7 @@ def _shards(planned: list[_Planned]) -> list[list[_Planned]]:
     return shards
 
 
-def _quantization_config(planned: list[_Planned]) -> dict[str, Any]:
+def _quantization_config(planned: list[_PlannedTensor]) -> dict[str, Any]:
     """Return quantization_config of config.json. All linear layers that keep their type are listed by name."""
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
     inputs = weights | {"strategy": "token", "dynamic": True}

@@ -1,7 +1,7 @@
 """Writes a GGUF file again with matrices in another format, whatever its architecture.
 
 Metadata is copied as it is, but for the keys that name the format. The gguf package computes the values of the stored
-blocks and rounds them anew. Host memory holds some rows of a tensor.
+blocks and rounds them again. Host memory holds some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meltcore.models.checkpoints.gguf.gguf_formats import (
     HEAD,
     ROUTER,
     count_formats,
-    experts_together,
+    expert_group,
 )
 from meltcore.models.checkpoints.gguf.gguf_kinds import other_kind
 from meltcore.models.writers.rounding_loss import RoundingLoss
@@ -90,7 +90,7 @@ def requantize(
     Returns how far that rounds the values which the source stores.
 
     Tensors that have their type already are copied. Raises ConfigError for values that the type cannot hold, for an
-    existing file unless `overwrite`, for one of the source's files, and for a full disk.
+    existing file unless `overwrite`, for a file of the source, and for a full disk.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; a GGUF file is written")
@@ -115,11 +115,11 @@ def requantize(
 def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuantizationType:
     """Return the type of a tensor in the new file.
 
-    Vectors and routers stay unquantized, and so does a matrix whose rows are no whole blocks; the experts of a layer,
-    which one kernel computes, all do if one does.
+    Vectors and routers stay unquantized, and so does a matrix whose rows are no whole blocks. One kernel computes the
+    experts of a layer, so all of them stay unquantized if one does.
     """
     tensor = model.tensors[name]
-    parts = experts_together(model.tensors, name) or [name]
+    parts = expert_group(model.tensors, name) or [name]
     columns = [model.tensors[each].shape[-1] for each in parts]
     is_matrix = len(tensor.shape) > 1 and ROUTER not in name
     if not is_matrix or any(size % GGML_QUANT_SIZES[to][0] for size in columns):

@@ -58,9 +58,12 @@ HeaderCheck = Callable[[GGUFModel], None]
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor of the new file. sources: the published tensor, or the tensors of all experts of a layer.
+    """A tensor of the new file.
 
-    added: what is added to the values. row_order: the published row of each row of the file, if they differ.
+    Args:
+        sources: the published tensor, or the tensors of all experts of a layer.
+        added: number that is added to the values.
+        row_order: the published row of each row of the file, if they differ.
     """
 
     name: str
@@ -113,10 +116,10 @@ def write_gguf(
 ) -> RoundingLoss:
     """Write the checkpoint as the GGUF file `path` with matrices of type `to`.
 
-    tokenizer: returns the metadata of tokenizer and chat template for the rows of the embedding. Returns how far the
+    `tokenizer` returns the metadata of tokenizer and chat template for the rows of the embedding. Returns how far the
     values of the matrices are rounded. Raises ConfigError for an architecture or a configuration that GGUF cannot
-    express, for a quantized checkpoint unless `allow_requantize`, for an existing file unless `overwrite`, and for a
-    full disk.
+    express, and for a quantized checkpoint unless `allow_requantize`. Raises it also for an existing file unless
+    `overwrite`, and for a full disk.
     """
     name = _architecture_name(checkpoint)
     if path.is_dir():
@@ -174,7 +177,7 @@ def _architecture_name(checkpoint: Checkpoint) -> str:
 
 
 def _plan(source: SourceTensors, name: str, to: GGMLQuantizationType) -> list[_StoredTensor]:
-    """Return the tensors of the file in order. name: the architecture's name. to: the type of matrices."""
+    """Return the tensors of the file in order. `name` is the architecture's, and `to` the type of matrices."""
     config, model_type = source.model.config, FAMILIES[name].model_type
     assert isinstance(source.model, Decoder)
     prefix = source.model.prefix
@@ -214,8 +217,9 @@ def _stored_type(
 ) -> GGMLQuantizationType:
     """Return the type of a tensor in the file.
 
-    Vectors and routers are float32, as llama.cpp expects. A matrix whose rows are no whole blocks keeps its type; the
-    experts of a layer, which one kernel computes, all do if one does. The output head is Q8_0 at least.
+    Vectors and routers are float32, as llama.cpp expects. A matrix whose rows are no whole blocks keeps its type. One
+    kernel computes the experts of a layer, so all of them keep their type if one does. The output head is Q8_0 at
+    least.
     """
     if len(tensor.shape) < 2 or ROUTER in name:
         return GGMLQuantizationType.F32
@@ -230,7 +234,7 @@ def _stored_type(
 
 
 def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:
-    """Return the metadata of a network's configuration. name: the architecture's; model: its name for errors.
+    """Return the metadata of a network's configuration. `name` is the architecture's, and errors name the `model`.
 
     Raises ConfigError for a network of which only some layers have experts.
     """
@@ -268,7 +272,7 @@ def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, A
 
 
 def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of Gemma 3 that other families lack. Its published files need none of them."""
+    """Return the keys of Gemma 3 that other families lack. No published file of it needs them."""
     assert config.attention_scale is not None
     assert config.rope_local_theta is not None
     # Without a type, files of 4B and larger models stand for the published factor.
@@ -341,7 +345,7 @@ def _check_header(
 ) -> None:
     """Raise ConfigError if the file, whose header is written, would be read as another network or text.
 
-    A configuration that GGUF has no keys for is found by this, whatever it is. path: the file's name for errors.
+    A configuration that GGUF has no keys for is found by this, whatever it is. Errors name the file `path`.
     """
     written = GGUFModel(temporary_path)
     written.path = path

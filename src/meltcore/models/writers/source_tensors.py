@@ -40,9 +40,9 @@ _PART_VALUES = 2**22
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a file, or the rows from `first_row` on of one that merges several, such as the experts of a layer.
+    """A tensor of a file, or its rows from `first_row` on if it merges several tensors, such as the experts of a layer.
 
-    name: in the file; shape: of this tensor.
+    `name` is the name in the file, and `shape` the shape of this tensor.
     """
 
     file: TensorFile
@@ -94,8 +94,10 @@ class SourceTensor:
 class DequantizedTensor(SourceTensor):
     """A quantized matrix, which is read as its values in float32.
 
-    name: the weight's name in a file without quantization. method: the method of a layer that loads it. stored: the
-    tensors that hold it, by the last part of their names.
+    Args:
+        name: the weight's name in a file without quantization.
+        method: quantization method of a layer that loads it.
+        stored: the tensors that hold it, by the last part of their names.
     """
 
     method: QuantizationMethod = dataclasses.field(kw_only=True)
@@ -127,10 +129,13 @@ class DequantizedTensor(SourceTensor):
 
 
 class SourceTensors(NamedTuple):
-    """The tensors of an open checkpoint. `tensors`: the model's own, by published name, with an entry for each expert.
+    """The tensors of an open checkpoint.
 
-    checkpoint, model: without the quantization of the files. others: the tensors that the model does not read, such as
-    an image encoder's, as files and names.
+    Args:
+        tensors: the model's own tensors by published name, with an entry for each expert.
+        checkpoint: the checkpoint without the quantization of its files.
+        model: the model without the quantization of its files.
+        others: files and names of tensors that the model does not read, such as an image encoder's.
     """
 
     checkpoint: Checkpoint
@@ -141,10 +146,10 @@ class SourceTensors(NamedTuple):
 
 @contextmanager
 def open_tensors(checkpoint: Checkpoint, *, allow_requantize: bool = False) -> Iterator[SourceTensors]:
-    """Open a checkpoint folder. allow_requantize: also one whose weights are quantized.
+    """Open a checkpoint folder, one whose weights are quantized only with `allow_requantize`.
 
     Raises ConfigError for a quantized checkpoint that is not allowed, for a GGUF file, which gguf_requantize.py reads,
-    and for one that cannot be served.
+    and for a checkpoint that cannot be served.
     """
     if checkpoint.gguf is not None:
         raise ConfigError(f"{checkpoint.name} is a GGUF file; a folder with safetensors files is read here")
@@ -165,9 +170,9 @@ def open_tensors(checkpoint: Checkpoint, *, allow_requantize: bool = False) -> I
             formats: Mapping[str, Int4Format] = {}
             if isinstance(published, AwqConfig | GptqConfig):
                 formats = stored_formats(published, files, model.canonical_name)
-            checkpoint = _unquantized(checkpoint)
+            checkpoint = _without_quantization(checkpoint)
             model = build_meta_model(checkpoint, torch.bfloat16, torch.device("meta"))
-            tensors = _dequantized(published, formats, tensors, model)
+            tensors = _dequantized_tensors(published, formats, tensors, model)
         # In the model's order, which follows the layers.
         yield SourceTensors(checkpoint, model, {name: tensors[name] for name in model.checkpoint_tensors()}, others)
 
@@ -195,13 +200,16 @@ def _stored_tensors(
     return tensors, others
 
 
-def _dequantized(
+def _dequantized_tensors(
     published: QuantizationConfig,
     formats: Mapping[str, Int4Format],
     stored: Mapping[str, SourceTensor],
     model: Model,
 ) -> dict[str, SourceTensor]:
-    """Return a model's tensors without quantization. stored: the files' tensors. formats: of modules in 4 bits."""
+    """Return a model's tensors without quantization.
+
+    `stored` are the files' tensors, `formats` the formats of 4-bit modules.
+    """
     loaders = model.checkpoint_tensors()
     ends: dict[str, dict[str, SourceTensor]] = {}
     for name, tensor in stored.items():
@@ -225,7 +233,7 @@ def _dequantized(
     return tensors
 
 
-def _unquantized(checkpoint: Checkpoint) -> Checkpoint:
+def _without_quantization(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint as its configuration would be without quantization."""
     config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     nested = config.get("text_config")

@@ -61,7 +61,7 @@ class _InMemoryParser(MultiPartParser):
         self.is_complete = True
 
 
-def no_file_name(name: str) -> RequestError:
+def file_name_error(name: str) -> RequestError:
     """Return the error of a file that was sent as a text."""
     return RequestError(f"the part {name} has no file name, so that it is text: {_NEEDS_NAME}", param=name)
 
@@ -72,24 +72,24 @@ def is_multipart(content_type: str | None) -> bool:
 
 
 def find_field(body: bytes, content_type: str, name: str) -> slice | None:
-    """Return where the value of the first field of this name stands in a form; None for a form without it.
+    """Return where the value of the first field of this name stands in a form, or None for a form without it.
 
     Nothing is copied or decoded, so that a form can be passed on in its own bytes. The standard library reads the
     parameters: a server that only forwards forms need not have the package that parses them.
     """
-    boundary = _parameter(b"content-type: " + content_type.encode("latin-1"), "content-type", "boundary")
+    boundary = _header_parameter(b"content-type: " + content_type.encode("latin-1"), "content-type", "boundary")
     if not boundary:
         return None
     delimiter = b"--" + boundary.encode("latin-1", "replace")
-    for start, end in pairwise(_places(body, delimiter)):
+    for start, end in pairwise(_part_starts(body, delimiter)):
         first = start + len(delimiter)
         head, blank, _ = body[first : min(first + _MAX_PART_HEAD_BYTES, end - 2)].partition(b"\r\n\r\n")
-        if blank and _parameter(head.partition(b"\r\n")[2], "content-disposition", "name") == name:
+        if blank and _header_parameter(head.partition(b"\r\n")[2], "content-disposition", "name") == name:
             return slice(first + len(head) + 4, end - 2)
     return None
 
 
-def _places(body: bytes, delimiter: bytes) -> Iterator[int]:
+def _part_starts(body: bytes, delimiter: bytes) -> Iterator[int]:
     """Yield where the parts of a form begin, and last its end. A longer line that begins alike is data."""
     place = body.find(delimiter)
     for _ in range(_MAX_PARTS):
@@ -102,7 +102,7 @@ def _places(body: bytes, delimiter: bytes) -> Iterator[int]:
         place += 2 if place >= 0 else 0
 
 
-def _parameter(head: bytes, header: str, name: str) -> str | None:
+def _header_parameter(head: bytes, header: str, name: str) -> str | None:
     """Return a parameter of a header in either of its forms: a token, or a quoted string."""
     value = message_from_bytes(head).get_param(name, header=header)
     return value if isinstance(value, str) else None

@@ -34,7 +34,7 @@ def read_terms(scope: Scope, keys: ApiKeys) -> RequestTerms:
     key = keys.find(scope)
     timeout, priority_class = header(scope, TIMEOUT_HEADER), header(scope, CLASS_HEADER)
     timeout_s = None if timeout is None else _timeout_s(timeout)
-    class_name = None if priority_class is None else _class(priority_class)
+    class_name = None if priority_class is None else _priority_class(priority_class)
     if key is not None and scope["method"] == "POST":
         key.admit()
     return RequestTerms(key, class_name, timeout_s)
@@ -51,7 +51,7 @@ def _timeout_s(value: bytes) -> float:
     return seconds
 
 
-def _class(value: bytes) -> PriorityClass:
+def _priority_class(value: bytes) -> PriorityClass:
     text = value.decode("latin-1").strip().lower()
     for name in CLASSES:
         if name == text:
@@ -86,10 +86,12 @@ class RequestGate:
         if scope["path"] in OPEN_PATHS:
             return self._app(scope, receive, send)
         if self._tracing is not None and scope["method"] == "POST":
-            return self._traced(scope, receive, send, self._tracing)
-        return self._pass(scope, receive, send)
+            return self._pass_traced(scope, receive, send, self._tracing)
+        return self._check_and_pass(scope, receive, send)
 
-    def _pass(self, scope: Scope, receive: Receive, send: Send, span: RequestSpan | None = None) -> Awaitable[None]:
+    def _check_and_pass(
+        self, scope: Scope, receive: Receive, send: Send, span: RequestSpan | None = None
+    ) -> Awaitable[None]:
         try:
             terms = read_terms(scope, self._keys)
         except RequestError as error:
@@ -101,10 +103,10 @@ class RequestGate:
         set_terms(terms)
         return answer
 
-    async def _traced(self, scope: Scope, receive: Receive, send: Send, tracing: Tracing) -> None:
+    async def _pass_traced(self, scope: Scope, receive: Receive, send: Send, tracing: Tracing) -> None:
         span, failure = tracing.begin(scope), None
         try:
-            await self._pass(scope, receive, send, span)
+            await self._check_and_pass(scope, receive, send, span)
         except BaseException as error:
             failure = error
             raise

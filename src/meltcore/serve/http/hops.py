@@ -1,8 +1,8 @@
-"""Requests that come back to the server that sent them on, whatever form its address had.
+"""Finds requests that come back to the server that sent them on, whatever form its address had.
 
-Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of what it sends to its upstreams, and refuses
-requests that have been here before, also those that took a way over others. `/v1/models` states the name too, since
-gateways may drop the header.
+Each server adds a name of its own to the header `Via` (RFC 9110, 7.6.3) of what it sends to its upstreams. It refuses
+requests that have been here before, also over other servers. `/v1/models` states the name too, since gateways may drop
+the header.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def own_name() -> str:
     return _own_name
 
 
-def take_name(name: str) -> None:
+def set_own_name(name: str) -> None:
     """Take the name of the server that this process belongs to."""
     global _own_name
     _own_name = name
@@ -35,7 +35,7 @@ def take_name(name: str) -> None:
 
 def check_hops(scope: Scope) -> None:
     """Raise RequestError (508) for a request that this server has sent on before."""
-    if _own_name in _passed(scope):
+    if _own_name in _passed_servers(scope):
         raise RequestError(
             "this request has been here before: the address of an upstream leads back to this server",
             status=LOOP_STATUS,
@@ -45,7 +45,7 @@ def check_hops(scope: Scope) -> None:
 
 def may_probe(scope: Scope) -> bool:
     """Return whether a question about this server's health comes from another one that may wait for it."""
-    return 1 <= len(_passed(scope)) < _MOST_PROBED
+    return 1 <= len(_passed_servers(scope)) < _MOST_PROBED
 
 
 def via_lines(scope: Scope | None = None) -> str:
@@ -53,10 +53,10 @@ def via_lines(scope: Scope | None = None) -> str:
 
     Other names stay here, as all headers of clients do.
     """
-    passed = [] if scope is None else _passed(scope)[-_MOST_NAMES:]
+    passed = [] if scope is None else _passed_servers(scope)[-_MOST_NAMES:]
     return f"Via: {', '.join(f'1.1 {name}' for name in [*passed, _own_name])}\r\n"
 
 
-def _passed(scope: Scope) -> list[str]:
+def _passed_servers(scope: Scope) -> list[str]:
     values = [value.decode("latin-1") for key, value in scope["headers"] if key == b"via"]
     return [name for value in values for name in _NAME.findall(value)]

@@ -162,7 +162,7 @@ async def finish_batch(field: str, work: Iterable[Coroutine[Any, Any, _Result]])
 
 
 def error_json(error: RequestError, *, has_detail: bool = False) -> bytes:
-    """Return an error in OpenAI's form. has_detail: with the field of dwani.ai's form beside it."""
+    """Return an error in OpenAI's format. With `has_detail` it also has the field of dwani.ai's format."""
     error_type = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message, param = error.message[:_MAX_MESSAGE_CHARS], shorten(error.param)
     error_fields = {"message": message, "type": error_type, "param": param, "code": error.code}

@@ -132,7 +132,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._waiting_since_s = self._received_s
         self._unset_keepalive_if_required()
         scope_of_head = self.scope if self._in_head else None
-        self._feed(data)
+        self._parse(data)
         if self._in_head and self.scope is scope_of_head:  # all of it belongs to one head, which is not complete yet
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -142,7 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
         message = f"the request's headers have more than {MAX_HEAD_BYTES} bytes"
         self._reject(RequestError(message, status=431, code="headers_too_large"))
 
-    def _feed(self, data: bytes) -> None:
+    def _parse(self, data: bytes) -> None:
         """Parse what has arrived."""
         while not self._is_rejected:
             try:

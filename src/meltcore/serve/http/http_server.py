@@ -66,7 +66,7 @@ class HttpServer:
         """Serve an accepted connection."""
         task = asyncio.create_task(self._connect(connection))
         self._connecting.add(task)  # the loop itself holds tasks weakly
-        task.add_done_callback(self._connected)
+        task.add_done_callback(self._forget_task)
 
     def _connections(self) -> list[Any]:
         return list(self._server.server_state.connections)
@@ -83,7 +83,7 @@ class HttpServer:
                 connection.close_late()
         loop.call_later(LATE_CHECK_S, self._disconnect_late)
 
-    def _connected(self, task: asyncio.Task[Any]) -> None:
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._connecting.discard(task)
         if not self._connecting:
             self._connecting.clear()  # an emptied set keeps the memory of its largest size

@@ -11,9 +11,14 @@ OPENAI, DWANI = "OpenAI", "dwani.ai"  # whose API an operation is of
 
 
 class Operation(NamedTuple):
-    """One route. body: the struct of its request, or the fields of its form. answer: "" where it is always a 501.
+    """One route of the API description.
 
-    example: a body to try it with. query: fields of the URL. tag: OPENAI, DWANI, or the server's own.
+    Args:
+        body: struct of its request, or the fields of its form.
+        answer: form of its answer, or "" for a route that always answers 501.
+        example: a body to try the route with.
+        query: fields of the URL.
+        tag: OPENAI, DWANI, or the name of the server's own routes.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""Which web pages may use a server: checks the headers Host and Origin, which browsers set and pages cannot.
+"""Decides which web pages may use a server, by the headers Host and Origin, which browsers set and pages cannot set.
 
 A page of another site can send requests to a server on the user's own machine. It names itself in Origin. With a name
 of its own that leads to 127.0.0.1 (DNS rebinding) it even counts as a page of the server, and the name stands in Host.
@@ -41,7 +41,7 @@ class OriginCheck:
     """Refuses requests of web pages that are neither the server's own nor allowed."""
 
     def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
-        """Prepare the check. host: the address that the server listens on."""
+        """Prepare the check for a server that listens on `host`."""
         self._allows_all = ANY in allowed_origins
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
         # The host of an allowed origin may stand in Host: a page there is allowed, and a proxy may keep the header.
@@ -78,7 +78,7 @@ class OriginCheck:
             self._known.add(value)
 
     def _check_origin(self, value: bytes, host: bytes) -> None:
-        """A page of this server names the host of the request; its scheme may be that of a proxy."""
+        """Check that a page names the request's host as its own. Its scheme may be a proxy's."""
         if value.partition(b"://")[2].lower() != host.lower() or not host:
             text = shorten(value.decode("latin-1"))
             raise RequestError(

@@ -28,9 +28,9 @@ class ChatPage:
 
 
 def page_headers(page: str, *, scripts: str = "", styles: str = "") -> Headers:
-    """Return headers that let a browser run the page's own script alone, and connect to this server alone.
+    """Return headers that let a browser run only the page's own script, and connect only to this server.
 
-    scripts, styles: sources in the policy beside what stands in the page.
+    `scripts` and `styles` are further sources in the policy, beside the page's own.
     """
     sources = {"script": scripts, "style": styles}
     for kind, content in _INLINE.findall(page):

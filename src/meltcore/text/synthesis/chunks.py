@@ -25,7 +25,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class ReferenceText(NamedTuple):
     """The text of a reference with the ending that the model expects, its ids, and the reference's frames and rate.
 
-    frames: of `seconds`, without the one that a centered transform adds.
+    `frames` are the frames of `seconds`, without the frame that a centered transform adds.
     """
 
     text: str
@@ -35,7 +35,7 @@ class ReferenceText(NamedTuple):
 
     @classmethod
     def read(cls, text: str, vocabulary: Vocabulary, *, frames: int, seconds: float) -> ReferenceText:
-        """Complete the text. Raises RequestError for one that cannot be that of a reference of this length."""
+        """Complete the text. Raises RequestError for a text that a reference of this length cannot hold."""
         text = _SPACES.sub(" ", text).strip()
         if not is_visible(text) or len(text) > _MAX_REFERENCE_TEXT:
             raise RequestError(
@@ -69,8 +69,8 @@ def plan_chunks(
 ) -> list[TextChunk]:
     """Return the chunks of a text. A chunk is spoken at the rate of the reference, in bytes of UTF-8 per second.
 
-    speed: 2 is twice as fast; max_speech_s: the longest chunk with the reference. Raises RequestError for empty text,
-    for text that is too long, and for Chinese.
+    A `speed` of 2 is twice as fast. A chunk and the reference together last at most `max_speech_s`. Raises RequestError
+    for empty text, for text that is too long, and for Chinese.
     """
     if len(text) > MAX_TEXT:
         raise RequestError(f"the text has {len(text):,} characters; the limit is {MAX_TEXT:,}", param="input")
@@ -106,7 +106,7 @@ def split_text(text: str, max_bytes: int) -> list[str]:
     """
     chunks: list[str] = []
     current = ""
-    for part in (piece for whole in _PART_END.split(text) for piece in _fitting(whole, max_bytes)):
+    for part in (piece for whole in _PART_END.split(text) for piece in _fitting_pieces(whole, max_bytes)):
         if current and len(current.encode()) + len(part.encode()) > max_bytes:
             chunks.append(current.strip())
             current = ""
@@ -115,13 +115,13 @@ def split_text(text: str, max_bytes: int) -> list[str]:
     return [chunk for chunk in [*chunks, current.strip()] if is_visible(chunk)]
 
 
-def _fitting(part: str, max_bytes: int) -> list[str]:
+def _fitting_pieces(part: str, max_bytes: int) -> list[str]:
     """Return a part in pieces of at most max_bytes, where a piece has several characters."""
     if len(part.encode()) <= max_bytes:
         return [part] if part else []
     pieces: list[str] = []
     for word in _SPACES.split(part):
-        for piece in _letters(word, max_bytes):
+        for piece in _split_letters(word, max_bytes):
             if pieces and len(f"{pieces[-1]} {piece}".encode()) <= max_bytes:
                 pieces[-1] += f" {piece}"
             else:
@@ -129,7 +129,7 @@ def _fitting(part: str, max_bytes: int) -> list[str]:
     return pieces
 
 
-def _letters(word: str, max_bytes: int) -> list[str]:
+def _split_letters(word: str, max_bytes: int) -> list[str]:
     pieces: list[str] = []
     size = max_bytes
     for character in word:

@@ -23,11 +23,11 @@ _NO_SPACE_AFTER = " :'\""
 
 
 def characters(text: str) -> list[str]:
-    """Return the characters that the model reads of a text.
+    """Return the characters that the model reads of a text: the text's own, with some quotation marks replaced.
 
-    They are the text's own, some quotation marks replaced. A word of ASCII gets a space before it, unless it follows a
-    space, colon or quotation mark: F5-TTS cuts text with jieba, and this is what remains of it without Chinese (and
-    without its dictionary's AT&T and C++). Raises RequestError for Chinese characters, which the model reads as pinyin.
+    A word of ASCII gets a space before it, unless it follows a space, colon or quotation mark. F5-TTS cuts text with
+    jieba, and this is what remains of it without Chinese (and without its dictionary's AT&T and C++). Raises
+    RequestError for Chinese characters, which the model reads as pinyin.
     """
     found: list[str] = []
     text = text.translate(_REPLACED)
@@ -68,7 +68,7 @@ def load_vocabulary(checkpoint: Checkpoint, *, is_dummy: bool) -> Vocabulary:
 
     Raises ConfigError for a missing or unreadable file, and for one that does not begin with a space.
     """
-    path = _find(checkpoint)
+    path = _find_file(checkpoint)
     if path is None:
         if is_dummy:
             return Vocabulary(None, _PUBLISHED_SIZE)
@@ -85,7 +85,7 @@ def load_vocabulary(checkpoint: Checkpoint, *, is_dummy: bool) -> Vocabulary:
     return Vocabulary(ids, len(ids))
 
 
-def _find(checkpoint: Checkpoint) -> Path | None:
+def _find_file(checkpoint: Checkpoint) -> Path | None:
     named = Fields(checkpoint.config).optional("vocab_path")
     for name in (named, *_FILES):
         if name is not None and (checkpoint.folder / name).is_file():

@@ -19,12 +19,12 @@ def find_voice(name: str, voices: Sequence[str]) -> str:
     """
     if name in voices:
         return name
-    found = [voice for voice in voices if _key(voice) == _key(name)]
+    found = [voice for voice in voices if _name_key(voice) == _name_key(name)]
     if len(found) == 1:
         return found[0]
     known = ", ".join(voices) or "none, so give a reference and its text"
     raise RequestError(f"voice {name[:60]!r} is not one of the model's: {known}", param="voice")
 
 
-def _key(name: str) -> str:
+def _name_key(name: str) -> str:
     return "".join(filter(str.isalnum, _FILE_NUMBER.sub("", name).casefold()))

@@ -1,7 +1,7 @@
-"""Words whose period ends no sentence: initials, titles and abbreviations of English and of Indian languages.
+"""Lists words whose period ends no sentence: initials, titles and abbreviations of English and of Indian languages.
 
-The lists are Moses' own, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari,
-in a spelling that unites what each language writes in its own way: the initial M is एम, ऐम, ಎಂ, எம் and എം.
+The lists are Moses' own, from sacremoses. Words of all Indian scripts are compared by their letters in Devanagari, in a
+spelling that unites what each language writes in its own way: the initial M is एम, ऐम, ಎಂ, எம் and എം.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ def is_abbreviation(word: str, text_code: str, *, is_before_number: bool) -> boo
     letters = unicodedata.normalize("NFD", transliterate(word, text_code, "hi")).translate(_LETTERS)
     if letters in _TITLES.split() or (is_before_number and letters in _BEFORE_NUMBERS.split()):
         return True
-    return _sound(letters) in _initials(text_code)
+    return _sound_key(letters) in _known_words(text_code)
 
 
 @cache
-def _initials(text_code: str) -> frozenset[str]:
+def _known_words(text_code: str) -> frozenset[str]:
     """Return how initials sound in all Indian languages, and the other words of Moses' lists."""
     from sacremoses.corpus import NonbreakingPrefixes
 
@@ -94,11 +94,11 @@ def _initials(text_code: str) -> frozenset[str]:
     words = {(word, code) for code in codes & prefixes.available_langs.keys() for word in prefixes.words(code)}
     words |= {(word, "hi") for word in _INITIALS.split()}
     return frozenset(
-        _sound(unicodedata.normalize("NFD", transliterate(word, code, "hi")).translate(_LETTERS))
+        _sound_key(unicodedata.normalize("NFD", transliterate(word, code, "hi")).translate(_LETTERS))
         for word, code in words
     )
 
 
-def _sound(letters: str) -> str:
+def _sound_key(letters: str) -> str:
     """Return letters in Devanagari without what languages spell in different ways."""
     return _DOUBLED.sub(r"\1", letters.translate(_SOUNDS)).removesuffix("\u094d")

@@ -39,10 +39,10 @@ def prepare(
     limit: int,
     normalizer: Normalizer = "itt",
 ) -> Document:
-    """Split a text into sentences and return what a model reads of each. Empty text has none.
+    """Split a text into sentences and prepare each for the model. Empty text has no sentences.
 
-    limit: tokens that the model reads at most. normalizer: as in `preprocess`. Raises RequestError for a text in
-    another script than the language's, and for a sentence that is too long.
+    The model reads at most `limit` tokens of a sentence, and `normalizer` is explained at `preprocess`. Raises
+    RequestError for a text in another script than the language's, and for a sentence that is too long.
     """
     if is_visible(text):  # fillers belong to a script too
         check_script(text, source, "src_lang")
@@ -60,7 +60,7 @@ def prepare(
 
 
 def finish(document: Document, outputs: Iterable[list[int]], tokenizer: TranslationTokenizer, target: Language) -> str:
-    """Return the translation of a text. outputs: the model's tokens for each sentence, in their order."""
+    """Return the translation of a text. `outputs` are the model's tokens for each sentence, in order."""
     translations = [
         postprocess(tokenizer.decode(output), target, sentence.placeholders)
         for output, sentence in zip(outputs, document.sentences, strict=True)

@@ -1,8 +1,8 @@
-"""What IndicTransToolkit 1.1.1's IndicProcessor does to a sentence before and after IndicTrans2, as pure functions.
+"""Prepares sentences for IndicTrans2 and restores its outputs, as IndicTransToolkit 1.1.1's IndicProcessor does.
 
-`preprocess` returns the text and a map of placeholders, which `postprocess` takes back: no state is between them, so
+`preprocess` returns the text and a map of placeholders, which `postprocess` takes back. Neither keeps state, so
 sentences can be translated in any order. Faults of the published code are reproduced, since it prepares what the models
-are used with; ODDITIES names them, and DIFFERENCES what is done in another way here.
+are used with. ODDITIES names these faults, and DIFFERENCES names what is done in another way here.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def preprocess(
 ) -> PreprocessedText:
     """Return a sentence as the model reads it: plain punctuation and digits, placeholders, words apart, in Devanagari.
 
-    order: puts the entities of one kind in the order in which they get numbers, each once. normalizer: "original"
+    `order` puts the entities of one kind in the order in which they get numbers, each once. The normalizer "original"
     repairs the oddities "literal-nukta" and "ascii-visarga". Raises RequestError for a sentence of more than
     MAX_SENTENCE_CHARS characters.
     """
@@ -134,7 +134,7 @@ def preprocess(
         sentence = pattern.sub(new, sentence)
     text, placeholders = _insert_placeholders(sentence.strip().translate(_DIGITS), order)
     if language.text_code == "en":
-        punctuation, tokenizer, _ = _moses()
+        punctuation, tokenizer, _ = _moses_tools()
         return PreprocessedText(" ".join(tokenizer.tokenize(punctuation.normalize(text), escape=False)), placeholders)
     text = split_words(normalize(text.strip(), language.text_code, normalizer), language.text_code)
     if language.script not in ("Arabic", "Ol_Chiki", "Meetei_Mayek"):
@@ -145,7 +145,7 @@ def preprocess(
 def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> str:
     """Return a model's output in its own script, without placeholders, and with punctuation marks at their words.
 
-    placeholders: of the source sentence, as `preprocess` returns them.
+    `placeholders` are the source sentence's, as `preprocess` returns them.
     """
     if language.script == "Arabic":
         for mark in "؟۔،":
@@ -155,13 +155,13 @@ def postprocess(text: str, language: Language, placeholders: dict[str, str]) -> 
         text = text.replace("\u0b2f\u0b3c", "\u0b5f")
     for placeholder, entity in placeholders.items():
         for spelling in _spellings(placeholder):
-            text = _restored(text, spelling, entity)
+            text = _restore_placeholder(text, spelling, entity)
     if language.text_code == "en":
-        return str(_moses()[2].detokenize(text.split(" ")))
+        return str(_moses_tools()[2].detokenize(text.split(" ")))
     return join_words(transliterate(text, "hi", language.text_code))
 
 
-def _restored(text: str, spelling: str, entity: str) -> str:
+def _restore_placeholder(text: str, spelling: str, entity: str) -> str:
     """Return the text with an entity for each of its placeholder's spellings; a longer number is another's."""
     if spelling not in text:
         return text
@@ -194,7 +194,7 @@ def _spellings(placeholder: str) -> list[str]:
 
 
 @cache
-def _moses() -> tuple[Any, Any, Any]:
+def _moses_tools() -> tuple[Any, Any, Any]:
     """Return the normalizer, tokenizer and detokenizer of English. Imported here: they take 0.2 s."""
     from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 

@@ -37,9 +37,9 @@ _QUOTES_AND_DASHES = (
 
 
 class _Script(NamedTuple):
-    """Replacements of a script, in order: before the common ones (`first`), after them (`then`).
+    """Replacements of a script, in order. `first` is done before the common replacements, and `then` after them.
 
-    nuktas: letters with a dot, and the letters without it that they become together with a nukta. Letters and
+    `nuktas` are letters with a dot, and the letters without it that they become together with a nukta. Letters and
     replacements are offsets in the block.
     """
 
@@ -142,7 +142,7 @@ def _visarga_pattern(text_code: str, normalizer: Normalizer) -> regex.Pattern[st
 
 
 def normalize(text: str, text_code: str, normalizer: Normalizer = "itt") -> str:
-    """Return `text` with one spelling for each letter of a language's script. text_code: a Language's."""
+    """Return `text` with one spelling for each letter of a language's script, of which `text_code` is a Language's."""
     if text_code == "ur":
         for old, new in _QUOTES_AND_DASHES:
             text = text.replace(old, new)

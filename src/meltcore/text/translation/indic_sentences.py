@@ -39,8 +39,8 @@ class _Stop(NamedTuple):
     end: int
 
 
-def indic_ends(line: str, text_code: str) -> list[int]:
-    """Return where sentences of a line end. text_code: a Language's."""
+def indic_sentence_ends(line: str, text_code: str) -> list[int]:
+    """Return where sentences of a line end, by the rules of the Language with this `text_code`."""
     has_danda = text_code in _WITH_DANDA and _DANDAS.search(line) is not None
     found = (_END if has_danda else _END_WITHOUT_DANDA).finditer(line)
     stops = [_Stop(each.start(), each.group(1), each.end()) for each in found]
@@ -49,7 +49,7 @@ def indic_ends(line: str, text_code: str) -> list[int]:
     if has_danda:
         return [each.end for each in stops]
     ends, start, possible = [], 0, [each.end for each in stops]
-    for end in [*_merged(line, stops, text_code), len(line)]:
+    for end in [*_merge_ends(line, stops, text_code), len(line)]:
         if end - start > _MAX_MERGED_CHARS:
             inner = range(bisect_right(possible, start), bisect_left(possible, end))
             ends += [possible[index] for index in inner if line[possible[index]].isspace()]
@@ -58,8 +58,8 @@ def indic_ends(line: str, text_code: str) -> list[int]:
     return ends
 
 
-def _merged(line: str, stops: list[_Stop], text_code: str) -> Iterator[int]:
-    """Yield the ends that stay: abbreviations, and words alone before a period, go with what is around them."""
+def _merge_ends(line: str, stops: list[_Stop], text_code: str) -> Iterator[int]:
+    """Yield the ends that stay. Abbreviations, and words alone before a period, belong to the sentences around them."""
     start, last = 0, 0  # last: the end before this part, which stays unless the part joins
     is_open, is_closed = False, True  # whether the next part joins, and whether no word alone does
     for stop in [*stops, _Stop(len(line), "", len(line))]:

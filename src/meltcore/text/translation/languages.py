@@ -24,9 +24,9 @@ def find_language(name: str, param: str) -> Language:
     """Return the language that `name` means: a FLORES code, an English name or an ISO 639 code, in any case.
 
     A script may follow (`ks-Deva`, `Sindhi (Arabic)`), and must for Kashmiri, Manipuri and Sindhi, which have two.
-    param: the field of the request, for errors. Raises RequestError for an unknown name and for one without its script.
+    Errors name the request's field `param`. Raises RequestError for an unknown name and for a name without its script.
     """
-    found = _by_name().get(_key(name), ())
+    found = _languages_by_name().get(_name_key(name), ())
     if len(found) == 1:
         return found[0]
     shown = repr(name[:_MAX_SHOWN_CHARS])
@@ -45,9 +45,9 @@ def needed_direction(source: Language, target: Language) -> Direction:
 
 
 def direction_of(checkpoint: str) -> Direction | None:
-    """Return the direction in the last part of a checkpoint's name or path; None if there is none.
+    """Return the direction in the last part of a checkpoint's name or path, or None if it names none.
 
-    Folders of fairseq's checkpoints are published as `fairseq_model` in one with the name.
+    Fairseq's checkpoints are published in a folder `fairseq_model` within the folder that has the name.
     """
     path = checkpoint.rstrip("/").lower().removesuffix("/fairseq_model")
     found = _DIRECTION.search(path.rpartition("/")[2])
@@ -55,10 +55,10 @@ def direction_of(checkpoint: str) -> Direction | None:
 
 
 def check_script(text: str, language: Language, param: str) -> None:
-    """Raise RequestError if the letters of `text` are of other scripts and none is of the language's own.
+    """Raise RequestError if the letters of `text` are of other scripts and none is in the language's own script.
 
-    Latin letters do not count, since names and loanwords in them are common in all languages: a text in Latin letters
-    alone is in no wrong script. A text without letters is not either.
+    Latin letters do not count, since names and loanwords in them are common in all languages. So a text in Latin
+    letters alone is in no wrong script, and neither is a text without letters.
     """
     own, foreign = _script_patterns(language.script)
     letter = foreign.search(text)
@@ -77,17 +77,17 @@ def _script_patterns(script: str) -> tuple[regex.Pattern[str], regex.Pattern[str
     return regex.compile(own), regex.compile(rf"[\p{{L}}--{own}--\p{{Script=Latin}}]", regex.V1)
 
 
-def _key(name: str) -> str:
+def _name_key(name: str) -> str:
     return " ".join(regex.findall(r"\w+", name.replace("_", " ").casefold()))
 
 
 @cache
-def _by_name() -> dict[str, tuple[Language, ...]]:
+def _languages_by_name() -> dict[str, tuple[Language, ...]]:
     """Return the languages by the key of each name: one, or several that differ in script."""
     table: dict[str, tuple[Language, ...]] = {}
     for language in LANGUAGES:
         script = language.code.partition("_")[2]
         for name in language.names:
-            for key in (_key(name), _key(f"{name} {script}"), _key(f"{name} {language.script}")):
+            for key in (_name_key(name), _name_key(f"{name} {script}"), _name_key(f"{name} {language.script}")):
                 table[key] = (*(other for other in table.get(key, ()) if other != language), language)
     return table

@@ -52,7 +52,7 @@ _BOUNDARIES = tuple(
 
 @cache
 def _letter_table() -> dict[int, str]:
-    """Return what each character becomes: forms of letters, Arabic letters and Arabic digits become those of Urdu."""
+    """Return the replacement of each character. Other forms of letters and Arabic characters become Urdu's."""
     plain = regex.compile(f"[{_PLAIN_LETTERS}]")
     table = {ord(letter): other for letter, other in {**_LETTERS, **_OTHER_FORMS, _TATWEEL: ""}.items()}
     table |= {0x0660 + digit: chr(0x06F0 + digit) for digit in range(10)}

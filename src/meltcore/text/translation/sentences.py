@@ -12,7 +12,7 @@ from meltcore.text.translation.abbreviations import (
     may_be_arabic_initial,
     plain_arabic,
 )
-from meltcore.text.translation.indic_sentences import indic_ends
+from meltcore.text.translation.indic_sentences import indic_sentence_ends
 from meltcore.text.visible import is_visible
 
 _CLOSING = r"[\"'”’»)\]}]*"
@@ -29,18 +29,18 @@ _MAX_WORD_CHARS = 40  # of an abbreviation
 
 
 def split_sentences(text: str, language: Language) -> tuple[list[str], list[str]]:
-    """Return the sentences of a text, and what is before, between and after them: one string more than sentences.
+    """Return the sentences of a text, and the strings before, between and after them: one more string than sentences.
 
-    Joined in turn they are the text. A line break ends a sentence. A period, also Urdu's, does not after an
-    abbreviation, an initial or a list number, nor in English and Arabic letters any mark before a small letter. Text
-    without a visible character has no sentence.
+    Joined in turn they are the text. A line break ends a sentence, and so does a period, also Urdu's. A period does not
+    end one after an abbreviation, an initial or a list number. In English and Arabic letters no mark ends a sentence
+    before a small letter. Text without a visible character has no sentence.
     """
     sentences: list[str] = []
     separators: list[str] = []
     end = 0
-    for line, before in _lines(text):
+    for line, before in _nonempty_lines(text):
         start = 0
-        for stop in [*_ends(line, language), len(line)]:
+        for stop in [*_sentence_ends(line, language), len(line)]:
             sentence = line[start:stop]
             stripped = sentence.strip()
             if not is_visible(stripped):
@@ -62,7 +62,7 @@ def join_sentences(translations: list[str], separators: list[str]) -> str:
     return "".join(part for pair in zip(before, translations, strict=True) for part in pair) + separators[-1]
 
 
-def _lines(text: str) -> list[tuple[str, int]]:
+def _nonempty_lines(text: str) -> list[tuple[str, int]]:
     """Return the lines with text and where each begins."""
     lines, start = [], 0
     for match in _LINE_BREAKS.finditer(text):
@@ -72,13 +72,13 @@ def _lines(text: str) -> list[tuple[str, int]]:
     return [(line, begin) for line, begin in lines if line]
 
 
-def _ends(line: str, language: Language) -> list[int]:
+def _sentence_ends(line: str, language: Language) -> list[int]:
     """Return where sentences of a line end."""
     if language.script not in ("Latin", "Arabic"):
-        return indic_ends(line, language.text_code)
+        return indic_sentence_ends(line, language.text_code)
     ends, start, initial_end = [], 0, -1  # initial_end: of the initial or abbreviation just before
     for match in _SENTENCE_END.finditer(line):
-        if match.group() in _PERIODS and _goes_on(line, match, start, initial_end, language):
+        if match.group() in _PERIODS and _is_continued(line, match, start, initial_end, language):
             initial_end = match.end()
             continue
         if match.group()[0] in ".!?…" and _LOWERCASE_NEXT.match(line, match.end()):
@@ -88,7 +88,7 @@ def _ends(line: str, language: Language) -> list[int]:
     return ends
 
 
-def _goes_on(line: str, match: regex.Match[str], start: int, initial_end: int, language: Language) -> bool:
+def _is_continued(line: str, match: regex.Match[str], start: int, initial_end: int, language: Language) -> bool:
     """Return whether the sentence from `start` goes on after this period: it ends an abbreviation or a list number."""
     found = _LAST_WORD.search(line[max(start, match.start() - _MAX_WORD_CHARS) : match.start()])
     written = found.group() if found else ""

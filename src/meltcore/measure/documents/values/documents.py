@@ -53,7 +53,7 @@ class DocumentFile:
 
     @property
     def type(self) -> EvidenceType | None:
-        """The type of evidence that the document is; None for a card and for a sweep, which are no evidence."""
+        """The type of evidence that the document is, or None for a card and for a sweep, which are no evidence."""
         tag = str(self.content.__struct_config__.tag)
         if tag == "run" and isinstance(self.content, RunResult):
             return "load" if self.content.command == "load" else "evaluation"
@@ -63,7 +63,7 @@ class DocumentFile:
 
     @property
     def taken(self) -> str:
-        """The time of the document in ISO 8601; empty where it has none."""
+        """The time of the document in ISO 8601, or "" where it has none."""
         content = self.content
         if isinstance(content, Certificate):
             return content.started
@@ -71,7 +71,7 @@ class DocumentFile:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """The fingerprint of the measured machine; None where the document has none."""
+        """The fingerprint of the measured machine, or None where the document has none."""
         content = self.content
         if isinstance(content, Certificate):
             return content.snapshot.fingerprint
@@ -87,8 +87,8 @@ def find_documents(path: Path) -> list[DocumentFile]:
         return [open_document(path)]
     if not path.is_dir():
         raise ConfigError(f"there is no {path}")
-    files = _documents_in(path) or [
-        file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _documents_in(folder)
+    files = _page_files(path) or [
+        file for folder in sorted(path.iterdir()) if folder.is_dir() for file in _page_files(folder)
     ]
     files += [file for file in [path / SNAPSHOT_FILE] if file.is_file()]
     if not files:
@@ -106,5 +106,5 @@ def open_document(path: Path) -> DocumentFile:
     return DocumentFile(path, cast(Content, read_document(path, *DOCUMENT_TYPES)))
 
 
-def _documents_in(folder: Path) -> list[Path]:
+def _page_files(folder: Path) -> list[Path]:
     return [folder / name for name in PAGE_FILES if (folder / name).is_file()]

@@ -68,7 +68,7 @@ def format_change(ratio: float | None) -> str:
 
 
 def format_percentile(distribution: Distribution, name: str) -> str:
-    """Format one percentile ("p50"); "n too small" where there are too few samples for it."""
+    """Format one percentile ("p50"), or "n too small" where there are too few samples for it."""
     if distribution.n == 0:
         return NOT_MEASURED
     value = getattr(distribution, name)
@@ -98,7 +98,7 @@ def format_setting(value: object) -> str:
 
 
 def format_counts(names: Sequence[str], separator: str = ", ") -> str:
-    """Format names with their counts ("2 × NVIDIA H200, NVIDIA L4"), in order of appearance; empty for none."""
+    """Format names with their counts ("2 × NVIDIA H200, NVIDIA L4"), in order of appearance, or "" for none."""
     return separator.join(
         name if names.count(name) == 1 else f"{names.count(name)} × {name}" for name in dict.fromkeys(names)
     )
@@ -113,7 +113,7 @@ def format_load(level: LevelResult) -> str:
 
 
 def format_load_settings(load: dict[str, Any]) -> str:
-    """Format the load on a server; empty where it is unknown."""
+    """Format the load on a server, or "" where it is unknown."""
     return ", ".join(
         f"{name.replace('_', ' ')} {format_setting(load[name])}" for name in _LOAD_SETTINGS if load.get(name)
     )

@@ -5,7 +5,7 @@ import math
 Z_95 = 1.959964  # two-sided 95 % of the normal distribution
 
 
-def wilson(successes: int, total: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: int, total: int, z: float = Z_95) -> tuple[float, float]:
     """Return the Wilson score interval (low, high) of the proportion `successes / total`; (0, 1) for a total of 0.
 
     Reliable near 0 and 1 and for small samples, where the usual +- interval leaves the range.

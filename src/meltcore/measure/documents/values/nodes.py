@@ -29,9 +29,9 @@ NodeDocument = Snapshot | Certificate | ScoredRun
 
 
 class NodeResult(msgspec.Struct, kw_only=True):
-    """What one node has. `verdict`: its document's, else the status. `document`: None where it has none.
+    """The result of one node. `verdict` is its document's, or else the status. `document` is None without a document.
 
-    `hardware` names what nodes are compared by; `reason` says why there is no document, or why it is none to trust.
+    `hardware` names what nodes are compared by. `reason` says why there is no document, or why it cannot be trusted.
     """
 
     node: str
@@ -45,7 +45,7 @@ class NodeResult(msgspec.Struct, kw_only=True):
 
 
 class NodeValue(msgspec.Struct, kw_only=True):
-    """A value of one node; `subject`: the part of the node that it is of; `ratio`: to the median of the nodes."""
+    """A value of one node. `subject` is the part of the node, and `ratio` compares it with the median of the nodes."""
 
     node: str
     value: float
@@ -57,7 +57,7 @@ class NodeValue(msgspec.Struct, kw_only=True):
 class NodeMetric(msgspec.Struct, kw_only=True):
     """A rate of all nodes with the same hardware, the slowest node first. A node is as fast as its slowest part.
 
-    `slow_below`: the ratio to the median below which a node is slow.
+    A node whose ratio to the median is below `slow_below` is slow.
     """
 
     key: str
@@ -116,8 +116,8 @@ def make_report(
 ) -> NodesReport:
     """Return the report of all nodes.
 
-    facts: what of a snapshot is compared, by name; slow_below: the ratio to the median below which a node is slow in a
-    metric, by its key.
+    `facts` returns the compared facts of a snapshot by name. `slow_below` returns, for a metric's key, the ratio to the
+    median below which a node is slow.
     """
     nodes = [_node_result(each) for each in ended]
     metrics = _metrics(nodes, slow_below)

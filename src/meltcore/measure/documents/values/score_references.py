@@ -81,7 +81,7 @@ def find_reference(name: str) -> NamedScore:
 
 
 def differences(score: Score, reference: Score) -> list[str]:
-    """Return why two scores do not compare; empty where they do.
+    """Return why two scores do not compare, or an empty list where they do.
 
     The engine's version may differ: a reference keeps the one that it was measured with, which its ratio names.
     """
@@ -100,7 +100,7 @@ def ratios(score: Score, chosen_reference: NamedScore | None) -> list[ReferenceR
 
 
 def ratio_line(ratio: ReferenceRatio) -> str:
-    """Format a ratio, or the reasons why there is none, as one line."""
+    """Format a ratio as one line, or the reasons why there is no ratio."""
     rate = format_number(ratio.output_tokens_per_s)
     name = f"{ratio.hardware} ({ratio.name}: {rate} output tok/s, engine {ratio.engine})"
     if ratio.ratio is None:

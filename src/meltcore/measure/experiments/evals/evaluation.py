@@ -16,7 +16,7 @@ from meltcore.measure.documents.runfolder import read_result
 from meltcore.measure.documents.schema import EvalScore, Gate, LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import format_load
 from meltcore.measure.documents.values.progress import answer_progress, dim_printer, print_check
-from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, Verdict, worst
+from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, Verdict, worst_verdict
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
 from meltcore.measure.experiments.evals import gsm8k
 from meltcore.measure.experiments.evals.config import GSM8K_LIMIT, LEVELS, EvaluationConfig
@@ -78,7 +78,7 @@ def run_evaluation(
     if speed_only:
         result.gates.insert(0, gsm8k.gate_not_run(config.limit, "--speed-only"))
     if early_end is not None:
-        result.status, result.verdict = "partial", worst((result.verdict, early_end[0]), "PARTIAL")
+        result.status, result.verdict = "partial", worst_verdict((result.verdict, early_end[0]), "PARTIAL")
         result.reasons.append(early_end[1])
     elif not speed_only and config.missing_levels:
         result.notes.append(f"No score without the levels {config.missing_levels}; it takes all of {list(LEVELS)}.")
@@ -148,7 +148,7 @@ def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
         weighted_throughput=next(
             (part.weighted_throughput for part in parts if part.weighted_throughput is not None), None
         ),
-        verdict=worst((part.verdict for part in parts), "PARTIAL"),
+        verdict=worst_verdict((part.verdict for part in parts), "PARTIAL"),
         reasons=[reason for part in parts for reason in part.reasons],
         notes=list(dict.fromkeys([note for part in parts for note in part.notes] + _difference_notes(settings))),
     )

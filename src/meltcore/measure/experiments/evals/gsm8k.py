@@ -14,7 +14,7 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import Evaluation, Gate, IncorrectAnswer, RunResult
 from meltcore.measure.documents.served_model import model_notes
-from meltcore.measure.documents.values.intervals import wilson
+from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
 from meltcore.measure.experiments.evals.gsm8k_data import Item, Shots, conversation, read_items, read_shots
 from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
@@ -178,7 +178,7 @@ def _digest(items: Sequence[Item]) -> str:
 def summarize(graded_answers: Sequence[GradedAnswer]) -> Evaluation:
     """Count the graded answers. `correct` counts those that flexible extraction grades as correct, as the gate does."""
     num_correct = sum(answer.flexible_correct for answer in graded_answers)
-    ci_low, ci_high = wilson(num_correct, len(graded_answers))
+    ci_low, ci_high = wilson_interval(num_correct, len(graded_answers))
     return Evaluation(
         total=len(graded_answers),
         correct=num_correct,

@@ -11,7 +11,7 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, Evaluation, IncorrectAnswer, RunResult
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.values.formatting import format_percent
-from meltcore.measure.documents.values.intervals import wilson
+from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY
 from meltcore.measure.experiments.evals.conformance import run_checks
 from meltcore.measure.experiments.servers.api import Api, ask_all, death_reason, failure_reasons
@@ -63,7 +63,7 @@ def evaluate(
             incorrect.append(IncorrectAnswer(question=question, expected=str(problem.value), actual=actual))
         if on_progress is not None:
             on_progress(num_done, num_correct, len(problem_list))
-    ci_low, ci_high = wilson(num_correct, len(problem_list))
+    ci_low, ci_high = wilson_interval(num_correct, len(problem_list))
     return Evaluation(
         total=len(problem_list),
         correct=num_correct,

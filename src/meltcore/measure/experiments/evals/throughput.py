@@ -10,7 +10,7 @@ from pathlib import Path
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import Gate, LevelChecks, LevelResult, RunResult, WeightedThroughput
 from meltcore.measure.documents.served_model import model_notes
-from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, worst
+from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, worst_verdict
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
 from meltcore.measure.experiments.evals.config import ThroughputConfig
 from meltcore.measure.experiments.evals.throughput_prompts import (
@@ -63,7 +63,7 @@ def run_throughput(
     plan.write(folder / PROMPTS_FILE)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     levels = _run_levels(config, plan, folder, model, generator, on_progress)
-    verdict = worst((level.verdict for level in levels), "PARTIAL")
+    verdict = worst_verdict((level.verdict for level in levels), "PARTIAL")
     gates = make_gates(config, levels)
     return RunResult(
         command="eval",

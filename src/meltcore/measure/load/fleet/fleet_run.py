@@ -14,7 +14,7 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.fleet_load import FleetLoad, Interference, ModelUnderLoad
 from meltcore.measure.documents.schema import FleetLevel, Part, StreamLoad
 from meltcore.measure.documents.served_model import model_facts, model_notes
-from meltcore.measure.documents.verdicts import Verdict, worst
+from meltcore.measure.documents.verdicts import Verdict, worst_verdict
 from meltcore.measure.load.fleet.fleet_config import PAIRS, FleetLoadConfig, shares_of, split_connections
 from meltcore.measure.load.fleet.fleet_experiment import (
     ExperimentSpec,
@@ -85,7 +85,7 @@ def judge(result: FleetLoad, p95_limits_ms: dict[str, float], verdicts: Sequence
     gates = [*result.health, *(result.experiment.gates if result.experiment is not None else [])]
     failed = [gate for gate in gates if gate.status == "FAIL"]
     result.reasons = [f"{gate.name}: {gate.detail}" for gate in failed]
-    result.verdict = worst([*verdicts, "FAILED"] if failed else verdicts, "PARTIAL")
+    result.verdict = worst_verdict([*verdicts, "FAILED"] if failed else verdicts, "PARTIAL")
 
 
 class _FleetRun:

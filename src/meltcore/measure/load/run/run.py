@@ -15,7 +15,7 @@ from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.documents.served_model import model_notes, public_name
 from meltcore.measure.documents.values.progress import progress_bar, stop_progress
-from meltcore.measure.documents.verdicts import CUT_SHORT, worst
+from meltcore.measure.documents.verdicts import CUT_SHORT, worst_verdict
 from meltcore.measure.load.config import Level, LoadConfig
 from meltcore.measure.load.run.runner import OnProgress, Progress, run_levels
 from meltcore.measure.load.tasks.task import workload_task
@@ -41,7 +41,7 @@ def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgres
     start_s = time.monotonic()
     served_model_facts = run_coroutine(_served_facts(config), uvloop.new_event_loop)
     levels = run_levels(config, on_progress)
-    verdict = worst((level.verdict for level in levels), "PARTIAL")
+    verdict = worst_verdict((level.verdict for level in levels), "PARTIAL")
     return RunResult(
         command="load",
         status="partial" if verdict in CUT_SHORT else "complete",

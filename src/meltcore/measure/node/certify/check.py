@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.certificate import TIERS, CertificateRow, CheckReport, Conditions, Expectation, Finding
-from meltcore.measure.documents.verdicts import worst
+from meltcore.measure.documents.verdicts import worst_verdict
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.expectations import prior
+from meltcore.measure.node.certify.expectations import shipped_expectation
 from meltcore.measure.node.certify.faults import FaultCode
-from meltcore.measure.node.certify.judge import Expected, Judgement, findings_of, judge, warn_throttled
+from meltcore.measure.node.certify.judge import Expected, Judgement, judge, make_findings, warn_throttled
 from meltcore.measure.node.certify.probe import ProbeJob, ProbeRequest, ProbeResult, Setting, encode, read_results
 from meltcore.measure.node.node import last_line
 
@@ -27,7 +27,7 @@ class HardwareCheck(ABC):
     needs_peers = False
 
     def unavailable(self) -> str:
-        """Return why the check cannot run with this installation; empty where it can."""
+        """Return why the check cannot run with this installation, or "" where it can."""
         return ""
 
     def run(self, context: CertifyContext) -> CheckReport:
@@ -54,7 +54,9 @@ class HardwareCheck(ABC):
         return CheckReport(
             name=self.name,
             title=self.title,
-            verdict=worst([*(row.verdict for row in rows), *(finding.verdict for finding in findings)], "UNKNOWN"),
+            verdict=worst_verdict(
+                [*(row.verdict for row in rows), *(finding.verdict for finding in findings)], "UNKNOWN"
+            ),
             rows=list(rows),
             findings=list(findings),
             conditions=list(conditions),
@@ -104,11 +106,11 @@ class MeasuredCheck(HardwareCheck):
         conditions, findings, throttled = watch.close()
         busy |= context.busy()
         results = read_results(completed.stdout)
-        judged = judge(self._expected(context, requests), results, _missing_reason(completed, limit_s), busy)
+        judged = judge(self._expected_values(context, requests), results, _missing_reason(completed, limit_s), busy)
         self.adjust(context, results, judged)
         warn_throttled(judged, throttled)
         rows = [judgement.row for judgement in judged]
-        return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
+        return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
 
     def _expectations(
         self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]
@@ -116,12 +118,12 @@ class MeasuredCheck(HardwareCheck):
         snapshots = [context.snapshot.gpus[gpu] for gpu in gpus]
         candidates = [
             context.baseline.expectation(snapshots, request.key) if context.baseline is not None else None,
-            prior(snapshots, request.key),
+            shipped_expectation(snapshots, request.key),
             None if any(gpu.mig for gpu in snapshots) else self.topology(context, request, gpus),
         ]
         return tuple(expectation for expectation in candidates if expectation is not None)
 
-    def _expected(self, context: CertifyContext, requests: Sequence[ProbeRequest]) -> list[Expected]:
+    def _expected_values(self, context: CertifyContext, requests: Sequence[ProbeRequest]) -> list[Expected]:
         return [
             Expected(
                 key=request.key,

@@ -14,7 +14,7 @@ from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.faults import FaultCode
 from meltcore.measure.node.monitor.health import LOST
-from meltcore.measure.node.monitor.summary import GpuSummary, numbers, summarize
+from meltcore.measure.node.monitor.summary import GpuSummary, readable_values, summarize
 
 # Counters whose growth is a fault: key, fault code, text.
 _ERRORS: dict[str, tuple[FaultCode, str]] = {
@@ -35,7 +35,7 @@ class ConditionsWatch:
     def __init__(self, context: CertifyContext, check: str, links: Sequence[str] = ()) -> None:
         """Start the watch.
 
-        `links`: of "pcie" and "nvlink", those whose error counters must be readable for this check.
+        The check needs the error counters of `links`, a part of "pcie" and "nvlink".
         """
         self._context, self._check, self._uses = context, check, links
         self._start_s = context.node.now_s()
@@ -76,12 +76,12 @@ class ConditionsWatch:
             samples=len(samples),
             sm_clock_mhz=_mean(busy or samples, "sm_clock_mhz"),
             power_w=_mean(busy or samples, "power_w"),
-            pcie_generation=max(numbers(samples, "pcie_generation"), default=None),
-            temperature_c=max(numbers(samples, "temperature_c"), default=None),
-            memory_temperature_c=max(numbers(samples, "memory_temperature_c"), default=None),
+            pcie_generation=max(readable_values(samples, "pcie_generation"), default=None),
+            temperature_c=max(readable_values(samples, "temperature_c"), default=None),
+            memory_temperature_c=max(readable_values(samples, "memory_temperature_c"), default=None),
             clock_reasons={reason: count / num_readable for reason, count in summary.clock_reasons.items()},
             new_errors=self._new_errors(gpu_index, summary, nvlink_errors_now),
-            unreadable=self._unreadable(gpu_index, summary),
+            unreadable=self._unreadable_values(gpu_index, summary),
         )
 
     def _new_errors(self, gpu_index: int, summary: GpuSummary, nvlink_errors_now: int | None) -> dict[str, int]:
@@ -96,7 +96,7 @@ class ConditionsWatch:
             new["lost"] = 1
         return new
 
-    def _unreadable(self, gpu_index: int, summary: GpuSummary) -> list[str]:
+    def _unreadable_values(self, gpu_index: int, summary: GpuSummary) -> list[str]:
         """List values that were never readable; occasional failures are left out."""
         required = ["sm_clock_mhz", "ecc_corrected", "ecc_uncorrected"]
         required += ["pcie_replays"] if "pcie" in self._uses else []
@@ -155,7 +155,7 @@ class ConditionsWatch:
 
 
 def nvlink_errors(context: CertifyContext, gpu_index: int) -> int | None:
-    """Return the errors of all links of a GPU that are up, since the driver was loaded; None where unreadable."""
+    """Return the errors of all links of a GPU that are up, since the driver was loaded, or None where unreadable."""
     try:
         links = context.snapshot.gpus[gpu_index].links_up()
         return sum(context.node.nvml.nvlink_errors(context.gpus[gpu_index].device, link.link) for link in links)
@@ -164,5 +164,5 @@ def nvlink_errors(context: CertifyContext, gpu_index: int) -> int | None:
 
 
 def _mean(samples: Sequence[Sample], key: str) -> float | None:
-    values = numbers(samples, key)
+    values = readable_values(samples, key)
     return sum(values) / len(values) if values else None

@@ -21,7 +21,7 @@ _POLL_S = 0.25
 class CertifyContext:
     """The node, GPUs and settings that all checks share. A GPU index is one into both `gpus` and `snapshot.gpus`.
 
-    `interval_s`: sampling interval of the telemetry. `hours`: duration of a soak.
+    `interval_s` is the sampling interval of the telemetry, `hours` the duration of a soak.
     """
 
     node: Node
@@ -55,12 +55,12 @@ class CertifyContext:
         """Return the GPUs that another program uses. Processes of the previous check get time to exit."""
         deadline_s = self.node.now_s() + _EXIT_LIMIT_S
         while True:
-            busy_gpus = {gpu_index for gpu_index in self.gpu_indices if self._processes(gpu_index)}
+            busy_gpus = {gpu_index for gpu_index in self.gpu_indices if self._read_processes(gpu_index)}
             if not busy_gpus or self.node.now_s() >= deadline_s:
                 return busy_gpus
             self.node.sleep(_POLL_S)
 
-    def _processes(self, gpu_index: int) -> list[int]:
+    def _read_processes(self, gpu_index: int) -> list[int]:
         try:
             return self.node.nvml.processes(self.gpus[gpu_index].handle)
         except NVMLError:

@@ -58,7 +58,7 @@ _MULTI_GPU_RING_FRACTION = {"all_reduce": 0.74, "all_gather": 0.69, "reduce_scat
 
 
 def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
-    """Return TFLOP/s with every SM at the maximum clock; None where a fact or the architecture's rate is unknown."""
+    """Return TFLOP/s with every SM at the maximum clock, or None where a fact or the architecture's rate is unknown."""
     sms, clock_mhz = gpu.number("sm_count"), gpu.number("sm_clock_max_mhz")
     rates = _GEFORCE_BF16_PER_CLOCK if "GeForce" in gpu.name else _BF16_PER_CLOCK
     rate = rates.get(str(gpu.facts.get("compute_capability")))
@@ -68,15 +68,15 @@ def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
 
 
 def data_sheet_peak(name: str, dtype: str) -> float | None:
-    """Return dense TFLOP/s of exactly this GPU type; None where there is no entry for it."""
+    """Return dense TFLOP/s of exactly this GPU type, or None where there is no entry for it."""
     peak = BF16_PEAKS.get(name)
     return None if peak is None else peak * _RELATIVE_RATE[dtype]
 
 
-def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
+def gemm_expectation(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
     """Return the expected TFLOP/s, by data sheet or else by the GPU's own SMs and clock.
 
-    `shape`: "square" or "model".
+    `shape` is "square" or "model".
     """
     fraction = (_FP8_FRACTION if dtype == "fp8" else _GEMM_FRACTION)[shape]
     ceiling, peak = gemm_ceiling(gpu, dtype), data_sheet_peak(gpu.name, dtype)
@@ -85,14 +85,14 @@ def gemm(gpu: GpuSnapshot, dtype: str, shape: str) -> Expectation | None:
     return _topology(peak, fraction * _OVER_DATA_SHEET, f"data sheet of {gpu.name}", GEMM_FLOOR)
 
 
-def memory(gpu: GpuSnapshot, operation: str) -> Expectation | None:
-    """Return the expected GB/s of device memory. `operation`: "copy", "read" or "write"."""
+def memory_expectation(gpu: GpuSnapshot, operation: str) -> Expectation | None:
+    """Return the expected GB/s of device memory. `operation` is "copy", "read" or "write"."""
     bits, clock_mhz = gpu.number("memory_bus_bits"), gpu.number("memory_clock_max_mhz")
     ceiling = None if bits is None or clock_mhz is None else bits / 8 * clock_mhz * 2 / 1e3
     return _topology(ceiling, _MEMORY_FRACTION[operation], "bus width x memory clock")
 
 
-def host(gpu: GpuSnapshot) -> Expectation | None:
+def host_expectation(gpu: GpuSnapshot) -> Expectation | None:
     """Return the expected GB/s between host and device in one direction."""
     generation, width = gpu.number("pcie_generation_max"), gpu.number("pcie_width_max")
     lane_gbps = None if generation is None else _PCIE_LANE_GBPS.get(int(generation))
@@ -100,14 +100,14 @@ def host(gpu: GpuSnapshot) -> Expectation | None:
     return _topology(ceiling, _PCIE_FRACTION, f"PCIe {generation:g} x {width:g}" if ceiling else "")
 
 
-def peer(link_gbps: float | None, links: int, directions: int) -> Expectation | None:
+def peer_expectation(link_gbps: float | None, links: int, directions: int) -> Expectation | None:
     """Return the expected GB/s between two GPUs; `link_gbps` is the sum over their links in one direction."""
     ceiling = None if link_gbps is None else link_gbps * directions
     return _topology(ceiling, _PEER_FRACTION, f"{links} NVLinks x speed")
 
 
-def collective(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
-    """Return the expected bus bandwidth of a ring in GB/s; `link_gbps`: of the GPU with the lowest."""
+def collective_expectation(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
+    """Return the expected bus bandwidth of a ring in GB/s. `link_gbps` is the lowest of its GPUs."""
     fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
 
@@ -188,7 +188,7 @@ PRIORS: dict[str, dict[str, Prior]] = {
 }
 
 
-def prior(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
+def shipped_expectation(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
     """Return the shipped expectation where all GPUs of the row are whole GPUs of one known type."""
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or any(gpu.mig for gpu in gpus):
@@ -196,7 +196,7 @@ def prior(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
     published = PRIORS.get(names.pop(), {}).get(key)
     if published is None:
         return None
-    floor = (GEMM_FLOOR if power_limited(key) else PRIOR_FLOOR) * published.value
+    floor = (GEMM_FLOOR if is_power_limited(key) else PRIOR_FLOOR) * published.value
     return Expectation(source="prior", value=published.value, floor=floor, basis=published.source)
 
 
@@ -255,16 +255,16 @@ def _usable_row(row: CertificateRow) -> bool:
 # --- all -------------------------------------------------------------------------------------------------------------
 
 
-def power_limited(key: str) -> bool:
-    """Return whether a metric runs at the power limit, where GPUs of one type differ most."""
+def is_power_limited(key: str) -> bool:
+    """Return whether a metric runs at the power limit. There the GPUs of one type differ most."""
     return key.startswith(("gemm/", "sustained/"))
 
 
-def strictest(expectations: Sequence[Expectation]) -> Expectation | None:
+def strictest_expectation(expectations: Sequence[Expectation]) -> Expectation | None:
     """Return the expectation with the highest floor, so that the baseline of a slow node cannot lower the limit."""
     return max(expectations, key=lambda expectation: expectation.floor, default=None)
 
 
-def usable(value: float | None) -> bool:
+def is_usable(value: float | None) -> bool:
     """Return whether a value is a plausible speed: finite and above zero."""
     return value is not None and math.isfinite(value) and value > 0

@@ -113,6 +113,6 @@ RECOVERY_ACTIONS = {
 }
 
 
-def action(code: FaultCode, check: str) -> str:
+def fault_action(code: FaultCode, check: str) -> str:
     """Return the action for a fault that this check found."""
     return _SLOW_LINKS.get(check, ACTIONS[code]) if code == "BELOW_FLOOR" else ACTIONS[code]

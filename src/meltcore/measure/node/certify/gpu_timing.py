@@ -18,35 +18,34 @@ _MAX_BUFFERS = 16
 Launch = Callable[[int], object]
 
 
-def rates(
+def measure_rates(
     devices: Sequence[int],
     launch: Launch,
     work: float,
     seconds: float,
-    group_s: float = GROUP_S,
+    launch_group_s: float = GROUP_S,
     graph: bool = False,
     warmup_s: float | None = None,
     agree: Callable[[float], float] | None = None,
     max_launches: int = MAX_LAUNCHES,
 ) -> list[list[float]]:
-    """Return the work per second of each device: one sample per `group_s`, over `seconds`.
+    """Return the work per second of each device: one sample per `launch_group_s`, over `seconds`.
 
-    `launch(device)` enqueues `work` once on the device's current stream. Several launches form a group, which is timed
-    as a whole. `graph`: captures a group once and replays it, so that the launch overhead is not measured; `launch`
-    must
-    then allocate nothing. `agree`: maps the time of one launch to a value that all ranks of a collective share, since
-    all must launch equally often. `max_launches`: limit per group.
+    `launch(device)` enqueues `work` once on the device's current stream. Several launches form a group, at most
+    `max_launches` of them, which is timed as a whole. With `graph` a group is captured once and replayed, so that the
+    launch overhead is not measured; `launch` must then allocate nothing. `agree` maps the time of one launch to a value
+    that all ranks of a collective share, since all must launch equally often.
     """
     launch_s = max(_launch_s(device, launch) for device in devices)
     if agree is not None:
         launch_s = agree(launch_s)
-    count = max(1, min(max_launches, round(group_s / launch_s)))
+    count = max(1, min(max_launches, round(launch_group_s / launch_s)))
     groups = {
         device: _capture_graph(device, launch, count) if graph else _launch_loop(device, launch, count)
         for device in devices
     }
-    _timed(devices, groups, max(1, round((WARMUP_S if warmup_s is None else warmup_s) / (count * launch_s))))
-    times = _timed(devices, groups, max(4, round(seconds / (count * launch_s))))
+    _time_groups(devices, groups, max(1, round((WARMUP_S if warmup_s is None else warmup_s) / (count * launch_s))))
+    times = _time_groups(devices, groups, max(4, round(seconds / (count * launch_s))))
     return [[count * work / time_s for time_s in times[device]] for device in devices]
 
 
@@ -64,11 +63,11 @@ def _launch_s(device: int, launch: Launch) -> float:
 
 
 def _launch_loop(device: int, launch: Launch, count: int) -> Callable[[], None]:
-    def group() -> None:
+    def launch_group() -> None:
         for _ in range(count):
             launch(device)
 
-    return group
+    return launch_group
 
 
 def _capture_graph(device: int, launch: Launch, count: int) -> Callable[[], None]:
@@ -83,7 +82,7 @@ def _capture_graph(device: int, launch: Launch, count: int) -> Callable[[], None
         return graph.replay
 
 
-def _timed(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
+def _time_groups(devices: Sequence[int], groups: dict[int, Callable[[], None]], count: int) -> dict[int, list[float]]:
     """Return the seconds of each of `count` groups per device, from its start to its end on that device.
 
     The time that a device idles while others are slower does not count. At most two groups are in flight, so that
@@ -149,7 +148,7 @@ def gemm_launcher(dtype: str, m: int, n: int, k: int, device: int) -> Callable[[
 
 
 def gemm_rates(
-    devices: Sequence[int], dtype: str, shape: tuple[int, int, int], seconds: float, group_s: float = GROUP_S,
+    devices: Sequence[int], dtype: str, shape: tuple[int, int, int], seconds: float, launch_group_s: float = GROUP_S,
     graph: bool = False,
 ) -> list[list[float]]:  # fmt: skip
     """Return TFLOP/s samples of GEMMs of shape (m, n, k), on all devices concurrently."""
@@ -159,4 +158,4 @@ def gemm_rates(
     def launch(device: int) -> None:
         launchers[device]()
 
-    return rates(devices, launch, 2 * m * n * k / 1e12, seconds, group_s=group_s, graph=graph)
+    return measure_rates(devices, launch, 2 * m * n * k / 1e12, seconds, launch_group_s=launch_group_s, graph=graph)

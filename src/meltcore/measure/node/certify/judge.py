@@ -11,7 +11,7 @@ from statistics import median
 from meltcore.measure.documents.certificate import CertificateRow, Expectation, Finding
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
-from meltcore.measure.node.certify.expectations import GEMM_FLOOR, power_limited, strictest, usable
+from meltcore.measure.node.certify.expectations import GEMM_FLOOR, is_power_limited, is_usable, strictest_expectation
 from meltcore.measure.node.certify.faults import FaultCode
 from meltcore.measure.node.certify.probe import ProbeResult
 
@@ -31,7 +31,7 @@ _MAX_SUBJECTS = 4
 
 @dataclass(frozen=True)
 class Expected:
-    """One metric to be measured, with its expectations. `recorded`: a metric without expectations is RECORDED."""
+    """One metric to be measured, with its expectations. A `recorded` metric without expectations is RECORDED."""
 
     key: str
     gpus: tuple[int, ...]
@@ -58,7 +58,7 @@ def judge(
 ) -> list[Judgement]:
     """Judge every expected metric.
 
-    `missing`: (fault code, note) of a metric without a result. `busy`: GPUs that another program used.
+    `missing` is the (fault code, note) of a metric without a result. Another program used the GPUs in `busy`.
     """
     results_by_key = {(result.key, result.gpus): result for result in results}
     judged = [_judge_one(metric, results_by_key.get((metric.key, metric.gpus)), missing, busy) for metric in expected]
@@ -89,8 +89,8 @@ def _judge_one(
     if result.error or not result.samples:
         judged.set_verdict("UNKNOWN", "PROBE_FAILED", result.error or "no sample")
         return judged
-    row.samples = [sample for sample in result.samples if sample is not None and usable(sample)]
-    _compare_with_floor(judged, expected, [sample for sample in result.samples if not usable(sample)])
+    row.samples = [sample for sample in result.samples if sample is not None and is_usable(sample)]
+    _compare_with_floor(judged, expected, [sample for sample in result.samples if not is_usable(sample)])
     if busy & set(expected.gpus):
         judged.set_verdict("INVALID", "BUSY", "another program was computing on it")
     return judged
@@ -99,7 +99,7 @@ def _judge_one(
 def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequence[float | None]) -> None:
     """Set the verdict. One unusable sample makes the metric UNKNOWN: its cause may affect the others."""
     row = judged.row
-    floor = strictest(expected.expectations)
+    floor = strictest_expectation(expected.expectations)
     if floor is not None:
         row.expected, row.floor, row.floor_set_by = floor.value, floor.floor, floor.source
     if unusable:
@@ -128,7 +128,7 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
 
 def straggler_fraction(key: str) -> float:
     """Return the fraction of the median, of equal GPUs or nodes, below which a metric shows a straggler."""
-    return GEMM_FLOOR if power_limited(key) else STRAGGLER_FRACTION
+    return GEMM_FLOOR if is_power_limited(key) else STRAGGLER_FRACTION
 
 
 def _find_stragglers(group: Sequence[Judgement]) -> None:
@@ -170,34 +170,34 @@ def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
             judgement.row.note = "reached while its clocks were held down"
 
 
-def findings_of(check: str, judged: Sequence[Judgement]) -> list[Finding]:
+def make_findings(check: str, judged: Sequence[Judgement]) -> list[Finding]:
     """Return one finding per code and GPUs, with the text of the worst row; one in total for a fault of a check."""
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
     for judgement in judged:
         if judgement.code:
-            gpus = "" if judgement.code in _WHOLE_CHECK_FAULTS else _gpus_key(judgement.row)
+            gpus = "" if judgement.code in _WHOLE_CHECK_FAULTS else _gpu_indices_key(judgement.row)
             groups[(judgement.code, gpus)].append(judgement.row)
     return [
         Finding(
             code=code,
             verdict=rows[0].verdict,
             check=check,
-            subject=_subjects(rows),
+            subject=_name_subjects(rows),
             message=_message(rows),
-            action=faults.action(code, check),
+            action=faults.fault_action(code, check),
         )
         for (code, _), rows in groups.items()
     ]
 
 
-def _gpus_key(row: CertificateRow) -> str:
+def _gpu_indices_key(row: CertificateRow) -> str:
     return ",".join(map(str, sorted(row.gpus)))
 
 
-def _subjects(rows: Sequence[CertificateRow]) -> str:
+def _name_subjects(rows: Sequence[CertificateRow]) -> str:
     names = list(dict.fromkeys(row.subject for row in rows))
     num_more = len(names) - _MAX_SUBJECTS
-    if len({_gpus_key(row) for row in rows}) == 1:
+    if len({_gpu_indices_key(row) for row in rows}) == 1:
         return names[0]
     return ", ".join(names[:_MAX_SUBJECTS]) + (f" and {num_more} more" if num_more > 0 else "")
 

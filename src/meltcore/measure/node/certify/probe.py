@@ -18,7 +18,7 @@ Setting = int | float | str
 class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """One measurement. `gpus` are indices into the snapshot, which are also the probe's device numbers.
 
-    `per_gpu`: all GPUs are measured concurrently, with one result per GPU; otherwise one result for all of them.
+    With `per_gpu` all GPUs are measured concurrently, with one result per GPU. Otherwise they have one result together.
     """
 
     key: str
@@ -34,8 +34,8 @@ class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
 class ProbeResult(msgspec.Struct, kw_only=True):
     """The result of one request on one target.
 
-    `samples` are in the check's unit. `details` holds values that are no rates (digests, counts). `error`: why none
-    came.
+    `samples` are in the check's unit. `details` holds values that are no rates (digests, counts). `error` says why
+    there are no samples.
 
     A sample is None where it was NaN or infinite, which JSON cannot express.
     """

@@ -9,7 +9,7 @@ import msgspec
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.gpus.select import GpuDevice
 from meltcore.measure.documents.certificate import Certificate, CheckReport, Finding, Tier, overall
-from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst
+from meltcore.measure.documents.verdicts import SEVERITY, CheckVerdict, worst_verdict
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.checks import (
     collectives,
@@ -48,7 +48,7 @@ _STANDARD: tuple[type[HardwareCheck], ...] = (
 _QUICK = ("state", "gemm", "memory", "host", "collectives")
 
 
-def required(tier: Tier) -> list[HardwareCheck]:
+def required_checks(tier: Tier) -> list[HardwareCheck]:
     """Return the checks that a tier requires, in the order they run."""
     return [check() for check in _STANDARD if tier != "quick" or check.name in _QUICK]
 
@@ -74,7 +74,7 @@ def certify(
         raise ConfigError("certify takes one MIG device at a time: a process can use only one")
     check_hours(tier, hours)
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), node.now_s()
-    checks = required(tier)
+    checks = required_checks(tier)
     snapshot = take_snapshot(node, gpus)
     interval_s = sampling_interval_s(hours)
     telemetry = node.telemetry(folder / TELEMETRY_FILE, gpus, interval_s)
@@ -118,8 +118,8 @@ def certify(
         duration_s=node.now_s() - start_s,
         snapshot=snapshot,
         checks=reports,
-        findings=merge(finding for report in reports for finding in report.findings),
-        unverified=unverified(reports),
+        findings=merge_findings(finding for report in reports for finding in report.findings),
+        unverified=unverified_lines(reports),
         notes=notes,
     )
 
@@ -131,26 +131,26 @@ def check_hours(tier: Tier, hours: float) -> None:
 
 
 def sampling_interval_s(hours: float) -> float:
-    """Return 0.1 s, and more in a soak, so that no more samples are kept than those of an hour.
+    """Return 0.1 s, and more in a soak, so that no more samples are kept than in one hour.
 
     No error is missed between samples: errors and slowdown times are counters, and XIDs stay queued.
     """
     return min(_MAX_INTERVAL_S, max(_INTERVAL_S, hours * 3600 / _MAX_SAMPLES))
 
 
-def merge(findings: Iterable[Finding]) -> list[Finding]:
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Return one finding per fault code and subject, with the text of the first check that had it; the worst first."""
     merged: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         first_finding = merged.setdefault((finding.code, finding.subject), msgspec.structs.replace(finding))
         if finding.check not in first_finding.check.split(", "):
             first_finding.check += f", {finding.check}"
-            first_finding.verdict = worst([first_finding.verdict, finding.verdict], "UNKNOWN")
+            first_finding.verdict = worst_verdict([first_finding.verdict, finding.verdict], "UNKNOWN")
     return sorted(merged.values(), key=lambda finding: SEVERITY.index(finding.verdict))
 
 
-def unverified(reports: Iterable[CheckReport]) -> list[str]:
-    """Return one line per check and reason."""
+def unverified_lines(reports: Iterable[CheckReport]) -> list[str]:
+    """Return one line per check and reason for metrics that were not verified."""
     lines = []
     labels: dict[CheckVerdict, str] = {"UNKNOWN": "unknown", "INVALID": "invalid", "NOT_APPLICABLE": "not applicable"}
     for report in reports:
@@ -159,10 +159,12 @@ def unverified(reports: Iterable[CheckReport]) -> list[str]:
         for verdict, label in labels.items():
             keys = [row.key for row in report.rows if row.verdict == verdict]
             if keys:
-                lines.append(f"{report.title}: {len(keys)} of {len(report.rows)} metrics {label}: {_names(keys)}")
+                lines.append(
+                    f"{report.title}: {len(keys)} of {len(report.rows)} metrics {label}: {_shorten_keys(keys)}"
+                )
     return lines
 
 
-def _names(keys: Sequence[str]) -> str:
+def _shorten_keys(keys: Sequence[str]) -> str:
     keys = list(dict.fromkeys(keys))
     return ", ".join(keys[:_MAX_KEYS]) + (f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else "")

@@ -16,7 +16,7 @@ from meltcore.common.gpus.select import GpuInfo
 from meltcore.common.gpus.xid import describe
 from meltcore.common.sizes import GIB
 from meltcore.measure.node.monitor.health import HealthReport
-from meltcore.measure.node.monitor.summary import GpuSummary, MetricSummary, numbers
+from meltcore.measure.node.monitor.summary import GpuSummary, MetricSummary, readable_values
 
 _UNREADABLE = "?"
 # Contents of a line: key, text before the number, text after it.
@@ -35,7 +35,7 @@ _COLUMNS = (
 )
 
 
-def line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
+def gpu_line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
     """Return one GPU's line: means of `samples` (at least one), clock reasons, and new errors in capitals.
 
     `start_s` is the monotonic time from which the line counts. "?" stands for a value that should be readable; metrics
@@ -53,7 +53,7 @@ def line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
     parts += sorted({reason for reasons in clock_reasons for reason in reasons if reason != GPU_IDLE})
     parts += [describe(xid) for sample in samples if isinstance(sample.xids, list) for xid in sample.xids]
     for key in ("ecc_uncorrected", "ecc_corrected"):
-        counts = numbers(alive, key)
+        counts = readable_values(alive, key)
         if counts and counts[-1] > counts[0]:
             parts.append(f"{METRIC_BY_KEY[key].name}: {counts[-1] - counts[0]:.0f} NEW")
     if samples[-1].lost:
@@ -64,7 +64,7 @@ def line(gpu: GpuInfo, samples: Sequence[Sample], start_s: float) -> str:
 def _mean(samples: Sequence[Sample], key: str) -> str | None:
     if all(sample.values[key] == NOT_APPLICABLE for sample in samples):
         return None
-    readings = numbers(samples, key)
+    readings = readable_values(samples, key)
     if not readings:
         return _UNREADABLE
     return f"{fmean(readings) / GIB:.1f}" if key.endswith("_bytes") else f"{fmean(readings):.0f}"

@@ -32,7 +32,7 @@ class HealthReport(msgspec.Struct, kw_only=True):
 def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
     """Judge one GPU from the summary of its samples, which were taken every `interval_s`."""
     events = [*_errors(summary), *_slowdowns(summary), *_clock_drift(summary)]
-    unreadable = _unreadable(summary, interval_s)
+    unreadable = _unreadable_problems(summary, interval_s)
     verdict: Verdict = "DEGRADED" if events else "UNKNOWN" if unreadable else "HEALTHY"
     return HealthReport(verdict=verdict, reasons=[*events, *unreadable])
 
@@ -68,7 +68,7 @@ def _clock_drift(summary: GpuSummary) -> list[str]:
     return [f"the SM clock drifted from {first:.0f} to {last:.0f} MHz under load, without a power cap"]
 
 
-def _unreadable(summary: GpuSummary, interval_s: float) -> list[str]:
+def _unreadable_problems(summary: GpuSummary, interval_s: float) -> list[str]:
     if summary.samples == 0:
         return ["no sample was taken"]
     unknown_counts = {metric.name: summary.metrics[metric.key].unknown for metric in METRICS if metric.required}

@@ -27,7 +27,7 @@ class RecordingStart(msgspec.Struct, kw_only=True, tag="start"):
 class RecordingEnd(msgspec.Struct, kw_only=True, tag="end"):
     """Last line of a sampler that ended in order, after `cpu_s` of processor time.
 
-    `missed`: intervals without a sample, because the readings before took longer than the interval.
+    `missed` counts intervals without a sample, because earlier readings took longer than the interval.
     """
 
     t_s: float

@@ -39,7 +39,7 @@ _KILL_TIMEOUT_S = 2.0
 class SamplerSettings(msgspec.Struct, kw_only=True, frozen=True):
     """Settings of the sampler process.
 
-    `gpus`: the value of --gpu, None for CUDA_VISIBLE_DEVICES. `split_mig`: see select.select_gpus.
+    `gpus` is the value of --gpu, or None for CUDA_VISIBLE_DEVICES. `select_gpus` in select.py explains `split_mig`.
     """
 
     path: str
@@ -55,10 +55,7 @@ class SamplerStarted(msgspec.Struct, tag="started"):
 
 
 class SamplerFailed(msgspec.Struct, tag="failed"):
-    """The sampler cannot start.
-
-    `no_driver`: the machine has no NVIDIA driver, as opposed to an invalid setting.
-    """
+    """The sampler cannot start. With `no_driver` the machine has no NVIDIA driver; else a setting is invalid."""
 
     message: str
     no_driver: bool
@@ -78,7 +75,7 @@ class Monitor:
         """Start the sampler.
 
         Raises NoDriverError without an NVIDIA driver, ConfigError for GPUs that do not exist or a file that cannot be
-        written, MeltcoreError where the sampler does not start.
+        written, and MeltcoreError where the sampler does not start.
         """
         self.path = Path(settings.path)
         self.end = None
@@ -87,7 +84,7 @@ class Monitor:
         try:
             self.start = self._handshake(settings)
         except BaseException:
-            self._end()
+            self._end_sampler()
             raise
 
     def __enter__(self) -> "Monitor":
@@ -96,7 +93,7 @@ class Monitor:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._end_sampler()
 
     @property
     def pid(self) -> int:
@@ -105,7 +102,7 @@ class Monitor:
 
     @property
     def running(self) -> bool:
-        """False once the sampler has ended, which it does by itself only when every GPU is lost."""
+        """Whether the sampler runs. It ends by itself only when every GPU is lost."""
         return self._process.poll() is None
 
     def new_samples(self) -> list[Sample]:
@@ -121,7 +118,7 @@ class Monitor:
 
     def stop(self) -> list[Sample]:
         """End the sampler, set `end`, and return the samples that `new_samples` has not returned yet."""
-        self._end()
+        self._end_sampler()
         return self.new_samples()
 
     def _handshake(self, settings: SamplerSettings) -> RecordingStart:
@@ -139,7 +136,7 @@ class Monitor:
             raise (NoDriverError if answer.no_driver else ConfigError)(answer.message)
         return answer.start
 
-    def _end(self) -> None:
+    def _end_sampler(self) -> None:
         """Stop the sampler, then kill it. Raises MeltcoreError where the kernel holds it in a driver call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -54,10 +54,9 @@ class MetricSummary(msgspec.Struct, kw_only=True):
 class GpuSummary(msgspec.Struct, kw_only=True):
     """All samples of one GPU.
 
-    `clock_reasons` counts them per reason; the `*_unknown` fields count the samples without the value.
-
-    `loaded_clock_mhz`: median SM clocks of the first and the last quarter of the samples that were under load without a
-    power cap; None where there are too few of them to compare.
+    `clock_reasons` counts them per reason. The `*_unknown` fields count the samples without the value.
+    `loaded_clock_mhz` has the median SM clocks of the first and the last quarter of the samples that were under load
+    without a power cap, or None where there are too few of them to compare.
     """
 
     samples: int
@@ -107,7 +106,7 @@ class SummaryBuilder:
         else:
             self._clock_reasons_unknown += 1
         clock = sample.values["sm_clock_mhz"]
-        if _loaded(sample) and not isinstance(clock, str):
+        if _is_loaded(sample) and not isinstance(clock, str):
             self._loaded_clocks.append(clock)
 
     def summary(self) -> GpuSummary:
@@ -161,13 +160,13 @@ def summarize(samples: Iterable[Sample]) -> GpuSummary:
     return builder.summary()
 
 
-def numbers(samples: Iterable[Sample], key: str) -> list[float]:
+def readable_values(samples: Iterable[Sample], key: str) -> list[float]:
     """Return the readable values of one metric."""
     assert key in METRIC_BY_KEY
     return [value for sample in samples if not isinstance(value := sample.values[key], str)]
 
 
-def _loaded(sample: Sample) -> bool:
+def _is_loaded(sample: Sample) -> bool:
     if not isinstance(sample.clock_reasons, list) or {GPU_IDLE, SW_POWER_CAP} & set(sample.clock_reasons):
         return False
     active = sample.values["sm_active_percent"]

@@ -21,7 +21,7 @@ from meltcore.measure.documents.tuning import Tuning
 from meltcore.measure.documents.values.documents import DocumentFile
 from meltcore.measure.documents.values.formatting import format_counts, format_number, format_time
 from meltcore.measure.documents.values.score_summary import expectations
-from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst
+from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
 from meltcore.measure.report.comparisons.comparison import side_names, starts_chart, starts_line
 from meltcore.measure.report.comparisons.tuning import tuning_figure
 from meltcore.measure.report.load.load_charts import load_charts
@@ -139,7 +139,7 @@ def _overall_verdict(
 
     It is UNKNOWN where nothing was judged, or where the documents may be of several machines.
     """
-    verdict = worst([item.verdict for item in evidence], "UNKNOWN")
+    verdict = worst_verdict([item.verdict for item in evidence], "UNKNOWN")
     if verdict == "FAIL":
         return "FAIL"
     if machine_mismatches or verdict not in ("WARN", "PASS"):

@@ -22,7 +22,7 @@ from meltcore.measure.documents.certificate import (
 from meltcore.measure.documents.snapshot import GpuSnapshot
 from meltcore.measure.documents.values import formatting
 from meltcore.measure.documents.values.formatting import format_percent
-from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst
+from meltcore.measure.documents.verdicts import CheckVerdict, style_of, worst_verdict
 from meltcore.measure.report.page.charts import NUM_COLORS, WIDE, Line, Mark, cell_grid, line_chart
 from meltcore.measure.report.page.html import write_page
 from meltcore.measure.report.page.page import (
@@ -220,7 +220,7 @@ def _gpu_verdict(report: CheckReport, gpu_index: int, gpu: GpuSnapshot) -> Check
     rows: list[CheckVerdict] = [
         "PASS" if row.verdict == "WARN" and len(row.gpus) > 1 else row.verdict for row in gpu_rows
     ]
-    return worst([*rows, *findings], "UNKNOWN") if rows or findings else report.verdict
+    return worst_verdict([*rows, *findings], "UNKNOWN") if rows or findings else report.verdict
 
 
 def _bandwidth_lines(rows: Sequence[CertificateRow]) -> list[Line]:

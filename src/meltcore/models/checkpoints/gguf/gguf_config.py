@@ -94,7 +94,9 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in ra
 
 
 def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, Any]:
-    """Return the config.json of a GGUF checkpoint that can be served. has_tokenizer: --tokenizer names another one.
+    """Return the config.json of a GGUF checkpoint that can be served.
+
+    With `has_tokenizer`, --tokenizer names another one.
 
     Raises UnservableModelError with all reasons: what `read_config` refuses, formats of weights, no tokenizer.
     """
@@ -175,7 +177,8 @@ class _Keys:
     def optional(self, field: str | Rule, key: str, default: Any = None) -> Any:
         """Return the value of a key, or `default` if it is absent. An array must repeat one value per layer.
 
-        field: of config.json, whose rule checks the value; or a rule where the field is computed from it.
+        `field` is a field of config.json, whose rule checks the value. It is a rule where the field is computed from
+        the value.
         """
         value = self.raw(key)
         if isinstance(value, GGUFArray):
@@ -198,7 +201,7 @@ class _Keys:
         return value
 
     def raw(self, key: str) -> Any:
-        """Return a value unchecked, None if it is absent."""
+        """Return a value unchecked, or None if it is absent."""
         return self.model.metadata.get(self._prefix + key)
 
     def require_neutral(self, key: str, values: tuple[Any, ...]) -> None:
@@ -212,7 +215,7 @@ class _Keys:
         return self.error(key, f"is {describe_value(self.raw(key))}, which is not computed here")
 
     def error(self, key: str, reason: str) -> ConfigError:
-        """Return the error for a key. reason: text after its name."""
+        """Return the error for a key. `reason` follows the key's name in its text."""
         return ConfigError(f"{self.model.path}: {self._prefix}{key} {reason}")
 
 
@@ -260,7 +263,7 @@ def _read_tensors(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return rope_scaling, None for unscaled frequencies."""
+    """Return rope_scaling, or None for unscaled frequencies."""
     rope_type = keys.raw("rope.scaling.type")
     factor_key = "rope.scaling.factor" if keys.raw("rope.scaling.factor") is not None else "rope.scale_linear"
     factor = keys.optional("factor", factor_key) if keys.raw(factor_key) != 0.0 else None

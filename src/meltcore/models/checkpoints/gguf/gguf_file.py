@@ -80,7 +80,7 @@ class GGUFTensor(NamedTuple):
 class GGUFFile:
     """The header of one GGUF file. `metadata` has numbers, texts and undecoded arrays by key, `tensors` by name.
 
-    unknown_types: the type numbers of further tensors by name, which have no known size of blocks.
+    `unknown_types` are the type numbers of further tensors by name, whose blocks have no known size.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,14 +146,17 @@ class GGUFFile:
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
         """Return the bytes of a tensor as stored: a memory-mapped view [rows, bytes of a row] uint8.
 
-        rows: the product of all dimensions but the last.
+        The rows are the product of all dimensions but the last.
         """
         tensor = self.tensors[name]
         flat = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
         return flat.reshape(-1, tensor.row_bytes)
 
     def _place_tensors(self, header_bytes: int) -> None:
-        """Make offsets those in the file. Raises ConfigError for tensors beyond its end, unaligned or overlapping."""
+        """Count offsets from the file's beginning.
+
+        Raises ConfigError for tensors beyond its end, unaligned or overlapping.
+        """
         alignment = self.metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise ConfigError(
@@ -181,7 +184,10 @@ class GGUFModel:
     """The files of a GGUF checkpoint: one, or the parts of a split one. The first part has the metadata."""
 
     def __init__(self, path: Path) -> None:
-        """Read and check all headers. path: the file, or any part. Raises ConfigError for a missing or wrong part."""
+        """Read and check all headers. `path` is the file, or any of its parts.
+
+        Raises ConfigError for a missing or wrong part.
+        """
         self.files = [GGUFFile(part) for part in split_paths(path)]
         self.path = self.files[0].path
         self.metadata, self.texts, self.numbers = self.files[0].metadata, self.files[0].texts, self.files[0].numbers
@@ -241,7 +247,7 @@ class _HeaderParser:
         return count
 
     def text(self, what: str) -> str:
-        """Read a text. what: names it in errors."""
+        """Read a text, which errors call `what`."""
         length = self._unpack(_UINT64, f"the length of {what}")
         start = self._skip(length, what)
         try:

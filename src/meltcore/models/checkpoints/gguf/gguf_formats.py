@@ -38,9 +38,9 @@ QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
 def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
-    """Return why a file's formats cannot be served, with the numbers of tensors. None means that all can be served.
+    """Return why a file's formats cannot be served, with the numbers of tensors, or None if all can be served.
 
-    is_configured: the file's architecture and metadata can be served, so it is worth writing in another format.
+    If `is_configured`, the file's architecture and metadata can be served, so it is worth writing in another format.
     """
     found = {
         name: tensor.type.name
@@ -62,12 +62,12 @@ def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
 
 
 def count_formats(labels: Iterable[str]) -> str:
-    """Return the number of tensors in each format, the most frequent first. labels: the format of each tensor."""
+    """Return the number of tensors in each format, the most frequent first. `labels` has the format of each tensor."""
     counts = Counter(labels).most_common()
     return ", ".join(f"{count} tensor{'s' if count > 1 else ''} as {label}" for label, count in counts)
 
 
-def held_types(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
+def held_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
     """Return the format in which a device holds each tensor of a file. None means values in the model's type.
 
     Routers are held as values. One kernel computes all experts of a layer, so if one of them is held as values, all
@@ -81,12 +81,12 @@ def held_types(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
         return GgmlType(tensor.type).held.type
 
     return {
-        name: None if any(held(each) is None for each in experts_together(tensors, name)) else held(name)
+        name: None if any(held(each) is None for each in expert_group(tensors, name)) else held(name)
         for name in tensors
     }
 
 
-def experts_together(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
+def expert_group(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
     """Return the tensors of all experts of a layer if `name` is one of them, else none."""
     prefix, _, kind = name.rpartition(".")
     layer, _, part = prefix.rpartition(".")
@@ -95,7 +95,10 @@ def experts_together(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
 
 
 def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> int:
-    """Return the bytes that a device takes for a tensor held as `held`. element_size: bytes of the model's type."""
+    """Return the bytes that a device takes for a tensor held as `held`.
+
+    Values of the model's type take `element_size`.
+    """
     *rows, columns = tensor.shape
     return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
 
@@ -106,7 +109,10 @@ def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
 
 
 class FormatUse(NamedTuple):
-    """The tensors of a file in one quantized format, and what a device makes of them. loss: empty if none."""
+    """The tensors of a file in one quantized format, and the format in which a device holds them.
+
+    `loss` says how far that rounds values, or is empty.
+    """
 
     stored: GgmlType
     held: GgmlType | None
@@ -125,7 +131,7 @@ class FormatUse(NamedTuple):
 def restored_formats(tensors: Mapping[str, GGUFTensor], element_size: int) -> list[FormatUse]:
     """Return the formats among `tensors` that a device holds as another one, in the order of the file."""
     uses: dict[tuple[GgmlType, GgmlType | None], FormatUse] = {}
-    for name, held in held_types(tensors).items():
+    for name, held in held_formats(tensors).items():
         tensor = tensors[name]
         if tensor.type not in QUANTIZED_TYPES or held == (stored := GgmlType(tensor.type)):
             continue

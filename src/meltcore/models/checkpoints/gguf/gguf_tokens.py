@@ -26,17 +26,17 @@ def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
     """Return bos_token_id and eos_token_id: the stated end tokens, and control tokens that end a turn by their text."""
     ids = {name: special_id(model, name, len(tokens)) for name in _STATED_KEYS}
     types, _ = token_types(model, tokens)
-    by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
-    end_ids = [*(ids[name] for name in _STATED_KEYS[1:] if ids[name] is not None), *by_text]
+    ids_by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
+    end_ids = [*(ids[name] for name in _STATED_KEYS[1:] if ids[name] is not None), *ids_by_text]
     return {"bos_token_id": ids["bos"], "eos_token_id": list(dict.fromkeys(end_ids))}
 
 
 def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """Return the type of each token (gguf.TokenType), and tokens that the file has another type for.
+    """Return the type of each token (gguf.TokenType), and the tokens whose type in the file is another.
 
     A file without types has normal tokens only. Tokens of turns, and stated end tokens in brackets, are control tokens:
-    as normal ones they would be read letter by letter, and no turn would end. So would tokens around reasoning, which
-    are no control tokens.
+    as normal tokens they would be read letter by letter, and no turn would end. Tokens around reasoning would be read
+    so too, but are no control tokens.
     """
     key = "tokenizer.ggml.token_type"
     if key in model.metadata:
@@ -64,7 +64,7 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
 
 
 def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
-    """Return the id of a special token, None where the file states none. Raises ConfigError for another value.
+    """Return the id of a special token, or None where the file states none. Raises ConfigError for another value.
 
     An id beyond the vocabulary is the default of llama.cpp for SentencePiece, and none for byte-level BPE.
     """
@@ -87,7 +87,7 @@ def read_flag(model: GGUFModel, name: str, *, default: bool) -> bool:
     return value
 
 
-def ids_beyond(model: GGUFModel, num_tokens: int) -> list[str]:
+def missing_id_lines(model: GGUFModel, num_tokens: int) -> list[str]:
     """Return the special tokens whose ids the vocabulary lacks, each with what is taken instead."""
     found = ((name, model.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in _SPECIAL_KEYS)
     beyond = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}

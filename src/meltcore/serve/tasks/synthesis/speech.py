@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.forms import file_name_error, is_multipart, read_multipart
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, Operation
 from meltcore.serve.requests.protocol import convert_fields, decode_request
@@ -83,7 +83,7 @@ async def read_request(body: bytes, content_type: str | None, query: Mapping[str
             if name in fields:
                 raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
             if isinstance(value, str) and name in _REFERENCE_FILES:
-                raise no_file_name(name)
+                raise file_name_error(name)
             if isinstance(value, str):
                 fields[name] = value
             elif name in _REFERENCE_FILES:

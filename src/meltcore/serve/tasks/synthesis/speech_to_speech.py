@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.forms import file_name_error, is_multipart, read_multipart
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields
@@ -127,7 +127,7 @@ async def _read_form(
     data = None
     for name, value in await read_multipart(body, content_type):
         if isinstance(value, str) and name == "file":
-            raise no_file_name(name)
+            raise file_name_error(name)
         if isinstance(value, str):
             texts[name] = value
         elif name == "file":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import MAX_BATCH, is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.forms import MAX_BATCH, file_name_error, is_multipart, read_multipart
 from meltcore.serve.http.http import finish_batch, while_connected
 from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
@@ -34,7 +34,7 @@ class TranscribeBatchEndpoint(Endpoint):
         fields, files = exchange.query, list[bytes]()
         for name, value in await read_multipart(body, content_type, MAX_BATCH):
             if isinstance(value, str) and name in _FILES:
-                raise no_file_name(name)
+                raise file_name_error(name)
             if isinstance(value, str):
                 fields[name] = value
             elif name in _FILES:

@@ -15,7 +15,7 @@ from meltcore.serve.requests.admission import AUDIO_S
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.tasks.audio_backend import AudioBackend
 from meltcore.serve.tasks.transcription.forms import SpeechRequest
-from meltcore.text.transcripts import SpokenWord, Transcription, model_language, words_from
+from meltcore.text.transcripts import SpokenWord, Transcription, model_language, place_words
 
 MAX_AUDIO_S = 4 * 3600.0
 # Clips of one file in the engine. More wait in the audio worker, so a file of hours takes little memory.
@@ -156,7 +156,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         transcript = await clip
         if transcript.finish_reason != "stop":
             raise RequestError(transcript.error or "the engine ended the request", status=500)
-        words = words_from(start_s, transcript.words)
+        words = place_words(start_s, transcript.words)
         on_words(words)
         return words
 

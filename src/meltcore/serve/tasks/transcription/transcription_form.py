@@ -11,10 +11,10 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.common.options import read_number
-from meltcore.serve.http.forms import is_multipart, no_file_name, read_multipart
+from meltcore.serve.http.forms import file_name_error, is_multipart, read_multipart
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.transcription.forms import ResponseFormat, SpeechRequest
-from meltcore.text.transcripts import SpokenWord, Transcription, text_of
+from meltcore.text.transcripts import SpokenWord, Transcription, join_words
 
 _DECODERS = ("rnnt", "ctc")
 _GRANULARITIES = ("word", "segment")
@@ -45,7 +45,7 @@ async def read_form(body: bytes, content_type: str | None, query: Mapping[str, s
         if name not in _FIELDS:
             raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
         if isinstance(value, str) and name == "file":
-            raise no_file_name(name)
+            raise file_name_error(name)
         if isinstance(value, bytes):
             if name != "file":
                 raise RequestError(f"{name} must be text, not a file", param=name)
@@ -134,7 +134,7 @@ def _verbose(result: Transcription, granularities: frozenset[str]) -> dict[str, 
 
 
 def _segment(index: int, words: Sequence[SpokenWord]) -> dict[str, Any]:
-    text = text_of(words)
+    text = join_words(words)
     content, tokens = text.encode(), [token for word in words for token in word.token_ids]
     return {
         "id": index,

@@ -9,7 +9,7 @@ from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.transcription.forms import SpeechBackend, SpeechRequest, transcriber
 from meltcore.serve.tasks.transcription.transcription_form import read_form, render
-from meltcore.text.transcripts import SpokenWord, Transcription, text_of
+from meltcore.text.transcripts import SpokenWord, Transcription, join_words
 
 # dwani.ai's clients write the path with a slash at its end, and its own servers one without /v1.
 DWANI_PATHS = ("/v1/transcribe", "/v1/transcribe/", "/transcribe", "/transcribe/")
@@ -54,7 +54,7 @@ async def _stream(exchange: Exchange, backend: SpeechBackend, request: SpeechReq
         separator = ""
         while (words := await parts.get()) is not None:
             if words:
-                await exchange.event({"type": "transcript.text.delta", "delta": separator + text_of(words)})
+                await exchange.event({"type": "transcript.text.delta", "delta": separator + join_words(words)})
                 separator = " "
         result = await work
     finally:

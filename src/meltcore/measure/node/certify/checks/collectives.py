@@ -78,8 +78,8 @@ class CollectivesCheck(MeasuredCheck):
             return None
         speeds = [link_gbps(context, first, second) for first, second in pairwise(gpus)]
         known_speeds = [speed for speed in speeds if speed is not None]
-        slowest = min(known_speeds) if len(known_speeds) == len(speeds) else None
-        return expectations.collective(slowest, str(request.settings["op"]), len(gpus))
+        slowest_gbps = min(known_speeds) if len(known_speeds) == len(speeds) else None
+        return expectations.collective_expectation(slowest_gbps, str(request.settings["op"]), len(gpus))
 
     def adjust(self, _context: CertifyContext, results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
         """Fail collectives with wrong elements."""
@@ -108,10 +108,10 @@ class RankGroup:
         self._folder = tempfile.TemporaryDirectory(prefix="meltcore-ranks-")
         store = str(Path(self._folder.name) / "store")
         devices = ",".join(map(str, gpus))
-        self._ranks = [self._start(rank, devices, store) for rank in range(len(gpus))]
+        self._ranks = [self._start_rank(rank, devices, store) for rank in range(len(gpus))]
 
-    def _start(self, rank: int, devices: str, store: str) -> "subprocess.Popen[bytes]":
-        with self._log(rank).open("wb") as log:
+    def _start_rank(self, rank: int, devices: str, store: str) -> "subprocess.Popen[bytes]":
+        with self._log_path(rank).open("wb") as log:
             return start(
                 [sys.executable, "-m", "meltcore.measure.node.certify.checks.collectives", str(rank), devices, store],
                 stdin=subprocess.PIPE,
@@ -120,7 +120,7 @@ class RankGroup:
                 new_session=False,
             )
 
-    def _log(self, rank: int) -> Path:
+    def _log_path(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
     def measure(self, request: ProbeRequest) -> ProbeResult:
@@ -133,7 +133,7 @@ class RankGroup:
         while line := stdout.readline():
             if line.startswith(b'{"key"'):
                 return decode_result(line)
-        raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log(0))) or 'no message'}")
+        raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log_path(0))) or 'no message'}")
 
     def close(self) -> None:
         """Let the ranks end, and kill the others after that. It can be called twice."""
@@ -189,9 +189,9 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
     import torch
     import torch.distributed as dist
 
-    from meltcore.measure.node.certify.gpu_timing import MAX_LAUNCHES, rates
+    from meltcore.measure.node.certify.gpu_timing import MAX_LAUNCHES, measure_rates
 
-    def slowest(seconds: float) -> float:
+    def slowest_rank_s(seconds: float) -> float:
         value = torch.tensor(seconds, device=f"cuda:{device}", dtype=torch.float64)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value)
@@ -201,13 +201,13 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
     launch, num_wrong = _collective(op, count, rank, device, world)
     factor = 2 * (world - 1) / world if op == "all_reduce" else (world - 1) / world
     graphed = size <= _GRAPHED_BYTES
-    samples = rates(
+    samples = measure_rates(
         (device,),
         lambda _device: launch(),
         factor * count * _ITEM_BYTES / 1e9,
         float(request.settings["seconds"]),
         graph=graphed,
-        agree=slowest,
+        agree=slowest_rank_s,
         max_launches=_MAX_PER_GRAPH if graphed else MAX_LAUNCHES,
     )[0]
     return ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"wrong": num_wrong})

@@ -66,7 +66,10 @@ def _gpu_model(context: CertifyContext, gpu_index: int) -> GpuModel:
 
 
 def _usual_digests(context: CertifyContext, results: Sequence[ProbeResult]) -> dict[GpuModel, set[object]]:
-    """Return the result of most GPUs per model. A tie leaves the set empty: neither result is certain."""
+    """Return per GPU model the result that most GPUs have.
+
+    A tie leaves the set empty, since neither result is certain.
+    """
     counts_by_model: dict[GpuModel, Counter[object]] = {}
     for result in results:
         if "digest" in result.details:

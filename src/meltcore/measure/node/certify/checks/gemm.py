@@ -64,7 +64,7 @@ class GemmCheck(MeasuredCheck):
         """Return the expected TFLOP/s: from the GPU's data sheet, else from its SMs and maximum clock."""
         settings = request.settings
         shape = "square" if settings["m"] == settings["n"] == settings["k"] else "model"
-        return expectations.gemm(context.snapshot.gpus[gpus[0]], str(settings["dtype"]), shape)
+        return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], str(settings["dtype"]), shape)
 
 
 def has_fp8(context: CertifyContext) -> bool:

@@ -50,11 +50,11 @@ class HostCheck(MeasuredCheck):
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
         """Return the expectation from PCIe generation and width."""
-        return expectations.host(context.snapshot.gpus[gpus[0]])
+        return expectations.host_expectation(context.snapshot.gpus[gpus[0]])
 
 
 def local_cpus(context: CertifyContext, gpu: int) -> str:
-    """Return the CPUs of the GPU's own socket as the kernel lists them; empty where it does not.
+    """Return the CPUs of the GPU's own socket as the kernel lists them, or "" where it does not.
 
     Copies from another socket's memory also cross the link between sockets, which is not part of the GPU.
     """
@@ -63,7 +63,7 @@ def local_cpus(context: CertifyContext, gpu: int) -> str:
 
 
 @cache
-def _pinned(size: int, _cpus: str) -> "torch.Tensor":
+def _pinned_buffer(size: int, _cpus: str) -> "torch.Tensor":
     """Return a pinned buffer on the socket of `_cpus`, made once per socket: pinning takes longer than measuring."""
     import torch
 
@@ -80,14 +80,14 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Measure GB/s of one GPU. Settings: direction (host-to-device, device-to-host), bytes, seconds, cpus."""
     import torch
 
-    from meltcore.measure.node.certify.gpu_timing import rates
+    from meltcore.measure.node.certify.gpu_timing import measure_rates
 
     settings = request.settings
     (device,) = request.gpus
     size, cpus = int(settings["bytes"]), str(settings["cpus"])
     # Pages come from the memory of the CPU that allocates them; CPUs that this job may not use are left out.
     os.sched_setaffinity(0, parse_cpus(cpus) & _ALLOWED_CPUS or _ALLOWED_CPUS)
-    on_host = _pinned(size, cpus)
+    on_host = _pinned_buffer(size, cpus)
     on_device = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
     to_device = settings["direction"] == "host-to-device"
     target, source = (on_device, on_host) if to_device else (on_host, on_device)
@@ -95,5 +95,5 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     def launch(_device: int) -> None:
         target.copy_(source, non_blocking=True)
 
-    rates_per_gpu = rates(request.gpus, launch, size / 1e9, float(settings["seconds"]), warmup_s=_WARMUP_S)
+    rates_per_gpu = measure_rates(request.gpus, launch, size / 1e9, float(settings["seconds"]), warmup_s=_WARMUP_S)
     yield ProbeResult(key=request.key, gpus=request.gpus, samples=rates_per_gpu[0])

@@ -18,7 +18,7 @@ from meltcore.measure.documents.schema import RunResult
 from meltcore.measure.node.certify.check import HardwareCheck
 from meltcore.measure.node.certify.conditions import ConditionsWatch
 from meltcore.measure.node.certify.context import CertifyContext
-from meltcore.measure.node.certify.judge import Judgement, findings_of, warn_throttled
+from meltcore.measure.node.certify.judge import Judgement, make_findings, warn_throttled
 from meltcore.measure.node.node import last_line
 
 _ENGINE = ("torch", "tokenizers", "starlette", "zmq")
@@ -53,16 +53,16 @@ class InferenceCheck(HardwareCheck):
         conditions, findings, throttled = watch.close()
         results = [_result(context, gpu_index) for gpu_index in context.gpu_indices]
         judged = [
-            _judged(context, gpu_index, completed[gpu_index], results[gpu_index], gpu_index in busy)
+            _judge_demo(context, gpu_index, completed[gpu_index], results[gpu_index], gpu_index in busy)
             for gpu_index in context.gpu_indices
         ]
         warn_throttled(judged, throttled)
         rows = [judged_row.row for judged_row in judged]
-        rows += [row for gpu_index, result in enumerate(results) for row in _speeds(context, gpu_index, result)]
-        return self.report(rows, [*findings_of(self.name, judged), *findings], conditions)
+        rows += [row for gpu_index, result in enumerate(results) for row in _speed_rows(context, gpu_index, result)]
+        return self.report(rows, [*make_findings(self.name, judged), *findings], conditions)
 
 
-def _folder(context: CertifyContext, gpu_index: int) -> Path:
+def _demo_folder(context: CertifyContext, gpu_index: int) -> Path:
     return context.folder / f"inference-{gpu_index}"
 
 
@@ -70,12 +70,12 @@ def _run_demo(context: CertifyContext, gpu_index: int) -> CompletedRun:
     levels = _LEVELS.get(context.tier, _LEVELS_OF_LARGER)
     command = [sys.executable, "-m", "meltcore.cli.main", "demo", "--levels", levels]
     environment = {**context.environment(), "CUDA_VISIBLE_DEVICES": context.gpus[gpu_index].info.uuid}
-    return context.node.run([*command, "--out", str(_folder(context, gpu_index))], b"", environment, _LIMIT_S)
+    return context.node.run([*command, "--out", str(_demo_folder(context, gpu_index))], b"", environment, _LIMIT_S)
 
 
 def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
-    """Return the result of the only run in the folder; None where it wrote none."""
-    folder = _folder(context, gpu_index)
+    """Return the result of the only run in the folder, or None where it wrote none."""
+    folder = _demo_folder(context, gpu_index)
     runs = sorted(folder.glob("*-demo")) if folder.is_dir() else []
     try:
         return read_result(runs[-1]) if runs else None
@@ -83,7 +83,7 @@ def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
         return None  # a run that was interrupted has no result, and its verdict says so
 
 
-def _judged(
+def _judge_demo(
     context: CertifyContext, gpu_index: int, completed: CompletedRun, result: RunResult | None, busy: bool
 ) -> Judgement:
     row = CertificateRow(
@@ -111,7 +111,7 @@ def _judged(
     return judged
 
 
-def _speeds(context: CertifyContext, gpu_index: int, result: RunResult | None) -> Sequence[CertificateRow]:
+def _speed_rows(context: CertifyContext, gpu_index: int, result: RunResult | None) -> Sequence[CertificateRow]:
     """Return recorded speeds, which are not judged: all GPUs use the host's cores together."""
     return [
         CertificateRow(

@@ -35,14 +35,14 @@ class MemoryCheck(MeasuredCheck):
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
         """Return the expectation from bus width and memory clock."""
-        return expectations.memory(context.snapshot.gpus[gpus[0]], str(request.settings["op"]))
+        return expectations.memory_expectation(context.snapshot.gpus[gpus[0]], str(request.settings["op"]))
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Measure GB/s; every byte read and written counts. Settings: op (copy, read, write), bytes, seconds."""
     import torch
 
-    from meltcore.measure.node.certify.gpu_timing import rates
+    from meltcore.measure.node.certify.gpu_timing import measure_rates
 
     settings = request.settings
     operation, size = str(settings["op"]), int(settings["bytes"])
@@ -59,6 +59,6 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
             sources[device].fill_(1.0)
 
     work = (2 if operation == "copy" else 1) * size / 1e9
-    rates_per_gpu = rates(request.gpus, launch, work, float(settings["seconds"]))
+    rates_per_gpu = measure_rates(request.gpus, launch, work, float(settings["seconds"]))
     for device, samples in zip(request.gpus, rates_per_gpu, strict=True):
         yield ProbeResult(key=request.key, gpus=(device,), samples=samples)

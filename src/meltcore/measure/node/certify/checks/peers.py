@@ -47,11 +47,13 @@ class PeersCheck(MeasuredCheck):
         """Return the expectation from the number and speed of NVLinks."""
         first, second = gpus
         links = links_between(context.snapshot.gpus, first, second)
-        return expectations.peer(link_gbps(context, first, second), len(links), int(request.settings["directions"]))
+        return expectations.peer_expectation(
+            link_gbps(context, first, second), len(links), int(request.settings["directions"])
+        )
 
 
 def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
-    """Return GB/s of all links from one GPU to another in one direction; None without links or speeds."""
+    """Return GB/s of all links from one GPU to another in one direction, or None without links or speeds."""
     speeds = [link.speed_gbps for link in links_between(context.snapshot.gpus, first, second)]
     known_speeds = [speed for speed in speeds if speed is not None]
     return sum(known_speeds) if known_speeds and len(known_speeds) == len(speeds) else None
@@ -61,7 +63,7 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     """Measure GB/s of a pair (from, to); both directions give the sum. Settings: directions (1, 2), bytes, seconds."""
     import torch
 
-    from meltcore.measure.node.certify.gpu_timing import rates
+    from meltcore.measure.node.certify.gpu_timing import measure_rates
 
     settings = request.settings
     first, second = request.gpus
@@ -72,9 +74,9 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
         def launch(_device: int) -> None:
             forward.enqueue()
 
-        samples = rates((first,), launch, size / 1e9, seconds, group_s=_GROUP_S, warmup_s=_WARMUP_S)[0]
+        samples = measure_rates((first,), launch, size / 1e9, seconds, launch_group_s=_GROUP_S, warmup_s=_WARMUP_S)[0]
     else:
-        samples = _bidirectional(forward, backward, 2 * size / 1e9, seconds)
+        samples = _time_both_directions(forward, backward, 2 * size / 1e9, seconds)
     direct = torch.cuda.can_device_access_peer(first, second)
     yield ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"direct": int(direct)})
 
@@ -108,7 +110,7 @@ class PeerCopy:
             raise RuntimeError(f"a copy from GPU {self.first} to GPU {self.second} gave {status.name}")
 
 
-def _bidirectional(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
+def _time_both_directions(forward: PeerCopy, backward: PeerCopy, work: float, seconds: float) -> list[float]:
     """Time both directions by the host's clock: events of two devices share no clock.
 
     A group is long compared with its start and end. Each direction has a stream of its own: in the null stream a copy

@@ -39,12 +39,12 @@ def _power_limit(gpu: GpuSnapshot, watts: float) -> Fault | None:
     return "WARN", "POWER_LIMIT_LOWERED", f"its power limit is {watts:.0f} W, below the default {default:.0f} W"
 
 
-def _slowdown(_gpu: GpuSnapshot, mask: float) -> Fault | None:
+def _slowdown_fault(_gpu: GpuSnapshot, mask: float) -> Fault | None:
     reasons = [name for name in clock_reason_names(int(mask)) if name in SLOWDOWNS]
     return ("WARN", "THROTTLED", f"its clocks are held down at rest: {', '.join(reasons)}") if reasons else None
 
 
-def _recovery(_gpu: GpuSnapshot, action: float) -> Fault | None:
+def _recovery_fault(_gpu: GpuSnapshot, action: float) -> Fault | None:
     text = faults.RECOVERY_ACTIONS.get(int(action), f"action {action:.0f}")
     return ("FAIL", "RECOVERY_ACTION", f"the driver requests: {text}") if action else None
 
@@ -68,7 +68,7 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
     "row_remap_failed": lambda _gpu, failed: _fault_if(
         failed > 0, "FAIL", "ROW_REMAP_FAILED", "a memory row could not be remapped"
     ),
-    "recovery_action": _recovery,
+    "recovery_action": _recovery_fault,
     "pcie_width": _pcie_width,
     "pcie_width_max": lambda _gpu, _width: None,
     "pcie_generation_max": _pcie_generation,
@@ -76,7 +76,7 @@ _RULES: dict[str, Callable[[GpuSnapshot, float], Fault | None]] = {
     "mig_on": lambda gpu, is_on: _fault_if(
         is_on > 0 and not gpu.mig, "WARN", "MIG_ON", "MIG is on, and the whole GPU was requested"
     ),
-    "clock_reasons": _slowdown,
+    "clock_reasons": _slowdown_fault,
     "processes": lambda _gpu, count: _fault_if(
         count > 0, "INVALID", "BUSY", f"{count:.0f} program{'s'[: count != 1]} computing on it"
     ),
@@ -96,7 +96,7 @@ class StateCheck(HardwareCheck):
         several = len(context.gpus) > 1
         for gpu_index, gpu in enumerate(context.snapshot.gpus):
             subject = context.label((gpu_index,))
-            for key, verdict, code, note in [*_facts(gpu), _links(gpu, several)]:
+            for key, verdict, code, note in [*_judged_facts(gpu), _judge_links(gpu, several)]:
                 rows.append(
                     CertificateRow(
                         key=f"state/{key}",
@@ -117,7 +117,7 @@ class StateCheck(HardwareCheck):
         return self.report(rows, findings)
 
 
-def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCode | None, str]]:
+def _judged_facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCode | None, str]]:
     """Yield the judged facts of a GPU as (key, verdict, fault code, note)."""
     for key, rule in _RULES.items():
         value = gpu.number(key)
@@ -130,7 +130,7 @@ def _facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCode | No
             yield key, *(rule(gpu, value) or ("PASS", None, ""))
 
 
-def _links(gpu: GpuSnapshot, several: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
+def _judge_links(gpu: GpuSnapshot, several: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
     count = gpu.facts.get("nvlinks")
     links_down = [str(link.link) for link in gpu.links if link.state == "down"]
     unreadable = [str(link.link) for link in gpu.links if link.state == UNKNOWN]

@@ -42,7 +42,7 @@ class SustainedCheck(MeasuredCheck):
 
     def topology(self, context: CertifyContext, _request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
         """Return the expectation from the number of SMs and the maximum clock."""
-        return expectations.gemm(context.snapshot.gpus[gpus[0]], "bf16", "model")
+        return expectations.gemm_expectation(context.snapshot.gpus[gpus[0]], "bf16", "model")
 
     def adjust(self, _context: CertifyContext, _results: Sequence[ProbeResult], judged: list[Judgement]) -> None:
         """Warn where the last quarter is slower than the first."""
@@ -65,7 +65,7 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
     settings = request.settings
     shape = (int(settings["m"]), int(settings["n"]), int(settings["k"]))
     seconds, every_s = float(settings["seconds"]), float(settings["every_s"])
-    samples_per_gpu = gemm_rates(request.gpus, str(settings["dtype"]), shape, seconds, group_s=every_s)
+    samples_per_gpu = gemm_rates(request.gpus, str(settings["dtype"]), shape, seconds, launch_group_s=every_s)
     for device, samples in zip(request.gpus, samples_per_gpu, strict=True):
         yield ProbeResult(key=request.key, gpus=(device,), samples=downsample(samples, round(seconds / every_s)))
 
