@@ -47,8 +47,8 @@ def run_on_all_nodes(
 ) -> "NodesReport":
     """Run the command, which prints one JSON document, on all nodes; print and write the report, and return it.
 
-    out: parent of the run folder with nodes.json and report.html; without it neither is written. Raises ConfigError
-    where the cluster cannot be reached, and where no node has a GPU that the command needs.
+    nodes.json and report.html are written to a run folder in `out`, or nowhere without it. Raises ConfigError where the
+    cluster cannot be reached, and where no node has a GPU that the command needs.
     """
     import time
     from datetime import UTC, datetime
@@ -102,14 +102,14 @@ def run_on_all_nodes(
 
 
 def exit_status(report: "NodesReport") -> int:
-    """Return 0 where all nodes are alike, 1 where one deviates, 2 where one has failed."""
+    """Return 0 where all nodes are alike, 1 where one deviates, and 2 where one has failed."""
     from meltcore.measure.documents.verdicts import MEANINGS
 
     return MEANINGS[report.verdict].exit_code
 
 
 def certificate_status(report: "NodesReport") -> int:
-    """Return the exit status of the worst node, as Nagios defines it: UNKNOWN of a failed one, WARN of a slow one."""
+    """Return the exit status of the worst node, as Nagios defines it: UNKNOWN if one failed, WARN if one is slow."""
     from meltcore.measure.documents.certificate import Certificate
     from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 

@@ -22,7 +22,10 @@ EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
 class Command(NamedTuple):
-    """A command in the list of `meltcore --help`. `folder`: of its module; `needs_engine`: the package's extra."""
+    """A command in the list of `meltcore --help`.
+
+    Its module is in `folder`, and `needs_engine` names the package's extra.
+    """
 
     group: str
     help: str
@@ -103,7 +106,7 @@ def _fill_closed_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 done and the answer is no, 2 error, 130 interrupted.
 
-    141: the reader of its output is gone, as after `| head -1`; nothing is printed then.
+    It returns 141 where the reader of its output is gone, as after `| head -1`, and then prints nothing.
     """
     _fill_closed_streams()
     check_output()

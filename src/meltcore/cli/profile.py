@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _record_nsys(args: argparse.Namespace) -> "Path":
-    """Run the command under nsys; return the export of its report. Raises ConfigError where there is none."""
+    """Run the command under nsys; return the export of its report. Raises ConfigError without a report."""
     import time
     from pathlib import Path
 

@@ -29,9 +29,9 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "FleetPlanner | None" = None) -> int | None:
-    """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
+    """Start a server in the background where --daemon asks for it. Returns its exit status, or None without --daemon.
 
-    planner: that has planned the fleet, None for a server of one model. Raises ConfigError for options that need
+    `planner` has planned the fleet, and is None for a server of one model. Raises ConfigError for options that need
     --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c

@@ -23,7 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the selected servers; 1 when one is still draining. Raises ConfigError when the choice is not clear."""
+    """End the selected servers. Returns 1 when one is still draining.
+
+    Raises ConfigError when the choice is not clear.
+    """
     from meltcore.common.errors import ConfigError
     from meltcore.fleet.daemon import running, stop
 

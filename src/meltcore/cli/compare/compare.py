@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two sides, and return the exit code of the verdict; 0 for two single runs, which get none.
+    """Compare two sides, and return the exit code of the verdict. Two single runs get no verdict and return 0.
 
     Raises ConfigError unless exactly two sides are given, or for limits out of order.
     """

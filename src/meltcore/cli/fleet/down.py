@@ -20,7 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """End the fleet; 1 when it is still draining after the limit. Raises ConfigError when the choice is not clear."""
+    """End the fleet. Returns 1 when it is still draining after the limit.
+
+    Raises ConfigError when the choice is not clear.
+    """
     from meltcore.fleet.daemon import find_fleet, stop
 
     return stop([find_fleet(args.port)], args.timeout)

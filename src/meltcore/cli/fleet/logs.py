@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the logs. Raises ConfigError when there is none."""
+    """Print the logs. Raises ConfigError without a log."""
     from meltcore.fleet.daemon import find_fleet, running, state_dir
     from meltcore.fleet.run.logs import find_logs, log_folder, print_logs
 

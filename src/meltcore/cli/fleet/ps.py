@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line per engine; 1 when a model cannot serve.
+    """Print a line per engine. Returns 1 when a model cannot serve.
 
     Raises ConfigError when no fleet runs, and for --nvml with engines on the nodes of a cluster.
     """

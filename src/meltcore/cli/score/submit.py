@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect the submission; 1 where a rule refuses it or its score is zero."""
+    """Collect the submission. Returns 1 where a rule refuses it or its score is zero."""
     from pathlib import Path
 
     from rich.console import Console

@@ -65,8 +65,9 @@ class GenerationEngine:
     ) -> None:
         """Load the model and prepare to serve.
 
-        pages, recurrent_slots: for tests; None: as the memory plan says. ranks: the rank processes, if they are started
-        already. Raises ConfigError when the model or a setting cannot work, RankError when a rank fails.
+        Tests set `pages` and `recurrent_slots`; None leaves them to the memory plan. `ranks` are the rank processes, if
+        they are started already. Raises ConfigError when the model or a setting cannot work, RankError when a rank
+        fails.
         """
         start_s = time.monotonic()
         progress = progress or (lambda _stage, _fraction: None)

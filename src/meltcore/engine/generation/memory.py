@@ -46,7 +46,7 @@ _ASLEEP_BYTES = 64 * 2**20
 
 
 def generation_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
-    """Return the memory of an engine of a model. source: where its sizes come from."""
+    """Return the memory of an engine of a model. `source` says where its sizes come from."""
     architectures = checkpoint.config.get("architectures") or []
     known = [each for each in architectures if each in DECODER_CONFIGS]
     if not known:
@@ -125,9 +125,9 @@ def _weight_format(model: ModelSection) -> WeightFormat:
 def _gguf_weights(
     gguf: GGUFModel, config: DecoderConfig, element_size: int, ranks: int, *, on_host: bool
 ) -> tuple[int, str]:
-    """Return the bytes of a GGUF file's weights on one rank, and a note on formats held as others.
+    """Return the bytes of a GGUF file's weights on one rank, and a note on formats that are held as other formats.
 
-    on_host: whether a CPU converts them when they are loaded.
+    With `on_host` a CPU converts them when they are loaded.
     """
     from meltcore.models.checkpoints.gguf.gguf_formats import describe_on_host, restored_formats
     from meltcore.models.quantized.gguf_sizes import device_weight_bytes, host_weight_bytes

@@ -1,7 +1,7 @@
-"""Speech synthesis for the batch engine: texts in, their speech out in parts, a part per chunk of a text.
+"""Speech synthesis for the batch engine: texts go in, and the speech of each comes out in parts, one per chunk.
 
 A step of the engine is one step of one batch of chunks. A request's next chunk begins when the one before is spoken, so
-requests take turns: the first chunk is due when the request arrives, a later one when the speech before it ends. So the
+requests take turns. The first chunk is due when the request arrives, a later one when the speech before it ends. So the
 first sound of a new request comes before the fifth sentence of another.
 """
 
@@ -220,7 +220,10 @@ class SynthesisTask(SleepableTask, BatchTask[Synthesize, Synthesized]):
         )
 
     def _load_voices(self, config: EngineConfig, folder: Path | None) -> dict[str, _Speaker]:
-        """Return the checkpoint's voices. folder: None for random weights, which have the published names."""
+        """Return the checkpoint's voices.
+
+        Without `folder` weights are random, and the voices have the published names.
+        """
         if folder is None:
             rate, max_s = self._mel.sample_rate, 0.9 * self.max_reference_s
             found = {name: dummy_voice(rate, max_s, seed) for seed, name in enumerate(PUBLISHED_VOICES)}

@@ -60,8 +60,8 @@ def plan_synthesis(
 ) -> tuple[int, int, list[MemoryRow]]:
     """Return the frames of a batch, the frames of all requests that have begun, and the memory table.
 
-    max_shape: frames that the longest chunk is padded to; limits: of the two; is_exact: of an engine with a budget on a
-    GPU, whose workspace is computed instead of a fraction. Raises ConfigError when memory_bytes do
+    The longest chunk is padded to `max_shape` frames, and `limits` bound the two results. With `is_exact` the engine
+    has a budget on a GPU, and its workspace is computed instead of a fraction. Raises ConfigError when memory_bytes do
     not suffice for the longest chunk.
     """
     layer = _GUIDED * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
@@ -128,7 +128,7 @@ def _vocoder_values(config: VocosConfig, num_mels: int, n_fft: int) -> int:
 
 
 def synthesis_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
-    """Return the memory of an engine of a model. source: where its sizes come from."""
+    """Return the memory of an engine of a model. `source` says where its sizes come from."""
     vocabulary = load_vocabulary(checkpoint, is_dummy=True)
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
     element_size, device = weight_element_size(model, on_cpu, "bfloat16"), "cpu" if on_cpu else "cuda"

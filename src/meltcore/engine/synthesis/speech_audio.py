@@ -31,7 +31,7 @@ class Reference(NamedTuple):
 
 
 def prepare_reference(samples: Samples, sample_rate: int, max_s: float) -> Reference:
-    """Cut off silence at both ends, add a short one, and raise the level. samples: mono, from -1 to 1.
+    """Cut off silence at both ends, add a short silence, and raise the level. `samples` are mono, from -1 to 1.
 
     Raises RequestError for samples that are not numbers or not audio, that are silent, too short or too long.
     """

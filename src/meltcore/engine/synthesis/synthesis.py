@@ -1,8 +1,9 @@
 """Loads a synthesis checkpoint, and turns utterances into samples, batch by batch.
 
 An utterance is one pass of the model: a reference, and the text to speak after it. Utterances of similar length share a
-batch. `step` moves one batch one step of Euler's method from noise to a spectrogram; those at their last step become
-samples. The batch whose first utterance is due earliest goes first, so an urgent one waits for one step of others.
+batch. `step` moves one batch one step of Euler's method from noise to a spectrogram. Utterances at their last step
+become samples. The batch whose first utterance is due earliest goes first, so an urgent one waits for one step of other
+batches.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ Samples = npt.NDArray[np.float32]
 class Utterance(NamedTuple):
     """One pass of the model.
 
-    due: a lower one is computed earlier. reference: [reference frames, num_mels] float32 on the device; token_ids: of
-    the reference's text and the new one, at most `frames`; frames: of both; first_frame: from which on the result is
-    turned into samples; noise: [frames, num_mels] float32 on the host.
+    Args:
+        due: an utterance with a lower value is computed earlier.
+        reference: [reference frames, num_mels] float32 on the device.
+        token_ids: ids of the reference's text and the new text, at most `frames`.
+        frames: frames of the reference and the new speech.
+        first_frame: the result is turned into samples from this frame on.
+        noise: [frames, num_mels] float32 on the host.
     """
 
     key: str
@@ -55,7 +60,10 @@ class Utterance(NamedTuple):
 
 @dataclass
 class _Batch:
-    """Utterances on their way. positions: of each, the row of the model's table of steps, on device and host."""
+    """Utterances that are computed together.
+
+    `positions` has for each the row of the model's table of steps, twice: on device and host.
+    """
 
     utterances: list[Utterance]
     noisy: torch.Tensor
@@ -85,7 +93,8 @@ class SpeechSampler:
     def __init__(self, model: IndicF5, max_batch_frames: int, graph_limits: tuple[int, int] = GRAPHS) -> None:
         """Use a prepared model.
 
-        max_batch_frames: of a batch with its padding; a longer utterance is alone. graph_limits: of StepGraphs.
+        A batch has at most `max_batch_frames` with its padding; a longer utterance is alone. `graph_limits` are the
+        limits of StepGraphs.
         """
         self.model = model
         self._max_frames = max_batch_frames
@@ -221,7 +230,7 @@ def load_synthesis_model(
 ) -> IndicF5:
     """Build the model and load its weights.
 
-    vocab_size: of the checkpoint's vocabulary; dummy_seed: fill the model with random weights instead.
+    The checkpoint's vocabulary has `vocab_size` characters. With `dummy_seed` the model gets random weights instead.
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """

@@ -39,7 +39,7 @@ class StepGraphs:
     """
 
     def __init__(self, model: IndicF5, limits: tuple[int, int] = GRAPHS) -> None:
-        """limits: frames of the longest step that is a graph, and graphs that are kept."""
+        """Keep graphs. `limits` are the frames of the longest step that is a graph, and the number of graphs."""
         self._model = model
         self._max_frames, max_graphs = limits
         self._cache: GraphCache[_Graph] = GraphCache(max_graphs)

@@ -30,7 +30,7 @@ def read_voices(folder: Path, sample_rate: int) -> dict[str, Voice]:
     """Return the voices by name, the default first.
 
     voices.json has an object by name with `audio`, a path within the folder, and `text`. Without that file, audio
-    prompts/NAME.* with its words in prompts/NAME.txt is a voice; audio without words is none. Raises ConfigError that
+    prompts/NAME.* with its words in prompts/NAME.txt is a voice; audio without words is not. Raises ConfigError that
     names the unreadable file.
     """
     return {name: Voice(_read_audio(path, sample_rate), text) for name, (path, text) in _entries(folder).items()}

@@ -44,9 +44,9 @@ _SPEED_WEIGHT = 0.3
 
 
 class BatchTask(ABC, Generic[Request, Result]):
-    """What a batch engine computes. Requests begin and are aborted between steps only.
+    """Computes the requests of a batch engine. Requests begin and are aborted only between steps.
 
-    result, message: the types of a request's result and of the message with the results of a step.
+    `result` and `message` are the types of a request's result and of the message with the results of a step.
     """
 
     result: type[Any]
@@ -129,7 +129,7 @@ class BatchEngine(Generic[Request, Result]):
         max_start_s: float = MAX_START_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Serve `task`. clock: monotonic seconds."""
+        """Serve `task`. `clock` returns monotonic seconds."""
         self.task = task
         self._max_start_s = self._start_limit_s = max_start_s
         self._clock = clock

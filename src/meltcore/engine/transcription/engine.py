@@ -178,7 +178,7 @@ class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
         )
 
     def _encode(self, requests: Sequence[Transcribe], shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the encoder's output of the clips and their frame counts. shape: frames that they are padded to."""
+        """Return the encoder's output of the clips and their frame counts. Clips are padded to `shape` frames."""
         features, factor = self.model.config.features, self.model.config.encoder.subsampling_factor
         # The longest clip of `shape` encoder frames.
         size = shape * factor * features.hop - (0 if features.drops_last_frame else 1)
@@ -248,7 +248,10 @@ def transcription_engine(
 
 
 def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
-    """Join tokens to words with their times. texts: of the language's tokens; frame_s: seconds per frame."""
+    """Join tokens to words with their times.
+
+    `texts` are the texts of the language's tokens, and a frame takes `frame_s`.
+    """
     tokens = emissions.tokens
     starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
     words = (_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))

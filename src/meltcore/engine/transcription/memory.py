@@ -43,8 +43,8 @@ _HIDDEN_TENSORS, _FEED_FORWARD_TENSORS, _SCORE_TENSORS = 10, 2, 5
 class TranscriptionGraphs(NamedTuple):
     """How many CUDA graphs of the encoder and of the RNN-T are kept, and the clips that an encoder graph has at most.
 
-    More clips keep a GPU busy for longer than their launches take. subsampling: elements of a layer of the convolutions
-    that are computed together.
+    More clips keep a GPU busy for longer than their launches take. `subsampling` elements of a layer of the
+    convolutions are computed together.
     """
 
     encoder: int
@@ -78,7 +78,7 @@ def plan_transcription(
 ) -> tuple[int, list[MemoryRow]]:
     """Return the padded encoder frames that may run together, at most `limit`, and the memory table.
 
-    max_shape: frames that the longest clip is padded to. graphs: the graphs of an engine with a budget on a GPU, whose
+    The longest clip is padded to `max_shape` frames. `graphs` are the graphs of an engine with a budget on a GPU, whose
     workspace is computed; without them it is a fraction. Raises ConfigError when memory_bytes do not suffice for the
     longest clip.
     """
@@ -180,7 +180,7 @@ def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) 
 
 
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str) -> EngineNeeds:
-    """Return the memory of an engine of a model. name: of its checkpoint or its shapes, which `source` says."""
+    """Return the memory of an engine of a model. `name` is its checkpoint or its shapes, and `source` says which."""
     try:
         path = find_transcriber(name, dummy=model.load_format == "dummy" or model.shapes is not None)
     except ConfigError as error:

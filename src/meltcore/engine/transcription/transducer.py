@@ -1,7 +1,7 @@
-"""Greedy RNN-T decoding of a batch by label looping.
+"""Decodes a batch with a greedy RNN-T by label looping.
 
 The decoder state of a clip changes only with a token. So one iteration computes, for every clip, the logits of several
-frames with the same prediction, takes the first frame whose best token is not the blank, and then advances the
+frames with the same prediction. It takes the first frame whose best token is not the blank, and then advances the
 prediction network once for all clips (after Xu et al., "Label-Looping", 2024; the window of frames is ours). Clips in
 different places of their audio share every operation. On a GPU several iterations are one CUDA graph.
 """
@@ -42,7 +42,10 @@ class _Loop:
     """The tables of one batch, which iterations change in place. `load` begins a batch of the same shape."""
 
     def __init__(self, model: IndicConformer, clips: int, size: int, frames_per_token: int | None) -> None:
-        """Allocate the tables of `clips` clips of `size` encoder frames. frames_per_token: see `transducer_greedy`."""
+        """Allocate the tables of `clips` clips of `size` encoder frames.
+
+        `transducer_greedy` explains frames_per_token.
+        """
         self.model, self.size = model, size
         self._frames_per_token = frames_per_token
         self._max_symbols = 1 if frames_per_token else model.config.max_symbols
@@ -69,7 +72,7 @@ class _Loop:
         self.is_running = torch.zeros((), dtype=torch.bool, device=device)
 
     def load(self, encoded: torch.Tensor, frames: torch.Tensor, languages: torch.Tensor, start: int) -> None:
-        """Begin a batch. start: the prediction network's first input."""
+        """Begin a batch. `start` is the prediction network's first input."""
         model = self.model
         self._projected.copy_(model.joint.enc(encoded))
         self._frames.copy_(frames)
@@ -130,7 +133,7 @@ class TransducerGraphs:
     """Loops whose iterations are CUDA graphs, by the shape of the batch."""
 
     def __init__(self, model: IndicConformer, limit: int = 16, frames_per_token: int | None = None) -> None:
-        """Keep `limit` graphs, one per number of clips and frames. frames_per_token: see `transducer_greedy`."""
+        """Keep `limit` graphs, one per number of clips and frames. `transducer_greedy` explains frames_per_token."""
         self._model, self._frames_per_token = model, frames_per_token
         self._cache: GraphCache[tuple[_Loop, torch.cuda.CUDAGraph]] = GraphCache(limit)
 
@@ -164,10 +167,16 @@ def transducer_greedy(
 ) -> list[Emissions]:
     """Return each clip's emissions. A token spans the frame at which it is emitted, and has its probability there.
 
-    encoded: [clips, frames, hidden_size]; frames, languages: [clips] int64; start_token: the prediction network's first
-    input (default: the global blank); graphs: where graphs of earlier batches are, on a GPU; None launches one by one;
-    frames_per_token: emit a token in one of this number of frames, whatever the blank's logit, for random
-    weights, which have no rate of speech. Graphs have their own.
+    Args:
+        model: the model.
+        encoded: [clips, frames, hidden_size].
+        frames: [clips] int64.
+        languages: [clips] int64.
+        start_token: the prediction network's first input, by default the global blank.
+        graphs: graphs of earlier batches on a GPU. Without them every kernel is launched by itself. They have a
+            frames_per_token of their own.
+        frames_per_token: emit a token in one of this number of frames, whatever the blank's logit. It is for random
+            weights, which have no rate of speech.
     """
     start = model.config.vocab_size if start_token is None else start_token
     if graphs is None:

@@ -1,7 +1,7 @@
 """Beam search and greedy decoding of an encoder-decoder, for many sources that begin and end at different steps.
 
 Each source has a slot of the tables on the device (`beam_state.py`). On a GPU a step is the replay of one CUDA graph
-for the number of running sources, padded, and it is launched before the host reads which sources the step before ended.
+for the number of running sources, padded. It is launched before the host reads which sources the last step ended.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Translation(NamedTuple):
 
 @dataclass(eq=False)
 class _Sentence:
-    """A source that runs. is_running: False once it has been taken or cancelled."""
+    """A source that runs. `is_running` is False once it has been taken or cancelled."""
 
     key: Hashable
     slot: int
@@ -50,7 +50,7 @@ class _Sentence:
 
 
 class _Step(NamedTuple):
-    """A step that was launched. ended: host memory, [sentences] bool, valid once the event has passed."""
+    """A step that was launched. `ended` is host memory, [sentences] bool, valid once the event has passed."""
 
     sentences: list[_Sentence]
     ended: torch.Tensor
@@ -73,9 +73,9 @@ class BeamSearch:
     ) -> None:
         """Allocate the state of `slots` sources of at most `max_source` tokens.
 
-        overlap: read the results of a step while the next one runs; graphs: replay CUDA graphs, each captured at its
-        first use or by `capture`. Both default to whether the device is a GPU. encoder_tokens: tokens, with padding,
-        that are encoded together at most, or one source.
+        With `overlap` the results of a step are read while the next one runs. With `graphs` CUDA graphs are replayed,
+        each captured at its first use or by `capture`. Both default to whether the device is a GPU. At most
+        `encoder_tokens` tokens, with padding, are encoded together, or one source.
 
         Raises ConfigError for more tokens than the model has positions.
         """
@@ -140,9 +140,9 @@ class BeamSearch:
 
     @torch.inference_mode()
     def add(self, keys: Sequence[Hashable], sources: Sequence[Sequence[int]]) -> None:
-        """Encode sources and begin to decode them. keys: one per source, which its translation will have.
+        """Encode sources and begin to decode them. Each has a key in `keys`, which its translation will have.
 
-        Raises RequestError for an empty or too long source; then none is added.
+        Raises RequestError for an empty or too long source; then no source is added.
         """
         assert len(keys) == len(sources) <= self.num_free
         for source in sources:
@@ -195,7 +195,7 @@ class BeamSearch:
         return self._take(before)
 
     def _launch(self) -> _Step | None:
-        """Launch a step of all sentences that are not known to be complete. Returns None where there is none."""
+        """Launch a step of all sentences that are not known to be complete. Returns None if all are."""
         while self._limits and self._limits[0] <= self._num_steps:
             self._limits.popleft()
             self._rows = None

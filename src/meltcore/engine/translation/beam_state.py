@@ -1,8 +1,8 @@
-"""The tables of a beam search on the device, and one step of it: a token for every beam of the given slots.
+"""Holds the tables of a beam search on the device, and computes one step: a token for every beam of the given slots.
 
 Scores, stopping and length penalty equal those of `generate` in transformers. A step reads nothing from the host but
 the slots, so that it can be captured as a CUDA graph. What a step computes for a sentence that is done goes to a spare
-slot: its result stays as it is until the host has read it, though the step after may run already.
+slot. So its result stays as it is until the host has read it, though the next step may run already.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _SYNTHETIC_EXTRA, _SYNTHETIC_LEAST = 5, 8
 class BeamOptions:
     """Holds the settings of a search, as transformers names them. One beam is greedy decoding.
 
-    length_penalty: a finished score is divided by the length to this power, so that more prefers longer ones.
-    early_stopping: True ends with as many finished beams as `num_beams`; False when no running beam can become better
-    at its length; "never" when none can at the best length. has_synthetic_lengths: a translation has 5 tokens more than
-    its source, at least 8, and `max_new_tokens` at most: for random weights, which do not end by themselves.
+    Args:
+        length_penalty: a finished score is divided by the length to this power. Larger values prefer longer
+            translations.
+        early_stopping: True ends with as many finished beams as `num_beams`. False ends when no running beam can become
+            better at its length, "never" when none can at the best length.
+        has_synthetic_lengths: a translation has 5 tokens more than its source, at least 8, and `max_new_tokens` at
+            most. It is for random weights, which do not end by themselves.
     """
 
     num_beams: int = NUM_BEAMS
@@ -66,7 +69,7 @@ class BeamState:
     """Tables of `slots` sentences and a spare one, the last."""
 
     def __init__(self, model: IndicTrans2, options: BeamOptions, *, slots: int, max_source: int) -> None:
-        """Allocate the tables. max_source: tokens of the longest source."""
+        """Allocate the tables. The longest source has `max_source` tokens."""
         self.model, self.options, self.spare = model, options, slots
         self.device = model.device
         config, slots = model.config, slots + 1
@@ -124,8 +127,8 @@ class BeamState:
     def step(self, slots: torch.Tensor, num_positions: int, max_source: int) -> torch.Tensor:
         """Compute the next token of every beam of these slots. Returns which sentences are done: [rows] bool.
 
-        slots: [rows] int64, each once but for the spare one; num_positions, max_source: upper bounds of the tokens that
-        the targets with the new one, and the sources have.
+        slots: [rows] int64, each once but for the spare slot. Targets with the new token have at most `num_positions`
+        tokens, and sources at most `max_source`.
         """
         positions, was_done = self._positions[slots], self._is_done[slots]
         step = DecodeStep(
@@ -199,10 +202,15 @@ class BeamState:
         tokens: torch.Tensor,
         is_last: torch.Tensor,
     ) -> torch.Tensor:
-        """Choose the best extensions of all beams, and finish those that end. Returns which rows end: [rows] bool.
+        """Choose the best extensions of all beams, and finish beams that end. Returns which rows end: [rows] bool.
 
-        slots, targets: where the state is read and written; lengths: of the sequences with the new tokens, [rows];
-        log_probs, tokens: the best ones of each beam, [rows, beams, candidates]; is_last: rows that end here, [rows].
+        Args:
+            slots: slots from which the state is read.
+            targets: slots to which it is written.
+            lengths: [rows], lengths of the sequences with the new tokens.
+            log_probs: [rows, beams, candidates], the best of each beam.
+            tokens: [rows, beams, candidates], the tokens of the best.
+            is_last: [rows], rows that end here.
         """
         beams, count = self.options.num_beams, log_probs.shape[-1]
         totals = log_probs + self._scores[slots][..., None]

@@ -52,8 +52,8 @@ def plan_slots(
 ) -> int:
     """Return the number of slots that memory_bytes hold beside the weights and the spare slot, at most `limit`.
 
-    workspace: returns the bytes that a number of slots needs, for an engine with a budget on a GPU. Others reserve a
-    fraction. Raises ConfigError when there is not memory for one slot.
+    For an engine with a budget on a GPU, `workspace` returns the bytes that a number of slots needs. Other engines
+    reserve a fraction. Raises ConfigError when there is not memory for one slot.
     """
     if workspace is None:
         slots = min(limit, (int(memory_bytes * (1 - _RESERVE)) - weight_bytes) // slot_bytes - 1)
@@ -89,7 +89,7 @@ def translation_weight_bytes(config: IndicTrans2Config, element_size: int) -> in
 
 
 def translation_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
-    """Return the memory of an engine of a model. source: where its sizes come from."""
+    """Return the memory of an engine of a model. `source` says where its sizes come from."""
     config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu, "float16")
     weight_bytes = translation_weight_bytes(config, element_size)
     source_tokens, tokens = config.sentence_limits(model.max_model_len)

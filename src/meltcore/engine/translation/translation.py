@@ -22,7 +22,7 @@ def load_translation_model(
     dummy_seed: int | None = None,
     progress: Progress = lambda _stage, _part: None,
 ) -> IndicTrans2:
-    """Build the model and load its weights. dummy_seed: fill it with random weights instead.
+    """Build the model and load its weights. With `dummy_seed` it gets random weights instead.
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
@@ -44,7 +44,7 @@ def translate_all(
 ) -> list[list[int]]:
     """Return the best output of each source. Long sources begin first, and short ones fill the slots that they leave.
 
-    slots: sources that are decoded together at most.
+    At most `slots` sources are decoded together.
     """
     if not sources:
         return []

@@ -70,7 +70,10 @@ _NOT, _QUESTION, _THAT, _BECAUSE, _AND, _BUT, _AT = "ના", "શુ", "એવ"
 
 
 class Phrase(NamedTuple):
-    """A sentence and its translation. source, target: as texts; the words: as a model reads and writes them."""
+    """A sentence and its translation.
+
+    `source` and `target` are texts; the words are as a model reads and writes them.
+    """
 
     source: str
     target: str
@@ -189,7 +192,10 @@ def _clause(
 
 
 def _combination(rng: random.Random, split: Split, *, held_out: bool) -> tuple[str, _Noun, _Noun | None]:
-    """Draw verb, subject and object. held_out: no training text has them; the split "train" never has such."""
+    """Draw verb, subject and object.
+
+    With `held_out` no training text has them; the split "train" never draws such ones.
+    """
     while True:
         kinds = (_TRANSITIVE, _DITRANSITIVE, _INTRANSITIVE)
         verb = rng.choice(list(rng.choices(kinds, (0.6, 0.25, 0.15))[0]))

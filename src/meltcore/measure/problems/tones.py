@@ -47,11 +47,16 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class ToneClip:
-    """The sounds of a clip. A slot is a key, a character or a pause, and lasts from its start to the next one's.
+    """The sounds of a clip. A slot is a key, a character or a pause, and lasts from its start to the next slot's start.
 
-    starts_s: [slots + 1] in seconds; low_hz, high_hz, amplitudes: [slots]; spoken: [tokens], the slots that are no
-    pause; tokens: a character or WORD_START for each; noise: standard deviation; all amplitudes are of samples from -1
-    to 1.
+    Args:
+        starts_s: [slots + 1] in seconds.
+        low_hz: [slots], the low tone of each slot.
+        high_hz: [slots], the high tone of each slot.
+        amplitudes: [slots], of samples from -1 to 1.
+        spoken: [tokens], the slots that are no pause.
+        tokens: a character or WORD_START for each spoken slot.
+        noise: standard deviation, of samples from -1 to 1.
     """
 
     starts_s: npt.NDArray[np.float32]
@@ -116,7 +121,7 @@ def spell(
 ) -> ToneClip:
     """Return the clip of words, each with the seconds of pause before it.
 
-    rng: varies keys and accents; without it nothing varies. has_first_key: False leaves out the first word's key.
+    `rng` varies keys and accents; without it nothing varies. With `has_first_key` False the first word has no key.
     """
     slots: list[tuple[float, float, float, float]] = [(lead_s, 0.0, 0.0, 0.0)]  # duration, tones, amplitude
     spoken: list[int] = []
@@ -177,7 +182,7 @@ def random_word(rng: random.Random, split: Split) -> str:
 
 
 def render(clip: ToneClip, sample_rate: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Return the samples of a clip, from -1 to 1. seed: of the noise."""
+    """Return the samples of a clip, from -1 to 1. `seed` makes the noise."""
     times = np.arange(round(clip.duration_s * sample_rate), dtype=np.float32) / np.float32(sample_rate)
     slots = (np.searchsorted(clip.starts_s, times, side="right") - 1).clip(0, len(clip.low_hz) - 1)
     begins, ends = clip.starts_s[slots], clip.starts_s[slots + 1]
@@ -190,7 +195,7 @@ def render(clip: ToneClip, sample_rate: int, seed: int = 0) -> npt.NDArray[np.fl
 def tones(since_s: Any, left_s: Any, low_hz: Any, high_hz: Any, sine: Callable[[Any], Any]) -> Any:
     """Return samples of pairs of tones: arrays of numpy, or tensors of torch, all of one shape.
 
-    since_s, left_s: seconds since a tone's start and to its end; sine: the library's.
+    `since_s` and `left_s` are the seconds since a tone's start and to its end. `sine` is the library's function.
     """
     edges = (since_s / _EDGE_S).clip(0.0, 1.0) * (left_s / _EDGE_S).clip(0.0, 1.0)
     turn_s = 2 * math.pi * since_s

@@ -87,7 +87,7 @@ class StepCounter:
         """Count a step and return how many requests it ended.
 
         Raises EngineError for an impossible step: tokens for a request that was never sent or has ended, too many or
-        too few of them, or a time before the previous step.
+        too few tokens, or a time before the previous step.
         """
         if self._step_s and step.t_s < self._step_s[-1]:
             raise EngineError(f"the engine dated a step {self._step_s[-1] - step.t_s:.3f} s before the one before it")

@@ -26,9 +26,10 @@ _MIN_WINDOW_S = 0.1  # also for a level that began late
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device to score. `monitor_index`: index in the monitor, None for a CPU. `settings` are EngineConfig's fields.
+    """A device to score, with fields of EngineConfig as `settings`.
 
-    `memory_in_use_bytes`: used by other programs before the engine starts, None where NVML does not report it.
+    `monitor_index` is its index in the monitor, or None for a CPU. Before the engine starts, other programs use
+    `memory_in_use_bytes`, which is None where NVML does not report it.
     """
 
     name: str

@@ -16,9 +16,9 @@ SWEEP_PROMPT_TOKENS = workload.MIN_PROMPT
 
 @dataclass(frozen=True, kw_only=True)
 class ScorePlan:
-    """The workload of a score. Only results of equal `name` rank. `prompt`: (number, vocabulary) to tokens.
+    """The workload of a score. Only results of equal `name` rank. `prompt` returns tokens for (number, vocabulary).
 
-    `grid`: the cells of a sweep, None for a score. `prompt_file`: set if the prompts come from a file.
+    `grid` has the cells of a sweep, or is None for a score. `prompt_file` is set if the prompts come from a file.
     """
 
     name: str

@@ -44,8 +44,8 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
     """Run everything and write the run folder; engines and sampler always end.
 
     `report` takes a line for the user. An interruption or a failing engine leaves a partial result that says so. Raises
-    ConfigError for a reference that cannot be read, and for GPUs that do not exist or that another bench measures,
-    EngineError where no engine started.
+    ConfigError for a reference that cannot be read, and for GPUs that do not exist or that another bench measures.
+    Raises EngineError where no engine started.
     """
     # Both refuse bad input before minutes of measuring.
     reference = None if config.reference is None else find_reference(config.reference)
@@ -121,7 +121,7 @@ def claim(devices: Sequence[Device]) -> Iterator[None]:
 
 
 def _start_monitor(config: BenchConfig, folder: RunFolder, stack: ExitStack) -> Monitor | None:
-    """Start and return the GPU monitor; None for a run on the CPU. Raises ConfigError without an NVIDIA driver."""
+    """Start and return the GPU monitor, or None for a run on the CPU. Raises ConfigError without an NVIDIA driver."""
     if config.cpu:
         return None
     settings = SamplerSettings(

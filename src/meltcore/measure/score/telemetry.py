@@ -97,7 +97,7 @@ def time_series(
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
-    """Return a GPU's memory, or the host's where both share one; None where NVML fails to report it."""
+    """Return a GPU's memory, or the host's where both share one, or None where NVML fails to report it."""
     readings = readable_values(samples, "memory_total_bytes")
     if readings:
         return int(readings[0])
@@ -106,7 +106,7 @@ def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None
 
 
 def memory_in_use_bytes(samples: Sequence[Sample]) -> int | None:
-    """Return the memory in use at the first sample that reports it; None where none does."""
+    """Return the memory in use at the first sample that reports it, or None if no sample does."""
     readings = readable_values(samples, "memory_used_bytes")
     return int(readings[0]) if readings else None
 

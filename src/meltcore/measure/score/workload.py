@@ -1,8 +1,8 @@
-"""The fixed workload of the score, the division of its time, and the engine settings for a device.
+"""Defines the fixed workload of the score, the division of its time, and the engine settings for a device.
 
-Any change of the requests needs a new version of the workload, because only equal workloads rank. Version 1: prompts
-of 128 to 1,024 random tokens, uniform; 128 output tokens, end tokens ignored; greedy; no prefix cache; closed loop, so
-each finished request is replaced immediately.
+Any change of the requests needs a new version of the workload, because only equal workloads rank. Version 1 has prompts
+of 128 to 1,024 random tokens, uniform, and 128 output tokens. End tokens are ignored, sampling is greedy, and there is
+no prefix cache. The loop is closed, so each finished request is replaced immediately.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ _MAX_NAMES_SHOWN = 5
 class TranscriberFiles(Protocol):
     """The files of a checkpoint, in any of the layouts.
 
-    path: as the user gave it; model_config: the sizes; has_batch_norm: whether batch norms are tensors of their own.
+    `path` is as the user gave it, and `model_config` has the sizes. With `has_batch_norm` batch norms are tensors of
+    their own.
     """
 
     path: Path
@@ -162,10 +163,10 @@ class IndicConformer(nn.Module):
         return functional.linear(encoded, weight, bias)
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: str, *, has_batch_norm: bool = True) -> None:
-        """Copy the weights from a NeMo checkpoint, converting types. source: the file's name for errors.
+        """Copy the weights from a NeMo checkpoint, converting types. `tensors` have NeMo's names.
 
-        Raises ConfigError that names missing, unexpected and misshapen tensors. tensors: as NeMo names them;
-        has_batch_norm: whether batch norms are still apart of the convolutions before them.
+        With `has_batch_norm` batch norms are still apart from the convolutions before them. Raises ConfigError that
+        names missing, unexpected and misshapen tensors of the file `source`.
         """
         converted = from_nemo(tensors, self.config, source, has_batch_norm=has_batch_norm)
         own = dict(self.named_parameters())

@@ -181,8 +181,8 @@ class IndicF5(nn.Module):
         """Return what the input layer adds in every step, with the reference and text and without: guidance needs both.
 
         reference: [rows, frames, num_mels] float32, zero after the reference's end; token_ids: [rows, frames] int64,
-        filler after a text's end; is_padding: [rows, frames] bool, frames after a row's end, if there are any.
-        Returns [2 * rows, frames, hidden_size]: all rows with, then all without.
+        filler after a text's end; is_padding: [rows, frames] bool, frames after a row's end, or None without such
+        frames. Returns [2 * rows, frames, hidden_size]: all rows with them, then all rows without.
         """
         both_padding = None if is_padding is None else is_padding.repeat(2, 1)
         text = self.text(torch.cat([token_ids, torch.full_like(token_ids, FILLER)]), both_padding)
@@ -199,8 +199,9 @@ class IndicF5(nn.Module):
     ) -> torch.Tensor:
         """Return the guided direction from noise to speech at one step of each row, [rows, frames, num_mels] float32.
 
-        noisy: as the result; condition: of `condition`; modulations: [rows or 1, modulations, hidden_size], rows of
-        `self.modulations`; is_padding: as `condition` has it. Needs no transfer to the host, and can be captured.
+        noisy: [rows, frames, num_mels] float32; modulations: [rows or 1, modulations, hidden_size], rows of
+        `self.modulations`. `condition` is the result of the method of that name, which also explains `is_padding`.
+        Needs no transfer to the host, and can be captured.
         """
         num_mels, frames = self.config.mel.num_mels, noisy.shape[1]
         projected = functional.linear(noisy.to(self.dtype), self.input_proj.weight[:, :num_mels])

@@ -1,8 +1,8 @@
 """IndicTrans2: an encoder-decoder that translates between English and 22 Indian languages.
 
-Pre-norm transformer of fairseq: LayerNorms with biases, biases in all linear layers, sinusoidal positions, embeddings
-scaled by the square root of their size, an encoder and a decoder vocabulary. The distilled checkpoints normalize
-embeddings and share the decoder's with the head. Paper: https://arxiv.org/abs/2305.16307.
+It is fairseq's pre-norm transformer: LayerNorms with biases, biases in all linear layers, sinusoidal positions,
+embeddings scaled by the square root of their size, an encoder and a decoder vocabulary. The distilled checkpoints
+normalize embeddings and share the decoder's with the head. Paper: https://arxiv.org/abs/2305.16307.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CrossAttention(nn.Module):
         return split.permute(2, 0, 3, 1, 4)
 
     def forward(self, normed: torch.Tensor, cross_kv: torch.Tensor, step: DecodeStep) -> torch.Tensor:
-        """Return [rows, beams, size] of normalized hidden states. cross_kv: as in DecoderLayer."""
+        """Return [rows, beams, size] of normalized hidden states. `DecoderLayer.forward` explains cross_kv."""
         queries = self.q_proj(normed).unflatten(-1, (self.num_heads, -1))
         projected: torch.Tensor = self.out_proj(
             beam_cross_attention(queries, cross_kv, step.slots, step.source_lengths, step.max_source)
@@ -181,8 +181,8 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """Return what is yet to be added to `hidden` [rows, beams, size], and write keys and values into `self_kv`.
 
-        hidden: changed in place; normed: its norm; self_kv: [2, slots, heads, positions, beams, head_dim]; cross_kv:
-        [2, slots, heads, source positions, head_dim].
+        `hidden` is changed in place, and `normed` is its norm. self_kv: [2, slots, heads, positions, beams, head_dim];
+        cross_kv: [2, slots, heads, source positions, head_dim].
         """
         attended = beam_self_attention(
             self.self_attn.qkv_proj(normed).unflatten(-1, (3, self.self_attn.num_heads, -1)),
@@ -199,11 +199,16 @@ class DecoderLayer(nn.Module):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What all layers of the decoder are given in one step.
+    """The inputs that all layers of the decoder share in one step.
 
-    token_ids: [rows, beams] int64; slots, positions: [rows] int64, where each row's keys and values are, and the place
-    of its new tokens; writers: [slots, beams, positions] int8, the beam that wrote each position of a beam's prefix;
-    source_lengths: [rows] int64; num_positions, max_source: upper bounds of positions + 1 and of source_lengths.
+    Args:
+        token_ids: [rows, beams] int64.
+        slots: [rows] int64, the slots of each row's keys and values.
+        positions: [rows] int64, the positions of the new tokens.
+        writers: [slots, beams, positions] int8, the beam that wrote each position of a beam's prefix.
+        source_lengths: [rows] int64.
+        num_positions: an upper bound of positions + 1.
+        max_source: an upper bound of source_lengths.
     """
 
     token_ids: torch.Tensor
@@ -271,7 +276,7 @@ class IndicTrans2(nn.Module):
     def decode(self, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens [rows, beams, decoder vocab_size].
 
-        self_kv, cross_kv: as in DecoderLayer, with a first dimension of layers.
+        `DecoderLayer.forward` explains self_kv and cross_kv. Here they have a first dimension of layers.
         """
         hidden = self.decoder_embedding(step.token_ids, step.positions[:, None])
         layers = cast("list[DecoderLayer]", list(self.decoder_layers))

@@ -39,8 +39,8 @@ class LogMel(nn.Module):
     def forward(self, samples: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [clips, frames, num_mels] float32, zero after a clip's end, and the clips' frame counts [clips] int64.
 
-        samples: [clips, samples] float32, of any value after a clip's end; lengths: [clips] int64, samples per clip, of
-        which each is at least `min_samples`.
+        samples: [clips, samples] float32, with any value after a clip's end; lengths: [clips] int64, samples per clip,
+        each at least `min_samples`.
         """
         config = self.config
         emphasized = pre_emphasize(samples, lengths, config.preemphasis)

@@ -93,9 +93,9 @@ class Vocos(nn.Module):
         self.window: torch.Tensor
 
     def forward(self, mels: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-        """Return samples [rows, (frames - 1) * hop] float32, of which a row has those of its own frames.
+        """Return samples [rows, (frames - 1) * hop] float32, of which a row has the samples of its own frames.
 
-        mels: [rows, frames, num_mels] float32, of any value after a row's end; frames: [rows] int64.
+        mels: [rows, frames, num_mels] float32, with any value after a row's end; frames: [rows] int64.
         """
         is_padding = (torch.arange(mels.shape[1], device=mels.device) >= frames[:, None])[:, :, None]
         hidden = self.embed(mels.masked_fill(is_padding, 0.0).transpose(1, 2)).transpose(1, 2)

@@ -29,7 +29,7 @@ _Model = TypeVar("_Model")
 class EngineBackend(ABC):
     """The engines of one model, one per replica, as one API server process sees them.
 
-    purpose: what the model does, and where, for errors. unit: of the second bound of its queue.
+    `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of its queue.
     """
 
     purpose: str
@@ -93,7 +93,7 @@ class EngineBackend(ABC):
             self._on_profile_done(replica, message)
 
     def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
-        """Return the model's queue. slots: requests that a replica runs together."""
+        """Return the model's queue. A replica runs `slots` requests together."""
         max_units = getattr(self.config, self.unit.setting)
         admission = Admission(max_queue=self.config.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
         return RequestQueue(self.stats, admission, slots=slots, shares=self._class_shares, waiting_units=waiting_units)
@@ -133,7 +133,10 @@ class EngineBackend(ABC):
         self._retry_or_end(replica, reason, "engine_lost", replica)
 
     def _retry_or_end(self, replica: int, message: str, code: str, ended: int | None) -> None:
-        """Retry the requests of a lost replica where another one is ready; end the rest, or those of all (None)."""
+        """Retry the requests of a lost replica where another one is ready.
+
+        End the others, or all requests if `ended` is None.
+        """
         others = [each for each in self.stats.live_replicas() if each != replica]
         if others:
             self.retry(replica, others)
@@ -195,7 +198,7 @@ class EngineBackend(ABC):
         return live
 
     def _card(self, name: str, engine: EngineReady, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
+        """Return OpenAI's model card with the facts that a client and a measurement need, and the facts of its task."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
         common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
         return card | {"task": self.stats.task, **facts} | common | {"replicas": self.config.data_parallel_size}

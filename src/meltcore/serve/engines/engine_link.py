@@ -38,9 +38,9 @@ class EngineLink:
         on_unreadable: Callable[[str], object],
         on_lost: Callable[[str], object] = lambda _reason: None,
     ) -> None:
-        """Open the sockets of a client (0: the supervisor) in `directory`. A running event loop will read them.
+        """Open the sockets of a client in `directory`; client 0 is the supervisor. A running event loop will read them.
 
-        They are bound for an engine of this machine, and connected to one on another machine.
+        They are bound for an engine of this machine, and connected to an engine on another machine.
         """
         self._on_message = on_message
         self._on_unreadable = on_unreadable
@@ -61,7 +61,10 @@ class EngineLink:
         return self._sockets is not None and self._sockets.is_connected
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message. Those of one iteration of the event loop are sent together, none after `close`."""
+        """Queue a message. Messages of one iteration of the event loop are sent together.
+
+        After `close` none is sent.
+        """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self.flush)
         self._outgoing.append(message)

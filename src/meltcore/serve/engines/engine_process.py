@@ -69,7 +69,7 @@ class EngineProcess(ABC):
 
     @property
     def node(self) -> str | None:
-        """The name of the node of a cluster that it runs on, "" for none yet; None: it is for this machine."""
+        """The cluster's node that it runs on, "" before it has one, or None for an engine of this machine."""
         return None
 
     @property
@@ -163,8 +163,8 @@ class LocalEngineProcess(EngineProcess):
     ) -> None:
         """Prepare an engine process.
 
-        `command` starts it; `directory`, of the sockets, and the number of its clients follow. `environment` is added
-        to ours. `log`: the file to which its output is appended; None: our standard error.
+        `command` starts it; `directory`, which has the sockets, and the number of its clients follow. `environment` is
+        added to ours. Its output is appended to the file `log`, or goes to our standard error if that is None.
         """
         super().__init__(on_message)
         self._config = config

@@ -27,9 +27,9 @@ _MAX_SOCKETS = 65_535  # of a process: three for each engine of a cluster, and Z
 
 
 class EngineSockets(Protocol):
-    """What an `EngineLink` needs of its sockets. is_shared: one socket sends and receives.
+    """The sockets that an `EngineLink` uses. If `is_shared`, one socket sends and receives.
 
-    is_connected: whether an engine on another machine is connected now.
+    `is_connected` says whether an engine on another machine is connected now.
     """
 
     descriptor: int

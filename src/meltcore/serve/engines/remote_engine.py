@@ -26,7 +26,7 @@ _KILL_S = 1.0  # for the cluster to tell that a killed engine has ended; its nod
 
 
 class RunEnded(NamedTuple):
-    """How an engine process has ended. is_evicted: its cluster has ended it, for lack of memory on its node."""
+    """How an engine process has ended. With `is_evicted` its cluster has ended it, for lack of memory on its node."""
 
     reason: str
     is_evicted: bool = False
@@ -50,10 +50,10 @@ class EngineCluster(Protocol):
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start an engine process; `on_output` gets what it prints, `on_place` the node and GPUs where it is started.
+        """Start an engine process. `on_output` gets what it prints, `on_place` the node and GPUs where it is started.
 
-        failed_nodes: to avoid where others have room, with the deaths there. Raises EngineDeadError where it does not
-        run.
+        Nodes in `failed_nodes`, with the number of exits there, are avoided where other nodes have memory. Raises
+        EngineDeadError where the process does not run.
         """
 
     def kill_engine(self, engine: int) -> None:
@@ -79,8 +79,8 @@ class RemoteEngineProcess(EngineProcess):
     ) -> None:
         """Prepare an engine process; its address is written into `directory`, for all clients.
 
-        `log`: the file to which its output is appended; None: our standard error. on_place, failed_nodes: of
-        `Cluster.start_engine`.
+        Its output is appended to the file `log`, or goes to our standard error if that is None. `Cluster.start_engine`
+        explains on_place and failed_nodes.
         """
         super().__init__(on_message)
         self._cluster = cluster
@@ -94,7 +94,7 @@ class RemoteEngineProcess(EngineProcess):
         self._unseen_s = 0.0  # when one whose address is not known has ended by itself, where its start was evicted
 
     async def prepare(self) -> None:
-        """Start the process. Raises EngineDeadError, and EnginePendingError where none is started."""
+        """Start the process. Raises EngineDeadError, and EnginePendingError where no process can be started."""
         self._on_output(b"")  # its log exists from the start, also of an engine that prints nothing
         try:
             run = await self._cluster.start_engine(self._start, self._on_output, self._on_place, self._failed_nodes)
@@ -172,7 +172,7 @@ class RemoteEngineProcess(EngineProcess):
             asyncio.get_running_loop().call_later(_KILL_S, self._give_up)
 
     def is_stopped(self) -> bool:
-        """Return False: a stopped process loses its connection."""
+        """Return False, since a stopped process loses its connection."""
         return False
 
     def _on_output(self, data: bytes) -> None:

@@ -25,8 +25,8 @@ class StuckWatch:
     def __init__(self, engines: Sequence[EngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
         """Start to watch.
 
-        `engines`: one per replica, replaced in place when it is restarted. `profiles`: whether they may be taken; no
-        step finishes while a long one is written.
+        `engines` has one process per replica, replaced in place when it is restarted. `profiles` says whether profiles
+        may be taken; no step finishes while a long profile is written.
         """
         self._engines = engines
         self._stats = stats
@@ -41,7 +41,7 @@ class StuckWatch:
             self.check(time.monotonic())
 
     def check(self, now_s: float) -> None:
-        """End each replica that has looked stuck for CONFIRM_S. `now_s`: monotonic seconds."""
+        """End each replica that has looked stuck for CONFIRM_S. `now_s` is in monotonic seconds."""
         for replica, engine in enumerate(self._engines):
             problem = None if self._ended.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
