@@ -85,7 +85,7 @@ MOST = {
     "settings": 203,
     "forms of a chat request": 22,
     "forms of a model at start": 12,
-    "branches by mode": 7,
+    "branches by mode": 2,
     "server starters": 3,
     "HTTP clients": 2,
     "NVML readers": 1,

@@ -54,14 +54,13 @@ from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import loading_modules
 with loading_modules():
     from meltcore.fleet.daemon import fleet_options, serve_recorded
-    from meltcore.fleet.plan.cluster import site_reader
+    from meltcore.fleet.plan.cluster import cluster_reader
     from meltcore.fleet.plan.planned import FleetPlanner
     from meltcore.fleet.run.restart_policy import RestartAfterPause
 path = Path(sys.argv[1])
 policy = msgspec.json.decode(sys.argv[2], type=RestartAfterPause)
 try:
-    ray = sys.argv[3] or None
-    planner = FleetPlanner(path, site_reader(ray))
+    planner = FleetPlanner(path, *map(cluster_reader, filter(None, sys.argv[3:4])))
     options = dataclasses.replace(fleet_options(planner), policy=policy)
     sys.exit(serve_recorded(planner.config(), "", options, engine_command=sys.argv[4:]))
 except MeltcoreError as error:

@@ -1,20 +1,24 @@
 """Runs `meltcore snapshot`, `certify` or `bench` on all nodes of a Ray cluster, and reports on them together."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meltcore.measure.documents.values.nodes import NodesReport
 
 
-def add_ray_options(parser: argparse.ArgumentParser, default_limit: str) -> None:
-    """Add `--ray` and the time limit of a node, whose default is described by `default_limit`."""
-    from meltcore.common.options import not_empty, number
+def add_ray_options(
+    parser: argparse.ArgumentParser, default_limit: str, act: Callable[[argparse.Namespace], int]
+) -> None:
+    """Add `--ray`, with which a command does `act`, and the time limit of a node with a text for its default."""
+    from meltcore.common.options import ActOption, not_empty, number
 
     group = parser.add_argument_group("several nodes")
     group.add_argument(
         "--ray",
+        action=ActOption,
+        const=act,
         type=not_empty,
         metavar="ADDRESS",
         help="Run on all nodes of a Ray cluster and compare them: auto, local or HOST:PORT.",

@@ -45,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
     group = parser.add_argument_group("Fleet")
-    group.add_argument("--fleet", action="store_true", help="Load all models of the server, each by its task.")
+    group.add_argument(
+        "--fleet",
+        dest="act",
+        action="store_const",
+        const=_run_fleet,
+        help="Load all models of the server, each by its task.",
+    )
     add_options(parser, FleetLoadConfig)
     parser.set_defaults(concurrency=None)  # to tell a given 10 from the default
     parser.add_argument(
@@ -77,10 +83,6 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.report.page.console import print_table
     from meltcore.measure.report.render import save_run
 
-    if args.fleet:
-        from meltcore.cli.load_fleet import run_fleet
-
-        return run_fleet(args)
     config = _load_config(args)
     if args.gpu is not None and not args.monitor:
         raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
@@ -102,6 +104,12 @@ def run(args: argparse.Namespace) -> int:
                 print_table(table, console)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     return result.exit_code
+
+
+def _run_fleet(args: argparse.Namespace) -> int:
+    from meltcore.cli.load_fleet import run_fleet
+
+    return run_fleet(args)
 
 
 def _measure(config: "LoadConfig", folder: "RunFolder", console: "Console") -> "RunResult":

@@ -136,7 +136,7 @@ def _run(arguments: list[str]) -> int:
     try:
         module = importlib.import_module(Command.module(name))
         args = command_parser(name, module).parse_args(arguments[1:])
-        return int(module.run(args))
+        return int(args.act(args))
     except MeltcoreError as error:
         print(f"meltcore {name}: {error}", file=sys.stderr)
         return EXIT_ERROR
@@ -168,6 +168,7 @@ def command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(act=module.run)  # an option may choose another function
     module.add_arguments(parser)
     return parser
 

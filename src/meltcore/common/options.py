@@ -56,6 +56,20 @@ _NUMBER_LIMITS = {"ge": "minimum", "gt": "exclusive_minimum", "le": "maximum"}  
 _SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+class ActOption(argparse.Action):
+    """Stores the value of an option, and its `const`, a function, as `args.act`: what the command does with it.
+
+    Without such an option that is `run` of the command's module.
+    """
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
+    ) -> None:
+        """Store both."""
+        setattr(namespace, self.dest, values)
+        namespace.act = self.const
+
+
 class Size(int):
     """A number of bytes, which a user may write as 40GiB, 512MiB or 1000000."""
 

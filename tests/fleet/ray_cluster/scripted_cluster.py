@@ -25,11 +25,12 @@ import msgspec
 import meltcore.fleet.plan.cluster
 import meltcore.fleet.ray.cluster_driver
 import meltcore.fleet.run.served_model
+import meltcore.fleet.run.supervised_model
 from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import describe_exit, end_async, start_async
 from meltcore.fleet.daemon import fleet_options, serve_recorded
 from meltcore.fleet.daemon import main as serve_in_background
-from meltcore.fleet.plan.cluster import site_reader
+from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.protocol.cluster import (
@@ -253,6 +254,7 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
     for user in (meltcore.fleet.plan.cluster, meltcore.fleet.ray.cluster_driver):
         patch(user, "DRIVER_MODULE", "scripted_cluster")
     patch(meltcore.fleet.run.served_model, "ROOM_POLL_S", ROOM_POLL_S)
+    patch(meltcore.fleet.run.supervised_model, "ROOM_POLL_S", ROOM_POLL_S)
     patch(meltcore.fleet.ray.cluster_driver, "_MAX_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_FIRST_RETRY_S", RETRY_S)
     patch(meltcore.fleet.ray.cluster_driver, "_PING_S", PING_S)
@@ -261,7 +263,7 @@ def use_scripted_cluster(patch: Any = setattr) -> None:
 def serve() -> int:
     """Be the server, as `meltcore up FLEET.yaml --ray STATE.json`."""
     fleet, address, policy, *engine = sys.argv[1:]
-    planner = FleetPlanner(Path(fleet), site_reader(address))
+    planner = FleetPlanner(Path(fleet), cluster_reader(address))
     options = fleet_options(planner)
     options = dataclasses.replace(options, policy=msgspec.json.decode(policy, type=RestartAfterPause))
     return serve_recorded(planner.config(), "", options, engine_command=engine)

@@ -26,7 +26,7 @@ from waiting import WAIT_S, wait_until
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import start_ticks
-from meltcore.fleet.plan.cluster import site_reader
+from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -102,7 +102,7 @@ def test_checkpoint_that_a_node_lacks_is_named_before_anything_starts(cluster: A
     with pytest.raises(
         ConfigError, match=r"models\.a\.checkpoint: /none/here is not on nodes .*, .*; copy it, or name a hub id"
     ):
-        FleetPlanner(path, site_reader(cluster.address)).config()
+        FleetPlanner(path, cluster_reader(cluster.address)).config()
     assert not engine_pids()
 
 

@@ -12,7 +12,7 @@ from scripted_cluster import Node, ScriptedCluster, noted, use_scripted_cluster
 
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError, EnginePendingError
-from meltcore.fleet.plan.cluster import Cluster, node_checkpoints, site_reader
+from meltcore.fleet.plan.cluster import Cluster, cluster_reader, node_checkpoints
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.planned import FleetPlanner
 from meltcore.fleet.plan.running_fleet import Running
@@ -70,7 +70,7 @@ def test_plan_of_a_cluster_is_that_of_up(
     assert main(["plan", str(file), "--ray", str(cluster.path)]) == status
     printed = capsys.readouterr()
     assert says in " ".join(f"{printed.out} {printed.err}".split())
-    planner = FleetPlanner(file, site_reader(str(cluster.path)))
+    planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
     if status == 0:
         assert planner.config().models[0].replica_nodes == ("b",)
     else:
@@ -94,7 +94,7 @@ def test_nodes_that_cannot_load_a_model_are_no_place_for_it(
         return status, " ".join(f"{printed.out} {printed.err}".split())
 
     def nodes() -> list[tuple[str, ...]]:
-        return [model.replica_nodes for model in FleetPlanner(file, site_reader(str(cluster.path))).config().models]
+        return [model.replica_nodes for model in FleetPlanner(file, cluster_reader(str(cluster.path))).config().models]
 
     reasons = {
         "/none": "models.a.checkpoint: /none is not on node alpha; copy it, or name a hub id",
@@ -130,7 +130,7 @@ def test_engine_is_not_started_elsewhere_on_a_node_that_cannot_load_its_hub_id(
     file = tmp_path / "fleet.yaml"
     on_cpu = "memory: 1GiB, device: cpu"
     file.write_text(f"models: {{hub: {{checkpoint: owner/none, {on_cpu}}}, path: {{checkpoint: /none, {on_cpu}}}}}")
-    planner = FleetPlanner(file, site_reader(str(cluster.path)))
+    planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
     planner.config()
     with cluster.change() as there:
         there.nodes.pop("b")
@@ -186,7 +186,9 @@ def test_driver_of_a_fleet_gets_the_node_names_of_the_plan(tmp_path: Path) -> No
     cluster = ScriptedCluster(tmp_path, id1=hung, id2=Node("a-2", [80]), id3=Node("b", [80]))
     file = tmp_path / "fleet.yaml"
     file.write_text(f"models: {{m: {{{SUMS}, memory: 30GiB}}}}")
-    planner = FleetPlanner.of(FleetPlanner(file, site_reader(str(cluster.path))).planned_from)  # as the daemon has it
+    planner = FleetPlanner.of(
+        FleetPlanner(file, cluster_reader(str(cluster.path))).planned_from
+    )  # as the daemon has it
     with cluster.change() as there:
         there.nodes = {"id3": Node("b", [80]), "id4": Node("c", [80])}
 
@@ -220,11 +222,13 @@ def test_node_with_a_problem_is_left_out_and_named(tmp_path: Path, capsys: pytes
     assert "The fleet fits on b GPU 0" in printed
     assert left_out in printed
     reported: list[str] = []
-    assert FleetPlanner(file, site_reader(str(cluster.path))).config(reported.append).models[0].replica_nodes == ("b",)
+    assert FleetPlanner(file, cluster_reader(str(cluster.path))).config(reported.append).models[0].replica_nodes == (
+        "b",
+    )
     assert reported == [left_out]
     plan(f"a: {{{SUMS}, memory: 60GiB}}")
     with pytest.raises(ConfigError, match=f"there is GPU 0 40 GiB; {left_out}"):
-        FleetPlanner(file, site_reader(str(cluster.path))).config()
+        FleetPlanner(file, cluster_reader(str(cluster.path))).config()
     # Numbers would be those of other GPUs without the node.
     numbers = f"numbers of GPUs count those of all nodes, and {left_out}"
     assert plan(f"a: {{{SUMS}, memory: 3GiB, device: [0]}}") == (2, f"meltcore plan: models.a.device: {numbers}")
@@ -244,7 +248,7 @@ def test_node_that_was_left_out_keeps_its_numbers_and_its_engines(tmp_path: Path
     cluster = ScriptedCluster(tmp_path, a=Node("a", [40]), b=Node("b", [40]))
     file = tmp_path / "fleet.yaml"
     file.write_text(f"models: {{one: {{{SUMS}, memory: 30GiB}}, two: {{{SUMS}, memory: 4GiB, device: [1]}}}}")
-    planner = FleetPlanner(file, site_reader(str(cluster.path)))
+    planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
     config = planner.config()
     places = {("one", 0): Place("b", (0,))}
 
@@ -278,7 +282,7 @@ def test_engine_elsewhere_is_where_the_plan_would_have_it(tmp_path: Path) -> Non
         f"models: {{big: {{{SUMS}, memory: 30GiB}}, pinned: {{{SUMS}, memory: 4GiB, device: [2]}}, "
         f"small: {{{SUMS}, memory: 8GiB, replicas: 2}}, cpu: {{{SUMS}, memory: 3GiB, device: cpu}}}}"
     )
-    planner = FleetPlanner(file, site_reader(str(cluster.path)))
+    planner = FleetPlanner(file, cluster_reader(str(cluster.path)))
     with cluster.change() as there:
         lost = there.nodes.pop("b")
     nodes = Cluster.read(str(cluster.path)).nodes

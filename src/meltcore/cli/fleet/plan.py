@@ -6,9 +6,13 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from meltcore.common.gpus.machine import Machine
+    from meltcore.fleet.plan.cluster import Cluster
     from meltcore.fleet.plan.plan import Plan
     from meltcore.fleet.plan.planned import FoundPlan
+    from meltcore.fleet.plan.site import OneMachine
     from meltcore.settings.fleet_spec import FleetSpec
 
 HELP = "say which models of a fleet fit on which GPU, what sleeps, and the nearest plan that fits"
@@ -27,7 +31,7 @@ exit status: 0 the fleet fits as it is, 1 it does not (a nearest plan is printed
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file, the sizes of GPUs and the page."""
-    from meltcore.common.options import not_empty, number
+    from meltcore.common.options import ActOption, not_empty, number
 
     def sizes(text: str) -> list[float]:
         return [number(float, exclusive_minimum=0, maximum=4096)(size) for size in text.split(",")]
@@ -35,10 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("fleet", metavar="FLEET", help="a fleet.yaml")
     machine = parser.add_mutually_exclusive_group()
     machine.add_argument(
-        "--vram", type=sizes, metavar="GIB,...", help="Memory of each GPU in GiB (default: the GPUs of this machine)."
+        "--vram",
+        action=ActOption,
+        const=lambda args: _show_plan(args, _plan_for_sizes),
+        type=sizes,
+        metavar="GIB,...",
+        help="Memory of each GPU in GiB (default: the GPUs of this machine).",
     )
     machine.add_argument(
-        "--ray", type=not_empty, metavar="ADDRESS", help="Plan for a Ray cluster: auto, local or HOST:PORT."
+        "--ray",
+        action=ActOption,
+        const=lambda args: _show_plan(args, _plan_for_cluster),
+        type=not_empty,
+        metavar="ADDRESS",
+        help="Plan for a Ray cluster: auto, local or HOST:PORT.",
     )
     parser.add_argument(
         "--host-memory",
@@ -57,7 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; returns 0 where the file fits as it is, else 1."""
+    """Print the plan for this machine; returns 0 where the file fits as it is, else 1."""
+    return _show_plan(args, _plan_for_machine)
+
+
+def _show_plan(
+    args: argparse.Namespace, find: "Callable[[argparse.Namespace, FleetSpec], tuple[FoundPlan, Machine]]"
+) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
     from pathlib import Path
 
@@ -74,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     spec = load_fleet(args.fleet)
     if args.write is not None:
         _check_writable(args)
-    found, machine = _plan_for_sizes(args, spec) if args.vram else _find_plan(args, spec)
+    found, machine = find(args, spec)
     shown = found.plan or found.nearest
     reason = "" if shown else does_not_fit(found, machine)
     document = describe_plan(
@@ -122,29 +142,37 @@ def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["Found
     return found, Machine(gpus, "", sys.maxsize if host_bytes is None else host_bytes)
 
 
-def _find_plan(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
-    """Return the plan that `meltcore up` would follow now, on this machine or on a cluster, and what is there."""
-    from meltcore.common.errors import ConfigError
+def _plan_for_machine(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan that `meltcore up` would follow now, and this machine."""
     from meltcore.common.sizes import GIB
-    from meltcore.fleet.admin.operations import check_config, check_startable
-    from meltcore.fleet.plan.cluster import Cluster, site_reader
+    from meltcore.fleet.admin.operations import check_startable
     from meltcore.fleet.plan.from_spec import server_config
     from meltcore.fleet.plan.machine import read_machine
-    from meltcore.fleet.plan.planned import find_plan, print_unplanned
     from meltcore.fleet.plan.site import OneMachine
 
-    site: Cluster | OneMachine
-    if args.ray:
-        if args.host_memory:
-            raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
-        check_config(server_config(spec))
-        site = site_reader(args.ray)(spec)
-    else:
-        check_startable(server_config(spec))
-        machine = read_machine()
-        if args.host_memory:
-            machine = machine._replace(host_bytes=round(args.host_memory * GIB))
-        site = OneMachine.of(machine)
+    check_startable(server_config(spec))
+    machine = read_machine()
+    if args.host_memory:
+        machine = machine._replace(host_bytes=round(args.host_memory * GIB))
+    return _plan_for_site(OneMachine.of(machine), spec)
+
+
+def _plan_for_cluster(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    """Return the plan that `meltcore up --ray` would follow now, and the cluster as one machine."""
+    from meltcore.common.errors import ConfigError
+    from meltcore.fleet.admin.operations import check_config
+    from meltcore.fleet.plan.cluster import cluster_reader
+    from meltcore.fleet.plan.from_spec import server_config
+
+    if args.host_memory:
+        raise ConfigError("--host-memory: the nodes of a Ray cluster have their own; leave it out with --ray")
+    check_config(server_config(spec))
+    return _plan_for_site(cluster_reader(args.ray)(spec), spec)
+
+
+def _plan_for_site(site: "Cluster | OneMachine", spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
+    from meltcore.fleet.plan.planned import find_plan, print_unplanned
+
     wants_gpus = any(model.kind != "url" and model.device != "cpu" for model in spec.models.values())
     if wants_gpus and not site.machine.gpus and not site.machine.problem:
         print_unplanned(

@@ -1,6 +1,7 @@
 """`meltcore up`: serve all models of a fleet.yaml."""
 
 import argparse
+from typing import Any
 
 HELP = "serve all models of a fleet.yaml behind one address"
 EXAMPLES = """\
@@ -13,19 +14,31 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the file and the options of a fleet in the background."""
     from meltcore.cli.start_options import add_daemon_options
-    from meltcore.common.options import not_empty
+    from meltcore.common.options import ActOption, not_empty
 
     parser.add_argument("file", nargs="?", default="fleet.yaml", metavar="FILE", help="default: fleet.yaml")
     parser.add_argument(
-        "--ray", type=not_empty, metavar="ADDRESS", help="Start engines on a Ray cluster: auto, local or HOST:PORT."
+        "--ray",
+        action=ActOption,
+        const=_run_on_ray,
+        type=not_empty,
+        metavar="ADDRESS",
+        help="Start engines on a Ray cluster: auto, local or HOST:PORT.",
     )
     add_daemon_options(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def _run_on_ray(args: argparse.Namespace) -> int:
+    from meltcore.fleet.plan.cluster import cluster_reader
+
+    return run(args, read=cluster_reader(args.ray))
+
+
+def run(args: argparse.Namespace, **site: Any) -> int:
     """Serve until a signal, or start a fleet in the background: then 1 where a model has failed or is pending.
 
-    Raises ConfigError, before anything starts, for a fleet that does not fit.
+    site: of `FleetPlanner`, this machine by default. Raises ConfigError, before anything starts, where the fleet does
+    not fit.
     """
     from pathlib import Path
 
@@ -35,11 +48,10 @@ def run(args: argparse.Namespace) -> int:
         from meltcore.cli.start_options import start_daemon
         from meltcore.fleet.admin.operations import check_startable
         from meltcore.fleet.daemon import fleet_options, serve_recorded
-        from meltcore.fleet.plan.cluster import site_reader
         from meltcore.fleet.plan.planned import FleetPlanner, print_unplanned
 
     path = Path(args.file).absolute()
-    planner = FleetPlanner(path, site_reader(args.ray))
+    planner = FleetPlanner(path, **site)
     config = planner.config(print_unplanned)
     check_startable(config)  # also where a process in the background makes them again: its errors are in a log
     if (status := start_daemon(args, config, planner)) is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 HELP = (
@@ -66,11 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     parser.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
-    add_ray_options(parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours")
+    add_ray_options(parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours", _run_on_nodes)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
+    """Certify this node."""
+    return _status(_certify, args)
+
+
+def _run_on_nodes(args: argparse.Namespace) -> int:
+    return _status(_certify_nodes, args)
+
+
+def _status(certify: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Return the exit status. Every failure is UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
     import traceback
 
     from pynvml import NVMLError
@@ -83,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with signals_as_ctrl_c():
-            return _certify(args)
+            return certify(args)
     except GpuLostError as error:
         print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
         return MEANINGS["FAIL"].exit_code
@@ -98,6 +108,20 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_UNKNOWN
 
 
+def _certify_nodes(args: argparse.Namespace) -> int:
+    from meltcore.cli.all_nodes import certificate_status, refuse_with_ray, run_on_all_nodes
+    from meltcore.measure.node.certify.run import check_hours
+
+    check_hours(args.tier, args.hours)
+    refuse_with_ray(args, "gpu", "baseline")
+    hours = ["--hours", f"{args.hours!r}"] if args.hours else []
+    limit_s = _NODE_LIMITS_S[args.tier] + 3600 * args.hours
+    command = ["certify", "--json", "--tier", args.tier, *hours]
+    return certificate_status(
+        run_on_all_nodes(args, command, limit_s=limit_s, needs_gpu=True, takes_gpus=True, out=args.out)
+    )
+
+
 def _certify(args: argparse.Namespace) -> int:
     from contextlib import suppress
 
@@ -105,7 +129,6 @@ def _certify(args: argparse.Namespace) -> int:
     from pynvml import NVMLError
     from rich.console import Console
 
-    from meltcore.cli.all_nodes import certificate_status, refuse_with_ray, run_on_all_nodes
     from meltcore.common.gpus.driver import Nvml, connect
     from meltcore.common.gpus.select import select_gpus
     from meltcore.measure.documents.certificate import read_certificate
@@ -117,14 +140,6 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.measure.report.page.console import print_blocks, print_page
 
     check_hours(args.tier, args.hours)
-    if args.ray:
-        refuse_with_ray(args, "gpu", "baseline")
-        hours = ["--hours", f"{args.hours!r}"] if args.hours else []
-        limit_s = _NODE_LIMITS_S[args.tier] + 3600 * args.hours
-        command = ["certify", "--json", "--tier", args.tier, *hours]
-        return certificate_status(
-            run_on_all_nodes(args, command, limit_s=limit_s, needs_gpu=True, takes_gpus=True, out=args.out)
-        )
     baseline = make_baseline(read_certificate(args.baseline)) if args.baseline else None
     node = Node(connect(Nvml))
     gpus = select_gpus(node.nvml, args.gpu)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="ID,...", help="GPU indices or UUIDs (default: CUDA_VISIBLE_DEVICES, or all GPUs)."
     )
-    add_ray_options(parser, f"{_NODE_LIMIT_S:g}")
+    add_ray_options(parser, f"{_NODE_LIMIT_S:g}", _run_on_nodes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,11 +45,6 @@ def run(args: argparse.Namespace) -> int:
 
     from meltcore.measure.node.snapshot import snapshot_lines
 
-    if args.ray:
-        from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
-
-        refuse_with_ray(args, "diff", "gpu")
-        return exit_status(run_on_all_nodes(args, ["snapshot", "--json"], limit_s=_NODE_LIMIT_S))
     snapshot = _take_snapshot(args.gpu)
     if args.diff:
         return _print_diff(args.diff, snapshot)
@@ -58,6 +53,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(snapshot_lines(snapshot)))
     return 0
+
+
+def _run_on_nodes(args: argparse.Namespace) -> int:
+    from meltcore.cli.all_nodes import exit_status, refuse_with_ray, run_on_all_nodes
+
+    refuse_with_ray(args, "diff", "gpu")
+    return exit_status(run_on_all_nodes(args, ["snapshot", "--json"], limit_s=_NODE_LIMIT_S))
 
 
 def _take_snapshot(requested: str | None) -> "Snapshot":

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--export", metavar="FILE", help="Also write the charts into one .svg or .png file (PNG: meltcore[png])."
     )
     parser.add_argument("--json", action="store_true", help="Print the result as JSON instead of tables.")
-    add_ray_options(parser, f"{_START_LIMIT_S:g} more than --duration")
+    add_ray_options(parser, f"{_START_LIMIT_S:g} more than --duration", _run_on_all_nodes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.measure.score.config import BenchConfig
     from meltcore.measure.score.run import run_bench
 
-    if args.ray:
-        return _run_on_all_nodes(args)
     console = Console(stderr=args.json, highlight=False)
     if args.export:
         check_export(Path(args.export))  # before minutes of measuring

@@ -19,7 +19,7 @@ from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine, unloadable
 from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import Plan
-from meltcore.fleet.plan.site import OneMachine, Site
+from meltcore.fleet.plan.site import Site
 from meltcore.models.checkpoints.checkpoint import is_on_hub
 from meltcore.protocol.cluster import (
     DRIVER_MODULE,
@@ -264,10 +264,8 @@ def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
     return ClusterNode(name, name, "127.0.0.1", machine, gib, unloadable(checkpoints))
 
 
-def site_reader(address: str | None) -> Callable[[FleetSpec], OneMachine | Cluster]:
-    """Return what reads the Ray cluster at an address, or this machine for None, for a fleet."""
-    if address is None:
-        return OneMachine.read
+def cluster_reader(address: str) -> Callable[[FleetSpec], Cluster]:
+    """Return what reads the Ray cluster at an address for a fleet."""
     return lambda spec: Cluster.read(address, node_checkpoints(spec))
 
 
