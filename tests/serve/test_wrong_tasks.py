@@ -29,7 +29,8 @@ from meltcore.serve.tasks.translation.translations import TranslationText
 from meltcore.serve.upstream.forward import FOREIGN_PATHS, read_fields
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
 ENGINES: dict[str, Any] = {
@@ -38,12 +39,8 @@ ENGINES: dict[str, Any] = {
     "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
-FOREIGN = {  # as fleet.yaml gives paths to tasks
-    "far-generation": ("/v1/chat/completions", "/v1/completions"),
-    "far-translation": ("/v1/translate",),
-    "far-transcription": ("/v1/audio/transcriptions",),
-    "far-synthesis": ("/v1/audio/speech",),
-}
+FOREIGN = [f"far-{task}" for task in ENGINES]
+URL = "http://127.0.0.1:1"
 CHAT = {"prompt": "a", "src_lang": "en", "tgt_lang": "kn"}
 TRANSLATE = {"sentences": ["a"], "src_lang": "en", "tgt_lang": "kn"}
 UPLOAD = {"file": "RIFF"}
@@ -98,11 +95,14 @@ def build() -> Any:
         backend._ready = SimpleNamespace(languages=["kn"])
     backends += [
         HttpBackend(
-            ForeignConfig(served_model_name=(name,), urls=("http://127.0.0.1:1",), paths=paths),
+            name,
+            ModelSection(url=URL, task=name.removeprefix("far-")),
+            (URL,),
             next(stats),
-            request_timeout_s=1,
+            limits=LimitsSection(),
+            timeouts=TimeoutsSection(request_s=1.0),
         )
-        for name, paths in FOREIGN.items()
+        for name in FOREIGN
     ]
     for backend in backends[len(ENGINES) :]:
         backend.check_ready = lambda: None

@@ -17,7 +17,7 @@ from meltcore.settings.config import SharingConfig
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec
-from meltcore.settings.server_config import KeyConfig
+from meltcore.settings.server_config import KeyConfig, ServerConfig
 
 FLEET = """
 server: {port: 9000, log_format: json}
@@ -129,19 +129,19 @@ models:
   ears: {url: 'http://10.0.0.1:9', task: transcription, upstream_model: whisper, upstream_key_env: KEY}
   cpu: {command: 'llama-server --port {port}', device: cpu}
 """
-    near, ears, cpu = server_config(parse_fleet(text)).foreign
-    assert (near.names, near.command, near.checkpoint, near.python) == (
-        ("near", "n"),
+    config = server_config(parse_fleet(text))
+    near, ears, cpu = config.upstream.values()
+    assert list(config.upstream) == ["near", "ears", "cpu"]
+    assert (near.command, near.checkpoint, near.python, near.memory) == (
         "vllm",
         "org/m",
         "/envs/v/bin/python",
+        2 * 2**30,
     )
-    assert (near.gpus, near.replicas, near.tensor_parallel_size) == ((("2", "3"), ("4", "5")), 2, 2)
-    assert (near.memory_bytes, near.max_num_seqs, near.environment) == (2 * 2**30, 8, {"A": "b"})
-    assert (near.start_timeout_s, near.connect_timeout_s, near.first_byte_timeout_s) == (7, 2, 90)
-    assert (ears.urls, ears.upstream_model, ears.api_key_variable) == (("http://10.0.0.1:9",), "whisper", "KEY")
-    assert ears.paths == ("/v1/audio/transcriptions",)
-    assert cpu.gpus == ((),)
+    assert (near.replica_gpus, cpu.replica_gpus) == ([(2, 3), (4, 5)], [()])
+    assert (config.timeouts.start_s, config.timeouts.connect_s, config.timeouts.first_byte_s) == (7, 2, 300)
+    assert ears.upstream_paths == ("/v1/audio/transcriptions",)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ServerConfig) == config, "between processes"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,15 @@ models:
             "models: {a: {checkpoint: x, max_model_length: 8}}",
             "models.a.max_model_length: unknown key (did you mean max_m",
         ),
+        (MODELS + "timeouts: {first_byte_s: 0.0}", "timeouts.first_byte_s: got 0.0; must be float > 0"),
+        (MODELS + "timeouts: {connect_s: .nan}", "timeouts.connect_s: got nan; must be a finite number"),
+        (
+            "models: {a: {url: 'http://h', paths: ['/v1/x HTTP/1.1\\r\\nx: y']}}",
+            "models.a.paths[0]: got '/v1/x HTTP/1.1\\\\r\\\\nx: y'; must be a path such as /v1/chat/completions",
+        ),
+        ("models: {a: {checkpoint: x, paths: [/v1/rerank]}}", "models.a.paths: is for a url or a command"),
+        ("models: {a: {url: 'http://h', max_queue: -1}}", "models.a.max_queue: got -1; must be int >= 0"),
+        ("models: {a: {url: 'http://h', max_queue_tokens: -1}}", "models.a.max_queue_tokens: got -1; must be int >= 1"),
         (MODELS + "sharing: {min_share: 0}", "sharing.min_share: got 0; must be float > 0"),
         (MODELS + "sharing: {max_wait_ms: 20000}", "sharing.max_wait_ms: got 20000; must be float <= 10000"),
         (MODELS + "sharing: {step_ms: .inf}", "sharing.step_ms: got inf; must be a finite number"),

@@ -33,7 +33,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NewType, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -70,10 +70,7 @@ class ActOption(argparse.Action):
         namespace.act = self.const
 
 
-class Size(int):
-    """A number of bytes, which a user may write as 40GiB, 512MiB or 1000000."""
-
-    __slots__ = ()
+Size = NewType("Size", int)  # a number of bytes, which a user may write as 40GiB, 512MiB or 1000000
 
 
 def setting(

@@ -272,7 +272,7 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
             start_ticks=ticks,
             port=port,
             url=_connect_url(config.host, port),
-            model=", ".join([*own, *(model.names[0] for model in config.foreign)]),
+            model=", ".join([*own, *config.upstream]),
             log=log,
             fleet=options.file,
             admin=str(sockets / ADMIN_SOCKET),

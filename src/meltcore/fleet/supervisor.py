@@ -60,7 +60,8 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.generation.text_model import find_task
 from meltcore.settings.config import ModelStatus, PriorityClass
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -199,6 +200,7 @@ class Supervisor:
             next_engine=itertools.count().__next__,
             launcher=self._launcher,
             policy=options.policy,
+            timeouts=config.timeouts,
             log_folder=options.log_folder,
         )
         is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
@@ -280,21 +282,21 @@ class Supervisor:
         # Those with a budget first, together: one without takes all that is free of its GPU.
         for config, placements in sorted(models, key=lambda model: model[0].engine.memory_bytes is None):
             await self.add_fleet_model(config, placements)
-        for foreign in self.config.foreign:
-            self.add_fleet_foreign(foreign)
+        for name, section in self.config.upstream.items():
+            self.add_fleet_foreign(name, section)
         self.turns.start()
 
-    def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
+    def add_fleet_foreign(self, name: str, config: ModelSection) -> ForeignModel:
         """Add a model of other servers and begin to start them; `loading` of the result is done when they answer."""
-        model = self._add_foreign(config)
+        model = self._add_foreign(name, config)
         self.turns.add(model)
         model.loading = asyncio.create_task(model.load_or_fail())
         return model
 
-    def _add_foreign(self, config: ForeignConfig) -> ForeignModel:
+    def _add_foreign(self, name: str, config: ModelSection) -> ForeignModel:
         number = next(self._numbers)
-        stats = self._stats.add_model(number, config.num_replicas)
-        model = self.models[number] = ForeignModel(number, config, stats, self._parts)
+        stats = self._stats.add_model(number, config.replicas)
+        model = self.models[number] = ForeignModel(number, name, config, stats, self._parts)
         return model
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
@@ -348,7 +350,7 @@ class Supervisor:
     async def _load_model(self, model: ServedModel) -> None:
         await model.load_or_fail()
         if model.limits is not None:
-            config = replace(self.config, models=(model.config,), foreign=())
+            config = replace(self.config, models=(model.config,), upstream={})
             print_ready(config, [model.limits], [model.synthetic_tokenizer], self._stats.api_servers)
 
     def _add_model(self, config: ModelConfig, task: Task | None, placements: Sequence[Placement]) -> ServedModel:
@@ -391,8 +393,8 @@ class Supervisor:
         await self._pool.start()
         for config, task, placements in zip(self.config.models, tasks, self._placements, strict=True):
             self._add_model(config, task, placements)
-        for foreign in self.config.foreign:
-            self._add_foreign(foreign)
+        for name, section in self.config.upstream.items():
+            self._add_foreign(name, section)
         for model in self.models.values():
             model.may_run.set()  # also one that could take turns with others
         loading = asyncio.gather(*(model.load() for model in self.models.values()))

@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from meltcore.settings.config import ModelStatus
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MESSAGE_BYTES = 1 << 17  # the longest message; a model's configuration takes a few kilobytes
 
@@ -46,10 +47,12 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
 
 
 class AddForeign(msgspec.Struct, tag="add_foreign", frozen=True):
-    """A model whose servers are at `config.urls`. Comes with its statistics, and is answered by `ModelOpened`."""
+    """A model of other servers. Comes with its statistics, and is answered by `ModelOpened`. urls: of each replica."""
 
     model: int
-    config: ForeignConfig
+    name: str
+    config: ModelSection
+    urls: list[str]
 
 
 class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):

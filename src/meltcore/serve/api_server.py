@@ -158,7 +158,7 @@ class APIServer:
         if not descriptors:
             self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
             return
-        replicas = message.config.num_replicas if isinstance(message, AddForeign) else len(message.engines)
+        replicas = len(message.urls if isinstance(message, AddForeign) else message.engines)
         stats = self._stats.add_model(message.model, replicas, descriptors[0])
         os.close(descriptors[0])
         if isinstance(message, AddForeign):
@@ -169,10 +169,12 @@ class APIServer:
     def _add_foreign(self, message: AddForeign, stats: ModelStats) -> None:
         try:
             backend = HttpBackend(
+                message.name,
                 message.config,
+                message.urls,
                 stats,
-                request_timeout_s=self._config.request_timeout_s,
-                class_shares=self._config.class_shares,
+                limits=self._config.limits,
+                timeouts=self._config.timeouts,
             )
         except MeltcoreError as error:  # the environment lacks a key, as the supervisor has found before
             self._channel.send(ModelFailed(message.model, str(error)))

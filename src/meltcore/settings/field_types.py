@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN
+from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN, Size
 from meltcore.common.tasks import tasks
 
 ANY_LANGUAGE = "*"
@@ -45,6 +45,8 @@ Url: TypeAlias = Annotated[
         extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
     ),
 ]
+Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*$", extra={"expected": "a path such as /v1/chat/completions"})]
+Bytes: TypeAlias = Annotated[Size, Meta(extra_json_schema={"format": "size"})]
 Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
 # Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]

@@ -19,7 +19,7 @@ from meltcore.settings.fleet_spec import (
     SharingSection,
 )
 from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
-from meltcore.settings.server_config import FOREIGN_TEMPLATES
+from meltcore.settings.server_templates import FOREIGN_TEMPLATES
 
 # Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
 _ENGINE_ONLY = (
@@ -36,6 +36,8 @@ _ENGINE_ONLY = (
     *("enforce_eager", "enable_prefix_caching", "generation_config", "shapes", "format"),
     *("max_queue_chars", "max_queue_audio_s"),
 )
+# Settings of a `url` or a `command`. An engine of Meltcore's own would ignore them.
+_UPSTREAM_ONLY = {"environment", "paths", "python", "sleep_mode", "upstream_model", "upstream_key_env"}
 # Settings of a process that this fleet starts. A server that runs already has its own.
 _PROCESS_ONLY = (
     *(
@@ -127,9 +129,8 @@ def _check_kind(model: ModelSection, path: str) -> None:
         raise FleetError(f"{path}.format", f"got {model.format!r}, which is of shapes, and the model has none")
     if model.kind == "engine":
         _check_task(model, changed, path)
-        foreign = sorted(changed & {"environment", "python", "sleep_mode", "upstream_model", "upstream_key_env"})
-        if foreign:
-            raise FleetError(f"{path}.{foreign[0]}", "is for a url or a command, and this model has neither")
+        if upstream := sorted(changed & _UPSTREAM_ONLY):
+            raise FleetError(f"{path}.{upstream[0]}", "is for a url or a command, and this model has neither")
         return
     refused = [name for name in _ENGINE_ONLY if name in changed]
     if model.kind == "url":

@@ -11,16 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import Size
 from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.settings.config import DType, KVCacheDType, LoadFormat, PriorityClass, Quantization
 from meltcore.settings.field_types import (
     AudioSeconds,
+    Bytes,
     Device,
     FleetSection,
     GpuId,
     Name,
     Origin,
+    Path,
     PerMinute,
     Port,
     PositiveSeconds,
@@ -76,7 +77,7 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
     ] = ()
     log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
     log_limit: Annotated[
-        Size | None,
+        Bytes | None,
         Meta(
             description="Size of a log file past which it begins anew; the one before is kept as *.previous "
             "(default: 64MiB)."
@@ -96,7 +97,7 @@ class GpuSection(FleetSection, frozen=True, kw_only=True):
 
     id: Annotated[GpuId, Meta(description="Its number, as CUDA and nvidia-smi count.")]
     memory: Annotated[
-        Size | None, Meta(description="Bytes that the fleet may take of it (default: what the GPU has).")
+        Bytes | None, Meta(description="Bytes that the fleet may take of it (default: what the GPU has).")
     ] = None
 
 
@@ -129,6 +130,10 @@ class ModelSection(FleetSection, frozen=True, kw_only=True):
     upstream_key_env: Annotated[
         VariableName | None, Meta(description="Environment variable with the API key that a `url` asks for.")
     ] = None
+    paths: Annotated[
+        tuple[Path, ...],
+        Meta(description="Paths whose requests a `url` or `command` gets (default: the paths of its task)."),
+    ] = ()
     format: Annotated[
         WeightsFormat,
         Meta(description="How `shapes` are stored, for a plan: dense or a GGUF format; auto: as the checkpoint says."),
@@ -177,7 +182,7 @@ class ModelSection(FleetSection, frozen=True, kw_only=True):
     ] = None
     max_num_batched_tokens: Annotated[Tokens | None, Meta(description="Tokens per step.")] = None
     memory: Annotated[
-        Size | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
+        Bytes | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
     ] = None
     enforce_eager: Annotated[bool, Meta(description="Launch every kernel by itself, without CUDA graphs.")] = False
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV cache of equal prompt prefixes.")] = True
@@ -224,6 +229,28 @@ class ModelSection(FleetSection, frozen=True, kw_only=True):
         return "url" if self.url is not None else "command" if self.command is not None else "engine"
 
     @property
+    def upstream_paths(self) -> tuple[str, ...]:
+        """The paths whose requests a `url` or a `command` gets."""
+        return self.paths or tuple(tasks()[self.task].paths)
+
+    @property
+    def is_sleepable(self) -> bool:
+        """Whether its memory may be given to other models while they have requests."""
+        return self.residency == "sleepable"
+
+    @property
+    def replica_gpus(self) -> list[tuple[int, ...]]:
+        """The GPUs that the file names for each replica, `tensor_parallel_size` each; none: any.
+
+        With fewer GPUs than replicas need, replicas share them in turns.
+        """
+        if isinstance(self.device, str):
+            return [()] * self.replicas
+        ranks = self.tensor_parallel_size
+        groups = [self.device[first : first + ranks] for first in range(0, len(self.device), ranks)]
+        return [groups[replica % len(groups)] for replica in range(self.replicas)]
+
+    @property
     def has_context(self) -> bool:
         """Whether its engines are told a context length and a concurrency, which a plan may lower."""
         return tasks()[self.task].has_context
@@ -232,7 +259,7 @@ class ModelSection(FleetSection, frozen=True, kw_only=True):
 class LimitsSection(FleetSection, frozen=True, kw_only=True):
     """Limits of requests. Those of queues are per model and replaced by the model's own."""
 
-    max_body: Annotated[Size | None, Meta(description="Largest request body (default: 8MiB).")] = None
+    max_body: Annotated[Bytes | None, Meta(description="Largest request body (default: 8MiB).")] = None
     max_queue: Annotated[QueueRequests, Meta(description="Requests of a model that may wait; more get status 429.")] = (
         16_384
     )
@@ -257,6 +284,11 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
     tokens_per_minute: Annotated[
         PerMinute | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
     ] = None
+
+    def bound(self, model: ModelSection, name: str) -> float:
+        """Return a bound of a model's queue, such as max_queue: its own, else that of all models."""
+        own: float | None = getattr(model, name)
+        return float(getattr(self, name)) if own is None else own
 
 
 class KeySection(FleetSection, frozen=True, kw_only=True):
@@ -284,6 +316,12 @@ class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
     ] = 30.0
     start_s: Annotated[PositiveSeconds, Meta(description="A model, from its start to its first answer.")] = 600.0
     connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0
+    first_byte_s: Annotated[
+        PositiveSeconds, Meta(description="A `url` or `command`, from a request to the first byte of its answer.")
+    ] = 300.0
+    health_interval_s: Annotated[
+        PositiveSeconds, Meta(description="Pause between two looks at the health of a `url` or `command`.")
+    ] = 5.0
 
 
 class ResidencySection(FleetSection, frozen=True, kw_only=True):
@@ -351,16 +389,17 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
         return next((model for model, section in self.models.items() if name in section.aliases), None)
 
 
+_SIZE_PATTERN = r"^\d+(\.\d+)?\s*([KMGTkmgt]([iI]?[bB])?|[bB])?$"
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of fleet.yaml."""
-
-    def custom(kind: type) -> dict[str, Any]:
-        if kind is Size:
-            pattern = r"^\d+(\.\d+)?\s*([KMGTkmgt]([iI]?[bB])?|[bB])?$"
-            return {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": pattern}]}
-        raise NotImplementedError(kind)
-
-    schema = msgspec.json.schema(FleetSpec, schema_hook=custom)
+    schema = msgspec.json.schema(FleetSpec)
+    size = [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]
+    for section in schema["$defs"].values():
+        for field in section["properties"].values():
+            arms = field.get("anyOf", [])
+            field.update({"anyOf": [*size, *arms[1:]]} if {"type": "integer", "format": "size"} in arms else {})
     task = schema["$defs"]["ModelSection"]["properties"]["task"]
     del task["type"]
     task["enum"], task["default"] = sorted(tasks()), task.pop("default")

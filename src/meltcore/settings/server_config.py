@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.options import check_origins, not_empty, option, server_url_fault
-from meltcore.common.tasks import DEFAULT
+from meltcore.common.options import check_origins, not_empty, option
 from meltcore.settings.config import ENGINE_GROUP, EngineConfig, PriorityClass, Profiler, SharingConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
 _HTTP_GROUP, _LIMITS_GROUP = "HTTP server", "limits"
@@ -101,82 +101,6 @@ class KeyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForeignConfig:
-    """Holds the settings of a model that another server computes: vLLM, SGLang, llama.cpp or any with the OpenAI API.
-
-    Either `urls` name servers that run already, one per replica, or `command` starts `replicas` of them. Raises
-    ConfigError where neither or both are given, and for values that cannot work.
-    """
-
-    served_model_name: tuple[str, ...]  # as in ModelConfig
-    urls: tuple[str, ...] = ()  # like http://127.0.0.1:8001, without /v1
-    # The name of a template (vllm, sglang, llama.cpp, tensorrt-llm), or a command line with {checkpoint}, {port}, ...
-    command: str | None = None
-    replicas: int = 1  # of `command`; each has a port of its own
-    gpus: tuple[tuple[str, ...], ...] = ()  # of each replica of `command`, as CUDA_VISIBLE_DEVICES names them
-    tensor_parallel_size: int = 1  # GPUs per replica, for templates
-    memory_bytes: int | None = None  # for {memory_bytes} in `command`
-    checkpoint: str | None = None  # folder, file or hub id for `command`
-    arguments: tuple[str, ...] = ()  # of `command`, after those of the template
-    python: str | None = None  # the interpreter of the environment that has the program of `command`
-    environment: dict[str, str] = field(default_factory=dict)  # variables added for `command`
-    max_model_len: int | None = None  # tokens of prompt and output, for templates and model cards
-    max_num_seqs: int | None = None  # requests that a replica runs concurrently, for templates
-    sleepable: bool = False  # as in ModelConfig; of `command`
-    sleep_mode: Literal["restart", "vllm"] = "restart"  # vllm: asked at /sleep and /wake_up, else ended and started
-    upstream_model: str | None = None  # its name there; None: the first of `served_model_name`
-    api_key_variable: str | None = None  # environment variable with the key that the upstream wants
-    paths: tuple[str, ...] = tuple(DEFAULT.paths)  # that are forwarded
-    # A replica is sent a quarter more requests than max_num_seqs (None: 16,384). Others wait in our queue.
-    max_queue: int = 16_384  # requests that may wait
-    max_queue_tokens: int = 16_777_216  # their prompt tokens, at 4 bytes of a JSON body each
-    priority_class: PriorityClass = "standard"  # of requests that name none
-    health_interval_s: float = 5.0
-    start_timeout_s: float = 1800.0  # of `command`, from its start to its first answer
-    connect_timeout_s: float = 5.0
-    first_byte_timeout_s: float = 300.0  # from the request to the first byte of its answer
-
-    def __post_init__(self) -> None:
-        name = self.served_model_name[0] if self.served_model_name else ""
-        if not name:
-            raise ConfigError("a foreign model needs a name (served_model_name)")
-        if bool(self.urls) == (self.command is not None):
-            raise ConfigError(f"{name}: give either urls or command; got {'both' if self.urls else 'neither'}")
-        if self.gpus and len(self.gpus) != self.replicas:
-            raise ConfigError(f"{name}: gpus has {len(self.gpus)} entries, and there are {self.replicas} replicas")
-        for url in self.urls:
-            if fault := server_url_fault(url):
-                raise ConfigError(f"{name}: url {fault}")
-        for path in self.paths:
-            if not path.startswith("/") or not path.isascii() or not path.isprintable() or " " in path:
-                raise ConfigError(f"{name}: paths must be like /v1/chat/completions; got {path!r}")
-        for key, least in _FOREIGN_LEAST.items():
-            value = getattr(self, key)
-            if value is not None and not value >= least:
-                raise ConfigError(f"{name}: {key} must be at least {least}; got {value}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names that requests may use. The first stands in metrics and logs."""
-        return self.served_model_name
-
-    @property
-    def num_replicas(self) -> int:
-        """Return the number of servers."""
-        return len(self.urls) or self.replicas
-
-
-# Names that `command` may have instead of a command line.
-FOREIGN_TEMPLATES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
-_FOREIGN_LEAST: dict[str, float] = {
-    "max_queue": 0,
-    **dict.fromkeys(("health_interval_s", "start_timeout_s", "connect_timeout_s", "first_byte_timeout_s"), 0.05),
-    **dict.fromkeys(("replicas", "tensor_parallel_size", "memory_bytes", "max_model_len", "max_num_seqs"), 1),
-    "max_queue_tokens": 1,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResidencyConfig:
     """Holds when sleepable models wake and sleep. Times in seconds."""
 
@@ -193,7 +117,9 @@ class ServerConfig:
     """Holds the settings of a server: its models, its address, and the limits of its requests."""
 
     models: tuple[ModelConfig, ...]
-    foreign: tuple[ForeignConfig, ...] = ()  # after `models` in statistics
+    upstream: dict[str, ModelSection] = field(default_factory=dict)  # after `models` in statistics
+    limits: LimitsSection = field(default_factory=LimitsSection)  # of the queues of `upstream`
+    timeouts: TimeoutsSection = field(default_factory=TimeoutsSection)  # of `upstream`
     order: tuple[str, ...] = ()  # first names of models, as fleet.yaml has them
     languages: LanguagesSection = field(default_factory=LanguagesSection)
     routes: RoutesSection = field(default_factory=RoutesSection)
@@ -274,11 +200,6 @@ class ServerConfig:
             given = ",".join(map(str, self.class_shares))
             raise ConfigError(f"class_shares must be a number of at least 1 for each of {classes}; got {given}")
         check_origins(self.allowed_origins)
-
-    @property
-    def replicas(self) -> list[int]:
-        """Return the number of replicas of each model, in the order of the statistics."""
-        return [model.data_parallel_size for model in self.models] + [model.num_replicas for model in self.foreign]
 
     @property
     def profiling(self) -> bool:

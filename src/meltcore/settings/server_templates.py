@@ -97,6 +97,7 @@ TEMPLATES: Mapping[str, ServerTemplate] = {
         },
     ),
 }
+FOREIGN_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # what `command` may name
 
 
 def fill_command(command: str, values: Mapping[str, str | None], name: str) -> list[str]:

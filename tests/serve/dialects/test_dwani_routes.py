@@ -14,8 +14,9 @@ from waiting import wait_until
 from meltcore.common.errors import ConfigError
 from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
 from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.routes_section import ChatRoute, RoutesSection, TranslateRoute
-from meltcore.settings.server_config import ForeignConfig, ServerConfig
+from meltcore.settings.server_config import ServerConfig
 
 TRANSLATE = TranslateRoute(backend="llm", prompt="{source} to {target}:", stop=("|",))
 ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="gemma3"))
@@ -122,9 +123,11 @@ def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
 
 @pytest.mark.slow
 def test_a_foreign_language_model_is_asked_over_http(server: RunningServer, tmp_path: Path) -> None:
-    theirs = ForeignConfig(served_model_name=("far",), urls=(server.url,), upstream_model="gemma3")
-    dead = ForeignConfig(served_model_name=("dead",), urls=("http://127.0.0.1:1",))
-    config = ServerConfig(models=(), foreign=(theirs, dead), port=0, api_server_count=1, routes=FOREIGN_ROUTES)
+    models = {
+        "far": ModelSection(url=server.url, upstream_model="gemma3"),
+        "dead": ModelSection(url="http://127.0.0.1:1"),
+    }
+    config = ServerConfig(models=(), upstream=models, port=0, api_server_count=1, routes=FOREIGN_ROUTES)
     with running(serve_command(config), tmp_path / "stderr") as near:
         wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
         found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})

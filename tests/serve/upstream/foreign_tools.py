@@ -22,7 +22,8 @@ from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.server_config import ForeignConfig, KeyConfig, ServerConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
+from meltcore.settings.server_config import KeyConfig, ServerConfig
 
 SSE = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHAT = "/v1/chat/completions"
@@ -211,11 +212,13 @@ async def served(
         if isinstance(upstream, Upstream) and not upstream.url:
             await upstream.start()
     urls = tuple(each if isinstance(each, str) else each.url for each in upstreams)
-    foreign = ForeignConfig(served_model_name=("m",), urls=urls, **({"health_interval_s": 0.05} | settings))
-    config = ServerConfig(models=(), foreign=(foreign,), request_timeout_s=timeout_s)
+    times = {name: settings.pop(name) for name in ("first_byte_s", "health_interval_s") if name in settings}
+    timeouts = TimeoutsSection(request_s=timeout_s, **({"health_interval_s": 0.05} | times))
+    foreign = ModelSection(url=urls[0], **settings)
+    config = ServerConfig(models=(), upstream={"m": foreign}, request_timeout_s=timeout_s)
     stats, lines = ServerStats([len(urls)], keys=len(api_keys)), io.StringIO()
     log = Log("json", stats, lines)
-    backend = HttpBackend(foreign, stats.models[0], request_timeout_s=timeout_s)
+    backend = HttpBackend("m", foreign, urls, stats.models[0], limits=LimitsSection(), timeouts=timeouts)
     backend.health.set("ready", "ready")
     backend.start()
     keys, metrics = ApiKeys(api_keys, stats), Metrics(stats, dict)

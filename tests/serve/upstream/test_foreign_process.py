@@ -23,16 +23,15 @@ from meltcore.common.process import group_members
 from meltcore.serve.upstream import foreign_process
 from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
-from meltcore.settings.server_config import FOREIGN_TEMPLATES, ForeignConfig
-from meltcore.settings.server_templates import TEMPLATES
+from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
+from meltcore.settings.server_templates import FOREIGN_TEMPLATES, TEMPLATES
 
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 0"
 SOURCE = str(ROOT / "src")
 
 
-def config(command: str = SCRIPTED, **fields: Any) -> ForeignConfig:
-    defaults = {"environment": {"PYTHONPATH": SOURCE}, "start_timeout_s": 20.0}
-    return ForeignConfig(served_model_name=("m",), command=command, **(defaults | fields))
+def config(command: str = SCRIPTED, **fields: Any) -> ModelSection:
+    return ModelSection(command=command, **({"environment": {"PYTHONPATH": SOURCE}} | fields))
 
 
 def program(folder: Path, name: str, text: str = "") -> Path:
@@ -50,25 +49,24 @@ def program(folder: Path, name: str, text: str = "") -> Path:
             "vllm",
             "vllm",
             "serve /w/a b --host 127.0.0.1 --port 7000 --served-model-name m --max-model-len 4096 --max-num-seqs 8 "
-            "--tensor-parallel-size 2 --enforce-eager",
+            "--tensor-parallel-size 2",
         ),
         (
             "sglang",
             "python",
             "-m sglang.launch_server --model-path /w/a b --host 127.0.0.1 --port 7000 --served-model-name m "
-            "--context-length 4096 --max-running-requests 8 --tp-size 2 --enforce-eager",
+            "--context-length 4096 --max-running-requests 8 --tp-size 2",
         ),
         (
             "llama.cpp",
             "llama-server",
-            "--model /w/a b --host 127.0.0.1 --port 7000 --alias m --n-gpu-layers 999 --ctx-size 32768 --parallel 8 "
-            "--enforce-eager",
+            "--model /w/a b --host 127.0.0.1 --port 7000 --alias m --n-gpu-layers 999 --ctx-size 32768 --parallel 8",
         ),
         (
             "tensorrt-llm",
             "trtllm-serve",
             "serve /w/a b --host 127.0.0.1 --port 7000 --backend pytorch --max_seq_len 4096 --max_batch_size 8 "
-            "--tp_size 2 --enforce-eager",
+            "--tp_size 2",
         ),
     ],
 )
@@ -85,11 +83,10 @@ def test_templates(template: str, name: str, expected: str, tmp_path: Path) -> N
         max_model_len=4096,
         max_num_seqs=8,
         tensor_parallel_size=2,
-        gpus=(("2", "3"),),
-        arguments=("--enforce-eager",),
+        device=(2, 3),
         environment={"A": "1"},
     )
-    found = foreign_command(settings, 0, 7000)
+    found = foreign_command("m", settings, 0, 7000)
     assert found.arguments[0] == str(binaries / name)
     assert " ".join(found.arguments[1:]) == expected
     assert "/w/a b" in found.arguments
@@ -104,11 +101,11 @@ def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
     for template in FOREIGN_TEMPLATES:
         for name in ("vllm", "python", "llama-server", "trtllm-serve"):
             program(tmp_path, name)
-        plain = foreign_command(config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
+        plain = foreign_command("m", config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
         assert not {"--max-model-len", "--context-length", "--ctx-size", "--parallel", "--tp-size"} & set(plain)
         assert "1" in plain
     settings = {"checkpoint": "c", "python": str(tmp_path / "python"), "sleep_mode": "vllm", "environment": {"A": "1"}}
-    sleeps = foreign_command(config("vllm", **settings), 0, 1)
+    sleeps = foreign_command("m", config("vllm", **settings), 0, 1)
     assert sleeps.arguments[-1] == "--enable-sleep-mode"
     assert (sleeps.environment["VLLM_SERVER_DEV_MODE"], sleeps.environment["A"]) == ("1", "1")
 
@@ -126,14 +123,17 @@ def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
 )
 def test_command_that_cannot_work_is_refused(command: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        foreign_command(config(command), 0, 1)
+        foreign_command("m", config(command), 0, 1)
     assert str(error.value).startswith("m: ")
     assert message in str(error.value)
 
 
-def run(tmp_path: Path, settings: ForeignConfig, check: Any = None) -> tuple[ForeignProcess, list[str]]:
+def run(
+    tmp_path: Path, settings: ModelSection, check: Any = None, start_s: float = 20.0
+) -> tuple[ForeignProcess, list[str]]:
     reports: list[str] = []
-    process = ForeignProcess(settings, 0, free_port(), tmp_path / "log", reports.append)
+    timeouts = TimeoutsSection(start_s=start_s)
+    process = ForeignProcess("m", settings, 0, free_port(), tmp_path / "log", reports.append, timeouts)
 
     async def life() -> None:
         try:
@@ -173,9 +173,9 @@ def test_start_that_fails_names_the_reason_and_the_output(tmp_path: Path) -> Non
         run(tmp_path, config(f"{crash} {{port}}"))
     hang = program(tmp_path, "hang", "#!/bin/sh\necho loading shard 1\nsleep 30\n")
     with pytest.raises(ConfigError, match=r"not ready within 4 s .*cannot be connected to(?s:.*)loading shard 1"):
-        run(tmp_path, config(f"{hang} {{port}}", start_timeout_s=4.0))
+        run(tmp_path, config(f"{hang} {{port}}"), start_s=4.0)
     with pytest.raises(ConfigError, match=r"not ready within 6 s .*did not answer the readiness request"):
-        run(tmp_path, config(SCRIPTED + " --fault silent", start_timeout_s=6.0))
+        run(tmp_path, config(SCRIPTED + " --fault silent"), start_s=6.0)
     with pytest.raises(ConfigError, match=r"readiness request on /v1/completions with status 429: .*queue is full"):
         run(tmp_path, config(SCRIPTED + " --fault 429"))
 
@@ -191,9 +191,10 @@ def test_server_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None
     code = (
         "import asyncio, sys, pathlib, msgspec, time\n"
         "from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port\n"
-        "from meltcore.settings.server_config import ForeignConfig\n"
-        "config = msgspec.json.decode(sys.argv[1], type=ForeignConfig)\n"
-        "process = ForeignProcess(config, 0, free_port(), pathlib.Path(sys.argv[2]), print)\n"
+        "from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection\n"
+        "config = msgspec.json.decode(sys.argv[1], type=ModelSection)\n"
+        "log, timeouts = pathlib.Path(sys.argv[2]), TimeoutsSection()\n"
+        "process = ForeignProcess('m', config, 0, free_port(), log, print, timeouts)\n"
         "asyncio.run(process.start()); print(process.pid, flush=True); time.sleep(60)\n"
     )
     settings = msgspec.json.encode(config()).decode()

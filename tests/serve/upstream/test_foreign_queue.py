@@ -11,9 +11,8 @@ import uvloop
 from foreign_tools import CHAT, DONE, EVENT, Received, Served, Upstream, answer, sends, served, stream
 from waiting import WAIT_S, until
 
-from meltcore.common.errors import ConfigError
 from meltcore.serve.upstream.http_attempt import read_usage
-from meltcore.settings.server_config import ForeignConfig, KeyConfig
+from meltcore.settings.server_config import KeyConfig
 
 WHOLE = b'{"choices":[{"message":{"content":"\\"usage\\":{}"}}],"usage":{"prompt_tokens":11,"completion_tokens":7}}'
 
@@ -171,9 +170,3 @@ def test_tokens_come_from_usage_or_from_events() -> None:
 )
 def test_usage_is_read_where_it_stands(data: bytes, expected: tuple[int | None, int | None]) -> None:
     assert read_usage(data) == expected
-
-
-@pytest.mark.parametrize("setting", ["max_queue_tokens", "max_queue"])
-def test_bounds_are_checked(setting: str) -> None:
-    with pytest.raises(ConfigError, match=f"m: {setting} must be at least"):
-        ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",), **{setting: -1})

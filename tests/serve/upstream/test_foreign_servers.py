@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import openai
 import pytest
 from places import ROOT
@@ -27,7 +28,8 @@ from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.foreign_process import free_port
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
+from meltcore.settings.server_config import ModelConfig, ResidencyConfig, ServerConfig
 
 SOURCE = str(ROOT / "src")
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
@@ -35,14 +37,19 @@ CHAT = "/v1/chat/completions"
 QUESTION: Any = [{"role": "user", "content": "hi"}]
 
 
-def foreign(name: str, command: str = SCRIPTED, **fields: Any) -> ForeignConfig:
-    defaults = {"health_interval_s": 0.1, "environment": {"PYTHONPATH": SOURCE}, "start_timeout_s": 20.0}
-    return ForeignConfig(served_model_name=(name,), command=command, **(defaults | fields))
+TIMEOUTS = TimeoutsSection(health_interval_s=0.1, start_s=20.0)
+
+
+def foreign(command: str = SCRIPTED, **fields: Any) -> ModelSection:
+    return ModelSection(command=command, **({"environment": {"PYTHONPATH": SOURCE}} | fields))
 
 
 @contextmanager
-def serving(tmp_path: Path, *models: ForeignConfig, fleet: bool = False, **settings: Any) -> Iterator[RunningServer]:
-    config = ServerConfig(models=(), foreign=models, port=0, api_server_count=2, **settings)
+def serving(
+    tmp_path: Path, fleet: bool = False, settings: dict[str, Any] | None = None, **models: ModelSection
+) -> Iterator[RunningServer]:
+    defaults = {"timeouts": TIMEOUTS, "port": 0, "api_server_count": 2}
+    config = ServerConfig(models=(), upstream=models, **(defaults | (settings or {})))
     with running(
         serve_command(config, policy=RestartAfterPause(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
     ) as server:
@@ -56,7 +63,7 @@ def children(server: RunningServer) -> list[int]:
 
 @pytest.mark.slow
 def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, foreign("a", replicas=2), foreign("b")) as server:
+    with serving(tmp_path, a=foreign(replicas=2), b=foreign()) as server:
         server.wait_healthy()
         guards = children(server)
         assert len(guards) == 3
@@ -77,7 +84,7 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path) -> None:
-    with serving(tmp_path, foreign("a"), foreign("b"), fleet=True) as server:
+    with serving(tmp_path, a=foreign(), b=foreign(), fleet=True) as server:
         server.wait_healthy()
         first, _ = children(server)
         os.kill(max(group_members(first)), signal.SIGKILL)
@@ -103,8 +110,8 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
             ended.append(1)
 
     async def restart() -> None:
-        parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path)
-        model = ForeignModel(0, foreign("a", sleepable=True), ServerStats().models[0], parts)  # type: ignore[arg-type]
+        parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path, timeouts=TIMEOUTS)
+        model = ForeignModel(0, "a", foreign(residency="sleepable"), ServerStats().models[0], parts)  # type: ignore[arg-type]
         (server,) = model.replicas
         server.process, server.state = Process(), "sleeping"  # type: ignore[assignment]
         await model.replace_engines(1.0)
@@ -119,11 +126,12 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
     """Models a and b have vLLM's routes and sleep; c has none, so it is ended and started again."""
     turns = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
     without = {"PYTHONPATH": SOURCE, "VLLM_SERVER_DEV_MODE": "0"}
-    models = (
-        foreign("a", sleepable=True, sleep_mode="vllm", priority_class="interactive"),
-        foreign("b", sleepable=True, sleep_mode="vllm"),
-        foreign("c", sleepable=True, sleep_mode="vllm", environment=without, priority_class="batch"),
-    )
+    sleeps = {"residency": "sleepable", "sleep_mode": "vllm"}
+    models = {
+        "a": foreign(**sleeps, priority="interactive"),
+        "b": foreign(**sleeps),
+        "c": foreign(**sleeps, environment=without, priority="batch"),
+    }
 
     def ask(name: str) -> None:
         answer = server.post("/v1/chat/completions", {"model": name, "messages": QUESTION})
@@ -132,7 +140,7 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
     def alive() -> set[int]:
         return {guard for guard in children(server) if group_members(guard)}
 
-    with serving(tmp_path, *models, fleet=True, residency=turns) as server:
+    with serving(tmp_path, fleet=True, settings={"residency": turns}, **models) as server:
         started = {"status": "ready", "sleeping": ["b", "c"]}
         wait_until(lambda: server.request("GET", "/health").json == started and len(alive()) == 2, "the start")
         asleep = alive()
@@ -155,14 +163,14 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_path: Path) -> None:
-    broken = foreign("a", "sh -c 'echo no GPU; exit 3' {port}")
-    with serving(tmp_path, broken) as server:
+    broken = foreign("sh -c 'echo no GPU; exit 3' {port}")
+    with serving(tmp_path, a=broken) as server:
         assert server.wait_exit() == 2
         assert "the server of a ended while starting (exit status 3):\nno GPU" in server.stderr
-    with serving(tmp_path, foreign("a", "no-such-program {port}")) as server:
+    with serving(tmp_path, a=foreign("no-such-program {port}")) as server:
         assert server.wait_exit() == 2
         assert "'no-such-program' of its command is not there" in server.stderr
-    with serving(tmp_path, foreign("a", paths=("/admin",))) as server:
+    with serving(tmp_path, a=foreign(paths=("/admin",))) as server:
         assert server.wait_exit() == 2
         assert "got '/admin'" in server.stderr
 
@@ -171,10 +179,8 @@ def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_pat
 def test_url_is_served_beside_a_model_of_our_own(tmp_path: Path) -> None:
     """The other model is a server of ours too, by its address: its names differ, and its answers keep their bytes."""
     with scripted_server() as upstream:
-        theirs = ForeignConfig(
-            served_model_name=("far",), urls=(upstream.url,), upstream_model="scripted", health_interval_s=0.1
-        )
-        with scripted_server(foreign=(theirs,)) as server:
+        theirs = ModelSection(url=upstream.url, upstream_model="scripted")
+        with scripted_server(upstream={"far": theirs}, timeouts=TIMEOUTS) as server:
             body = {"messages": QUESTION, "max_tokens": 4}
             wait_until(lambda: server.post("/v1/chat/completions", body | {"model": "far"}).status == 200, "its health")
             answer = server.post("/v1/chat/completions", body | {"model": "far"})
@@ -200,7 +206,7 @@ REASONS = {  # a shell's command, and the reason that clients and operators see
         "yes loading | head -c 5000000; echo out of memory; kill -9 $$",
         "loading | loading | out of memory",
     ),
-    "late": ("echo compiling; sleep 600", "was not ready within 6 s (start_timeout_s): it cannot be connected to"),
+    "late": ("echo compiling; sleep 600", "was not ready within 6 s (timeouts.start_s): it cannot be connected to"),
     "missing": ("exec no-such-engine", "no-such-engine: not found"),
 }
 
@@ -208,11 +214,9 @@ REASONS = {  # a shell's command, and the reason that clients and operators see
 @pytest.mark.slow
 def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Path) -> None:
     """In the health of the fleet, and in what clients get."""
-    models = [
-        foreign(name, shlex.join(["sh", "-c", f"{shell} # {{port}}"]), start_timeout_s=6.0 if name == "late" else 60.0)
-        for name, (shell, _) in REASONS.items()
-    ]
-    with serving(tmp_path, foreign("good"), *models, fleet=True) as server:
+    models = {name: foreign(shlex.join(["sh", "-c", f"{shell} # {{port}}"])) for name, (shell, _) in REASONS.items()}
+    timeouts = msgspec.structs.replace(TIMEOUTS, start_s=6.0)
+    with serving(tmp_path, fleet=True, settings={"timeouts": timeouts}, good=foreign(), **models) as server:
 
         def found() -> dict[str, tuple[str, str]]:
             health = server.request("GET", "/health").json.get("models", {})
@@ -234,8 +238,11 @@ def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Pat
 
 @pytest.mark.slow
 def test_each_of_several_models_that_fail_has_its_reason_in_an_answer(tmp_path: Path) -> None:
-    models = foreign("mute", "sh -c 'exit 4 # {port}'"), foreign("loud", "sh -c 'echo no memory; exit 5 # {port}'")
-    with serving(tmp_path, *models, fleet=True) as server:
+    models = {
+        "mute": foreign("sh -c 'exit 4 # {port}'"),
+        "loud": foreign("sh -c 'echo no memory; exit 5 # {port}'"),
+    }
+    with serving(tmp_path, fleet=True, **models) as server:
 
         def reason() -> str:
             return str(server.post(CHAT, {"model": "loud", "messages": QUESTION}).error["message"])
@@ -258,8 +265,8 @@ def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None
 @pytest.mark.slow
 def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
     model = ModelConfig(engine=EngineConfig(model="m"))
-    theirs = ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",))
-    config = ServerConfig(models=(model,), foreign=(theirs,), port=0)
+    theirs = ModelSection(url="http://127.0.0.1:1")
+    config = ServerConfig(models=(model,), upstream={"m": theirs}, port=0)
     with running(serve_command(config), tmp_path / "stderr") as server:
         assert server.wait_exit() == 2
         assert "two models are served as m" in server.stderr
@@ -268,11 +275,10 @@ def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fleet_waits_for_a_server_elsewhere_and_uses_one_that_is_late(tmp_path: Path) -> None:
     port = free_port()
-    far = ForeignConfig(
-        served_model_name=("far",), urls=(f"http://127.0.0.1:{port}",), health_interval_s=0.1, start_timeout_s=1.0
-    )
+    far = ModelSection(url=f"http://127.0.0.1:{port}")
+    timeouts = msgspec.structs.replace(TIMEOUTS, start_s=1.0)
     command = [*SCRIPTED.format(port=port).split()]
-    with serving(tmp_path, far, fleet=True) as server:
+    with serving(tmp_path, fleet=True, settings={"timeouts": timeouts}, far=far) as server:
         assert server.request("GET", "/health").status == 503, "it is not ready before it answers"
         wait_until(lambda: "far could not be loaded: no answer within 1 s (timeouts.start_s)" in server.stderr, "fail")
         with LoggedProcess(command, tmp_path / "upstream.log", name="upstream", report=print):

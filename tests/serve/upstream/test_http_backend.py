@@ -22,7 +22,7 @@ from meltcore.serve.upstream import http_attempt, http_backend, http_replica
 from meltcore.serve.upstream.event_stream import MAX_HELD_BYTES, EventBuffer
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.serve.upstream.http_connection import MAX_UNREAD_BYTES
-from meltcore.settings.server_config import ForeignConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
 
 END = chunk(b"")
 WHOLE = b'{"id":"x", "model":"theirs",\n "choices":[]}'
@@ -68,7 +68,7 @@ def test_answers_come_through_as_they_are() -> None:
 def test_only_the_name_of_the_model_changes() -> None:
     async def check() -> None:
         upstream = Upstream(sends(answer(WHOLE)))
-        async with served(upstream, upstream_model="org/big", api_key_variable="PATH") as server:
+        async with served(upstream, upstream_model="org/big", upstream_key_env="PATH") as server:
             data = b'{"model": "m", "n":1.50, "messages":[{"content":"\\u0061 \xc3\xa9"}]}'
             async with server.session.post(server.url + CHAT, data=data) as response:
                 assert await response.read() == WHOLE
@@ -153,14 +153,14 @@ def test_event_that_is_too_long_to_hold_passes_in_parts() -> None:
         (sends(stream(b""), then="close"), 502, "ended before the first whole event"),
         (sends(stream(EVENT[:20], b"")), 502, "ended before the first whole event"),
         (sends(then="close"), 502, "closed the connection"),
-        (sends(then="hang"), 504, "no byte of an answer within 0.2 s (first_byte_timeout_s)"),
+        (sends(then="hang"), 504, "no byte of an answer within 0.2 s (timeouts.first_byte_s)"),
         (sends(stream(), then="hang"), 504, "no byte of an answer within 0.2 s"),
     ],
 )
 def test_fault_before_the_first_event_is_a_plain_error(behave: Any, status: int, message: str) -> None:
     async def check() -> None:
         upstream = Upstream(behave)
-        async with served(upstream, first_byte_timeout_s=0.2) as server:
+        async with served(upstream, first_byte_s=0.2) as server:
             found = await server.error(stream=True)
             assert found[:2] == (status, "upstream_error" if status == 502 else "upstream_timeout")
             assert message in found[2]
@@ -383,7 +383,7 @@ def test_retry_only_before_the_first_byte_and_once(monkeypatch: pytest.MonkeyPat
 def test_time_limit_is_not_retried() -> None:
     async def check() -> None:
         slow = [Upstream(sends(then="hang")), Upstream(sends(then="hang"))]
-        async with served(*slow, first_byte_timeout_s=0.1) as server:
+        async with served(*slow, first_byte_s=0.1) as server:
             assert (await server.error())[0] == 504
             assert sum(len(each.received) for each in slow) == 1
 
@@ -549,7 +549,8 @@ def test_open_requests_end_at_a_drain() -> None:
     run(check())
 
 
-def test_card_and_metrics_name_the_task_by_the_paths() -> None:
+def test_card_and_metrics_name_the_task_and_its_paths() -> None:
+    url = "http://127.0.0.1:1"
     for path, task in (
         ("/v1/chat/completions", "generation"),
         ("/v1/translate", "translation"),
@@ -557,6 +558,10 @@ def test_card_and_metrics_name_the_task_by_the_paths() -> None:
         ("/v1/audio/speech", "synthesis"),
     ):
         stats = ServerStats().models[0]
-        config = ForeignConfig(served_model_name=("m",), urls=("http://127.0.0.1:1",), paths=(path,))
-        card = HttpBackend(config, stats, request_timeout_s=1.0).model_card("m")
+        settings: Any = {"limits": LimitsSection(), "timeouts": TimeoutsSection()}
+        backend = HttpBackend("m", ModelSection(url=url, task=task), (url,), stats, **settings)
+        card = backend.model_card("m")
         assert (card["task"], stats.task) == (task, task)
+        assert path in card["paths"]
+        others = ModelSection(url=url, task=task, paths=("/v1/embeddings",))
+        assert HttpBackend("m", others, (url,), stats, **settings).model_card("m")["paths"] == ["/v1/embeddings"]

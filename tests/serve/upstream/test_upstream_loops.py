@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from foreign_tools import Upstream, answer, sends
@@ -20,26 +22,37 @@ from waiting import wait_until
 from meltcore.common.errors import RequestError
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
+from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.foreign_process import free_port
+from meltcore.serve.upstream.http_backend import ForeignHealth
 from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ForeignConfig, ServerConfig
+from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
+from meltcore.settings.server_config import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BACK = "its address leads back to this server"
 
 
-def far(name: str, *urls: str, **settings: Any) -> ForeignConfig:
-    defaults = {"health_interval_s": 0.1, "start_timeout_s": 300.0}
-    return ForeignConfig(served_model_name=(name,), urls=urls, **(defaults | settings))
+TIMEOUTS = TimeoutsSection(health_interval_s=0.1, start_s=300.0)
+
+
+def upstream(**urls: str) -> dict[str, ModelSection]:
+    return {name: ModelSection(url=url) for name, url in urls.items()}
+
+
+def only_upstream(port: int, **urls: str) -> list[str]:
+    """The command of a fleet whose models are all elsewhere."""
+    config = ServerConfig(models=(), upstream=upstream(**urls), timeouts=TIMEOUTS, port=port, api_server_count=1)
+    return serve_command(config, policy=RestartAfterPause(first_pause_s=0.1))
 
 
 @contextmanager
-def serving(folder: Path, name: str, port: int, *models: ForeignConfig, fleet: bool = True) -> Iterator[RunningServer]:
-    """A server of a scripted model named like it, and of `models`, on all addresses of the machine."""
+def serving(folder: Path, name: str, port: int, *, fleet: bool = True, **urls: str) -> Iterator[RunningServer]:
+    """A server of a scripted model named like it, and of models at `urls`, on all addresses of the machine."""
     engine = EngineConfig(model=str(make_model(folder / name)), load_format="dummy")
     config = server_config(engine, served_model_name=(name,), port=port, host="0.0.0.0", api_server_count=2)
-    config = replace(config, foreign=models)
+    config = replace(config, upstream=upstream(**urls), timeouts=TIMEOUTS)
     policy = RestartAfterPause(first_pause_s=0.1) if fleet else None
     with running(serve_command(config, policy=policy), folder / f"{name}.log") as server:
         yield server
@@ -77,20 +90,18 @@ def forwarded(port: int, *, header: bytes = b"Via: ") -> Iterator[int]:
 
 @pytest.mark.slow
 def test_model_whose_address_is_the_fleets_own_fails_at_the_start(tmp_path: Path) -> None:
-    """Also with several forms of it; other models are served, and a model with another address beside it is."""
+    """Also with several forms of it; other models are served."""
     port, other = free_port(), free_port()
     without_via = forwarded(port, header=b"X-Dropped: ")
     with forwarded(port) as around, without_via as unseen, serving(tmp_path, "other", other):
         forms = [f"http://127.0.0.2:{port}/v1/", *(f"http://localhost:{each}" for each in (port, around, unseen))]
-        loops = [far(f"loop{at}", url) for at, url in enumerate(forms)]
-        half = far("half", forms[0], f"http://127.0.0.1:{other}", upstream_model="other")
-        with serving(tmp_path, "first", port, *loops, half) as server:
-            for loop in loops:
-                name = loop.names[0]
+        loops = {f"loop{at}": url for at, url in enumerate(forms)}
+        with serving(tmp_path, "first", port, **loops, other=f"http://127.0.0.1:{other}") as server:
+            for name in loops:
                 wait_until(lambda name=name: f"{name} could not be loaded: {BACK}" in server.stderr, "the refusal")
                 refused = chat(server, name)
                 assert (refused.status, BACK in refused.error["message"]) == (503, True)
-            wait_until(lambda: chat(server, "half").status == 200, "the other replica")
+            wait_until(lambda: chat(server, "other").status == 200, "the model with another address")
             wait_until(lambda: chat(server, "first").status == 200, "the model of its own")
             assert server.metrics()["requests_failed_total"] == 0
 
@@ -100,8 +111,8 @@ def test_request_that_comes_back_over_other_servers_gets_508_at_its_first_turn(t
     """Two servers that name each other: over the second, and over a chain of both through a forwarded port."""
     ports = free_port(), free_port()
     with forwarded(ports[0]) as around:
-        a, b = far("far", f"http://localhost:{ports[1]}"), far("far", f"http://127.0.0.1:{around}")
-        with serving(tmp_path, "a", ports[0], a, fleet=False) as first, serving(tmp_path, "b", ports[1], b) as second:
+        to_b = serving(tmp_path, "a", ports[0], fleet=False, far=f"http://localhost:{ports[1]}")
+        with to_b as first, serving(tmp_path, "b", ports[1], far=f"http://127.0.0.1:{around}") as second:
             for server in (first, second):
                 wait_until(lambda server=server: chat(server, "far").status == 508, "both to know each other")
                 before = first.metrics()["requests_accepted_total"], second.metrics()["requests_accepted_total"]
@@ -124,9 +135,7 @@ def test_fleets_that_name_only_each_other_do_not_wait_for_the_time_limit(tmp_pat
     with ExitStack() as stack:
         servers = []
         for at, port in enumerate(ports):
-            foreign = (far("far", urls[(at + 1) % len(urls)]),)
-            config = ServerConfig(models=(), foreign=foreign, port=port, api_server_count=1)
-            command = serve_command(config, policy=RestartAfterPause(first_pause_s=0.1))
+            command = only_upstream(port, far=urls[(at + 1) % len(urls)])
             servers.append(stack.enter_context(running(command, tmp_path / f"{at}.log")))
         for server in servers:
             wait_until(lambda server=server: "far could not be loaded: it waits in a circle: " in server.stderr, "that")
@@ -135,22 +144,29 @@ def test_fleets_that_name_only_each_other_do_not_wait_for_the_time_limit(tmp_pat
 
 @pytest.mark.slow
 def test_fleet_that_another_one_waits_for_may_wait_for_more_than_that(tmp_path: Path) -> None:
-    """The second names the first, and a server that starts late: no circle."""
+    """The first names the second, and that a server that starts late: no circle."""
     ports = free_port(), free_port(), free_port()
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    policy = RestartAfterPause(first_pause_s=0.1)
     with ExitStack() as stack:
         servers = []
-        for at, upstreams in enumerate(((urls[1],), (urls[0], urls[2]))):
-            foreign = (far("late", *upstreams),)
-            config = ServerConfig(models=(), foreign=foreign, port=ports[at], api_server_count=1)
-            command = serve_command(config, policy=policy)
+        for at, upstreams in enumerate(({"late": urls[1]}, {"late": urls[2]})):
+            command = only_upstream(ports[at], **upstreams)
             servers.append(stack.enter_context(running(command, tmp_path / f"{at}.log")))
         wait_until(lambda: servers[1].request("GET", "/health").status == 503, "the second to wait")
         stack.enter_context(serving(tmp_path, "late", ports[2]))
         for server in servers:
             wait_until(lambda server=server: chat(server, "late").status == 200, "an answer over the others")
             assert "could not be loaded" not in server.stderr
+
+
+def test_model_waits_in_a_circle_only_where_each_of_its_servers_does() -> None:
+    def circle(*found: str | None) -> str | None:
+        replicas: Any = [SimpleNamespace(circle=AsyncMock(return_value=each)) for each in found]
+        return asyncio.run(ForeignHealth("m", ServerStats().models[0], replicas).circle({}))
+
+    assert circle("a, which waits for it", "b, which waits for it") == "a, which waits for it and b, which waits for it"
+    assert circle("a, which waits for it", None) is None
+    assert circle() is None
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -161,7 +177,7 @@ def test_upstream_that_lists_its_models_under_our_name_is_not_used(*, is_whole: 
     async def check() -> None:
         upstream = Upstream(sends(b""))
         await upstream.start()
-        replica = UpstreamReplica(0, upstream.url, far("far", upstream.url), None)
+        replica = UpstreamReplica(0, upstream.url, 5.0, None)
         for lists, state in ((True, "starting"), (False, "up"), (True, "down"), (False, "up")):
             named = fields if is_whole else {"models": {"meta": fields}}
             upstream.health = answer(json.dumps(named if lists else {**fields, "server": "other"}, indent=1).encode())

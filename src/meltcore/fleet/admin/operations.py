@@ -22,7 +22,8 @@ from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
 from meltcore.serve.requests.tracing import resolve_tracing
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -73,7 +74,7 @@ class FleetModels(Protocol):
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it."""
 
-    def add_fleet_foreign(self, config: ForeignConfig) -> ForeignModel:
+    def add_fleet_foreign(self, name: str, config: ModelSection) -> ForeignModel:
         """Add a foreign model and begin to load it."""
 
     def forget_model(self, model: Model) -> None:
@@ -126,7 +127,7 @@ class FleetOperations:
     def _find(self, name: str) -> Model:
         models = self._supervisor.models.values()
         for model in models:
-            if name in model.config.names and model.status != "draining":
+            if name in model.names and model.status != "draining":
                 return model
         known = ", ".join(model.name for model in models)
         raise ConfigError(f"there is no model {name!r} in the fleet; it has {known}")
@@ -165,8 +166,8 @@ class FleetOperations:
             check_unchanged(supervisor.config, config)
             planner.accept()
             old = {model.name: model for model in supervisor.models.values()}
-            new: dict[str, ModelConfig | ForeignConfig] = {model.names[0]: model for model in config.models}
-            new |= {model.names[0]: model for model in config.foreign}
+            new: dict[str, ModelConfig | ModelSection] = {model.names[0]: model for model in config.models}
+            new |= config.upstream
             result = ReloadResult(
                 added=[name for name in new if name not in old],
                 removed=[name for name in old if name not in new],
@@ -180,19 +181,19 @@ class FleetOperations:
             for name in result.changed:
                 await self._replace(old[name], new[name])
             for name in result.added:
-                await self._add(new[name])
+                await self._add(name, new[name])
             supervisor.change_config(config)
             return result
 
-    async def _add(self, config: ModelConfig | ForeignConfig) -> Model:
-        if isinstance(config, ForeignConfig):
-            return self._supervisor.add_fleet_foreign(config)
+    async def _add(self, name: str, config: ModelConfig | ModelSection) -> Model:
+        if isinstance(config, ModelSection):
+            return self._supervisor.add_fleet_foreign(name, config)
         return await self._supervisor.add_fleet_model(config, place_replicas(config))
 
-    async def _replace(self, model: Model, config: ModelConfig | ForeignConfig) -> Model:
+    async def _replace(self, model: Model, config: ModelConfig | ModelSection) -> Model:
         """End a model and add its successor, to which its names lead without a gap."""
         await self._end(model, "replaced in")
-        successor = await self._add(config)
+        successor = await self._add(model.name, config)
         self._supervisor.forget_model(model)
         return successor
 
@@ -229,7 +230,8 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
 
 def check_config(config: ServerConfig) -> None:
     """Raise ConfigError when two models have the same name."""
-    every_model = [model.names for model in config.models] + [model.names for model in config.foreign]
+    every_model = [model.names for model in config.models]
+    every_model += [(name, *model.aliases) for name, model in config.upstream.items()]
     names = [name for of_model in every_model for name in set(of_model)]
     for name in names:
         if names.count(name) > 1:
@@ -251,8 +253,8 @@ def resolve_config(config: ServerConfig) -> ServerConfig:
     Two configurations can be compared only when both are resolved. Raises ConfigError for a key or a server that cannot
     be used.
     """
-    for foreign in config.foreign:
-        check_foreign(foreign)
+    for name, model in config.upstream.items():
+        check_foreign(name, model)
     return resolve_tracing(resolve_keys(config))
 
 
@@ -261,7 +263,7 @@ def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     fields = [
         field.name
         for field in dataclasses.fields(ServerConfig)
-        if field.name not in ("models", "foreign", "order", "languages", "routes")
+        if field.name not in ("models", "upstream", "order", "languages", "routes")
     ]
     # The room of models that take turns follows from the plan: it changes with the models.
     old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))
@@ -279,7 +281,7 @@ def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
 
 def _rows(model: Model, port: int) -> list[EngineRow]:
     if isinstance(model, ForeignModel):
-        return [_foreign_row(model, replica, port) for replica in range(model.config.num_replicas)]
+        return [_foreign_row(model, replica, port) for replica in range(model.config.replicas)]
     return [_row(model, replica, port) for replica in model.replicas]
 
 

@@ -17,7 +17,6 @@ from meltcore.common.gpus.machine import Machine, VisibleGpu
 from meltcore.common.process import run
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.machine import read_machine, unloadable
-from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import Plan
 from meltcore.fleet.plan.site import Site
 from meltcore.models.checkpoints.checkpoint import is_on_hub
@@ -147,7 +146,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
     def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
         """Raise ConfigError for a model that no node can load, or not one that its `device` names."""
         for name, nodes in lacking.items():
-            named = {self.gpu_nodes[number] for group in replica_gpus(spec.models[name]) for number in group}
+            named = {self.gpu_nodes[number] for group in spec.models[name].replica_gpus for number in group}
             if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):
                 needed = [node for node in nodes if not named or node.name in named]
                 raise ConfigError(model_lacking_text(spec, name, needed))
@@ -165,7 +164,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
                     f"models.{name}.tensor_parallel_size: got {ranks}; the largest node of the cluster has "
                     f"{largest} GPUs, and tensor parallelism does not go over nodes"
                 )
-            for group in replica_gpus(model):
+            for group in model.replica_gpus:
                 nodes = sorted({gpu_nodes[number] for number in group if number < len(gpu_nodes)})
                 if len(nodes) > 1:
                     raise ConfigError(
@@ -179,10 +178,9 @@ class Cluster(Site, frozen=True, tag="cluster"):
         kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where
         a node lacks its resources.
         """
-        for foreign in config.foreign:
-            if foreign.command:
-                command = f"models.{foreign.names[0]}.command"
-                raise ConfigError(f"{command}: --ray starts engines of Meltcore only; name its url")
+        for name, server in config.upstream.items():
+            if server.command:
+                raise ConfigError(f"models.{name}.command: --ray starts engines of Meltcore only; name its url")
         if config.sharing is not None and config.sharing.mps_sm_percent is not None:
             raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
         models = []

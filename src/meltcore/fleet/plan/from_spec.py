@@ -1,4 +1,4 @@
-"""Turns a fleet.yaml into the settings of a server: a ModelConfig or a ForeignConfig per model."""
+"""Turns a fleet.yaml into the settings of a server: a ModelConfig per model with an engine of ours."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.tasks import tasks
-from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.settings.config import EngineConfig, SharingConfig
 from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
-from meltcore.settings.server_config import ForeignConfig, KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.server_config import KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
 
 _ENGINE_FIELDS = (
     *("tokenizer", "chat_template", "special_tokens_in_messages"),
@@ -20,12 +18,14 @@ _ENGINE_FIELDS = (
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
-    """Return the settings of a server with all models of the fleet: our own, then those of foreign servers."""
+    """Return the settings of a server with all models of the fleet: our own, and those of other servers."""
     server, limits, timeouts = spec.server, spec.limits, spec.timeouts
     optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
     return ServerConfig(
         models=tuple(model_config(spec, name) for name, model in spec.models.items() if model.kind == "engine"),
-        foreign=tuple(foreign_config(spec, name) for name, model in spec.models.items() if model.kind != "engine"),
+        upstream={name: model for name, model in spec.models.items() if model.kind != "engine"},
+        limits=limits,
+        timeouts=timeouts,
         host=server.host,
         port=server.port,
         api_server_count=server.api_server_count,
@@ -84,7 +84,7 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         engine=engine_config(model, _engine_checkpoint(name, model, model.checkpoint)),
         served_model_name=(name, *model.aliases),
         data_parallel_size=model.replicas,
-        replica_gpus=() if isinstance(model.device, str) else tuple(replica_gpus(model)),
+        replica_gpus=() if isinstance(model.device, str) else tuple(model.replica_gpus),
         max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
         max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
         max_queue_chars=model.max_queue_chars or spec.limits.max_queue_chars,
@@ -93,42 +93,6 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
         priority_class=model.priority,
         sleepable=model.residency == "sleepable",
         start_timeout_s=spec.timeouts.start_s,
-    )
-
-
-def foreign_config(spec: FleetSpec, name: str) -> ForeignConfig:
-    """Return the settings of a model that is another server. Raises ConfigError for values that cannot work."""
-    model, timeouts = spec.models[name], spec.timeouts
-    size = model.tensor_parallel_size
-    gpus: tuple[tuple[str, ...], ...] = ()
-    if not isinstance(model.device, str):
-        gpus = tuple(tuple(map(str, numbers)) for numbers in replica_gpus(model))
-    elif model.device == "cpu" and model.command is not None:
-        gpus = ((),) * model.replicas  # an empty CUDA_VISIBLE_DEVICES: none
-    return ForeignConfig(
-        served_model_name=(name, *model.aliases),
-        urls=() if model.url is None else (model.url,),
-        command=model.command,
-        replicas=model.replicas,
-        gpus=gpus,
-        tensor_parallel_size=size,
-        memory_bytes=None if model.memory is None else int(model.memory),
-        checkpoint=model.checkpoint,
-        python=model.python,
-        environment=model.environment,
-        max_model_len=model.max_model_len,
-        max_num_seqs=model.max_num_seqs,
-        sleepable=model.residency == "sleepable" and model.command is not None,
-        sleep_mode=model.sleep_mode,
-        upstream_model=model.upstream_model,
-        api_key_variable=model.upstream_key_env,
-        paths=tuple(tasks()[model.task].paths),
-        max_queue=spec.limits.max_queue if model.max_queue is None else model.max_queue,
-        max_queue_tokens=model.max_queue_tokens or spec.limits.max_queue_tokens,
-        priority_class=model.priority,
-        start_timeout_s=timeouts.start_s,
-        connect_timeout_s=timeouts.connect_s,
-        first_byte_timeout_s=min(300.0, timeouts.request_s),
     )
 
 

@@ -13,7 +13,6 @@ from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
 from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
-from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
@@ -87,18 +86,6 @@ def _on_named_gpus(config: ModelConfig) -> list[Placement]:
         environment = gpu_environment([gpus[number] for number in numbers])
         placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment, gpus=numbers))
     return placements
-
-
-def replica_gpus(model: ModelSection) -> list[tuple[int, ...]]:
-    """Return the GPUs that the file names for each replica, `tensor_parallel_size` each; none: any.
-
-    With fewer GPUs than replicas need, replicas share them in turns.
-    """
-    if isinstance(model.device, str):
-        return [()] * model.replicas
-    ranks = model.tensor_parallel_size
-    groups = [model.device[first : first + ranks] for first in range(0, len(model.device), ranks)]
-    return [groups[replica % len(groups)] for replica in range(model.replicas)]
 
 
 def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:

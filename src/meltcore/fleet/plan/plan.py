@@ -27,7 +27,6 @@ from meltcore.fleet.plan.first_fit import (
 )
 from meltcore.fleet.plan.nearest import nearest
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
-from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 from meltcore.settings.fleet_spec import FleetSpec
 
@@ -171,7 +170,7 @@ def gpu_engines(
         if name in sleeping and name in needs:
             resident_bytes += needs[name].asleep_bytes
         nodes = (lacking or {}).get(name, frozenset())
-        for replica, only in enumerate(replica_gpus(model)):
+        for replica, only in enumerate(model.replica_gpus):
             yield PlannedEngine(
                 name, replica, size + resident_bytes, ranks, only, name in sleeping, resident_bytes, nodes
             )

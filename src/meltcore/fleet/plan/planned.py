@@ -28,7 +28,6 @@ from meltcore.fleet.plan.first_fit import Host, Place
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import SEARCH_LIMIT_S
 from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs
-from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
 from meltcore.fleet.plan.running_fleet import Running, place_engine, unchanged_models
 from meltcore.fleet.plan.site import OneMachine
@@ -160,7 +159,7 @@ class FleetPlanner:
         """Return why `elsewhere` has just found no place for an engine: no room, or none on its `device`."""
         spec, site = self._running_spec, self._site
         model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
-        groups = [] if model is None or model.kind == "url" else replica_gpus(model)
+        groups = [] if model is None or model.kind == "url" else model.replica_gpus
         pinned = groups[start.replica] if start.replica < len(groups) else ()
         if not pinned:
             lacking = lacking_text(start.config.model, site.lacking(start.config.model))

@@ -11,7 +11,6 @@ from meltcore.fleet.plan.context_memory import ContextMemory
 from meltcore.fleet.plan.first_fit import FilledGpu, Host, Place, keep, place, place_on_hosts
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
-from meltcore.fleet.plan.placement import replica_gpus
 from meltcore.fleet.plan.plan import gpu_engines
 from meltcore.protocol.cluster import ClusterNode
 from meltcore.settings.fleet_spec import FleetSpec
@@ -111,5 +110,5 @@ def _without_place(model: ModelConfig) -> ModelConfig:
 
 def _allows(spec: FleetSpec, name: str, replica: int, place: Place) -> bool:
     """Return whether the file allows the GPUs of an engine."""
-    pinned, limited = replica_gpus(spec.models[name])[replica], {gpu.id for gpu in spec.gpus}
+    pinned, limited = spec.models[name].replica_gpus[replica], {gpu.id for gpu in spec.gpus}
     return all((not pinned or number in pinned) and (not limited or number in limited) for number in place.gpus)

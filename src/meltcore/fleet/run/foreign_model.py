@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,10 +27,10 @@ from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
 from meltcore.serve.upstream.forward import forwarded_paths
-from meltcore.serve.upstream.http_backend import task_of, upstream_api_key
+from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ForeignConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 # Of vLLM. Level 1 keeps the weights in host memory; level 2 would need them to be loaded by another call.
 _SLEEP_PATH, _WAKE_PATH = "/sleep?level=1", "/wake_up"
@@ -49,34 +49,42 @@ class ForeignServer(ReplicaLife):
 class ForeignModel(SupervisedModel[ForeignServer]):
     """The servers of one foreign model, from their first start to the end of the server, or of the model in it."""
 
-    def __init__(self, number: int, config: ForeignConfig, stats: ModelStats, parts: ServerParts) -> None:
+    def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerParts) -> None:
         """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
-        upstream_api_key(config)  # a message here, not a death of every API server
-        folder, name, count = parts.log_folder or parts.sockets, config.names[0], 0 if config.urls else config.replicas
+        key = upstream_api_key(name, config)  # a message here, not a death of every API server
+        folder, count = parts.log_folder or parts.sockets, 0 if config.url else config.replicas
         servers = [
             ForeignServer(index=index, port=free_port(), log=log_path(folder, name, index, count))
             for index in range(count)
         ]
-        super().__init__(number, config, servers, stats, parts)
+        super().__init__(
+            number,
+            (name, *config.aliases),
+            servers,
+            stats,
+            parts,
+            is_sleepable=config.is_sleepable,
+            priority_class=config.priority,
+        )
         self.config = config
-        stats.task = task_of(config)  # for the metrics of this process
+        stats.task = config.task  # for the metrics of this process
         self.engines: list[EngineProcess] = []  # none of ours
         # A fleet is not ready before servers that run elsewhere have answered.
-        key = upstream_api_key(config)
-        self._elsewhere = [Upstream(index, url, config, key) for index, url in enumerate(config.urls)]
-        urls = config.urls or tuple(f"http://127.0.0.1:{server.port}" for server in self.replicas)
-        served = replace(config, urls=urls, command=None, gpus=())
-        parts.pool.add_model(AddForeign(number, served), stats)
+        self._elsewhere = None if config.url is None else Upstream(0, config.url, parts.timeouts.connect_s, key)
+        urls = [config.url] if config.url else [f"http://127.0.0.1:{server.port}" for server in self.replicas]
+        parts.pool.add_model(AddForeign(number, name, config, urls), stats)
 
     # --- starting
 
     async def load(self) -> None:
-        """Start all servers and wait for them, or for one that runs elsewhere, up to `start_timeout_s`.
+        """Start all servers and wait for them, or for the one that runs elsewhere, up to `timeouts.start_s`.
 
         Raises MeltcoreError where the model cannot serve.
         """
         if self._elsewhere:
-            await self._parts.policy.wait_elsewhere(partial(self._wait_elsewhere, self.config.start_timeout_s))
+            await self._parts.policy.wait_elsewhere(
+                partial(self._wait_elsewhere, self._elsewhere, self._parts.timeouts.start_s)
+            )
         await self._start_all()
         self.update_status()
 
@@ -84,20 +92,20 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         """Do as `load`, and leave the model in the server as failed when it cannot serve."""
         await super().load_or_fail()
         if self._elsewhere and self.status == "failed":  # it may be started yet
-            await self._wait_elsewhere(math.inf)
+            await self._wait_elsewhere(self._elsewhere, math.inf)
             self.update_status()
 
-    async def _wait_elsewhere(self, limit_s: float) -> None:
-        """Wait until one of the servers at the addresses is healthy. Raises ConfigError where none is in time."""
+    async def _wait_elsewhere(self, server: Upstream, limit_s: float) -> None:
+        """Wait until the server at the address is healthy. Raises ConfigError where it is not in time."""
         deadline_s = time.monotonic() + limit_s
         while True:
-            await asyncio.gather(*(server.check_health() for server in self._elsewhere))
-            if any(server.state == "up" for server in self._elsewhere):
+            await server.check_health()
+            if server.state == "up":
                 return
-            if all(server.leads_back for server in self._elsewhere) and limit_s < math.inf:
-                raise ConfigError(self._elsewhere[0].reason)
+            if server.leads_back and limit_s < math.inf:
+                raise ConfigError(server.reason)
             if time.monotonic() >= deadline_s:
-                raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {self._elsewhere[0].reason}")
+                raise ConfigError(f"no answer within {limit_s:g} s (timeouts.start_s): {server.reason}")
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
     async def fail_loading(self, reason: str) -> None:
@@ -115,15 +123,22 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         async with self._gate(server.index):
             server.apply("placed")
             self.stats.set("start_s", time.monotonic())
-            process = ForeignProcess(self.config, server.index, server.port, server.log, self._parts.report)
-            server.process = process
-            return await process.start()
+            server.process = ForeignProcess(
+                self.name,
+                self.config,
+                server.index,
+                server.port,
+                server.log,
+                self._parts.report,
+                self._parts.timeouts,
+            )
+            return await server.process.start()
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
         """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
-        if not self.config.gpus or not self.config.gpus[replica]:
+        gpus, memory_bytes = tuple(map(str, self.config.replica_gpus[replica])), self.config.memory
+        if not gpus:
             return nullcontext()
-        gpus, memory_bytes = self.config.gpus[replica], self.config.memory_bytes
         engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)
         return self._parts.gate.loading(Placement(engine, gpu_environment(gpus)))
 
@@ -234,11 +249,11 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             self.set_status(*self._parts.policy.ended_status(f"the server of {self.name} has ended", reason))
 
 
-def check_foreign(config: ForeignConfig) -> None:
+def check_foreign(name: str, config: ModelSection) -> None:
     """Raise ConfigError where a foreign model cannot work: a missing key or program, or a path that has no route."""
-    upstream_api_key(config)
+    upstream_api_key(name, config)
     if config.command is not None:
-        foreign_command(config, 0, 1)
-    for path in config.paths:
+        foreign_command(name, config, 0, 1)
+    for path in config.upstream_paths:
         if path not in (known := forwarded_paths()):
-            raise ConfigError(f"{config.names[0]}: paths may be {', '.join(known)}; got {path!r}")
+            raise ConfigError(f"{name}: paths may be {', '.join(known)}; got {path!r}")

@@ -51,7 +51,15 @@ class ServedModel(SupervisedModel[Replica]):
             Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
             for index, placement in enumerate(placements)
         ]
-        super().__init__(number, config, replicas, stats, parts)
+        super().__init__(
+            number,
+            config.names,
+            replicas,
+            stats,
+            parts,
+            is_sleepable=config.sleepable,
+            priority_class=config.priority_class,
+        )
         self.config, self.task = config, task
         stats.task = (task or DEFAULT).name  # for the metrics of this process
         self.limits: EngineReady | None = None  # of all replicas, once the model is open

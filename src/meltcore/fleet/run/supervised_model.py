@@ -19,8 +19,8 @@ from meltcore.fleet.run.worker_pool import WorkerPool
 from meltcore.protocol.channel import EndRequests, StatusChanged
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.settings.config import ModelStatus
-from meltcore.settings.server_config import ForeignConfig, ModelConfig
+from meltcore.settings.config import ModelStatus, PriorityClass
+from meltcore.settings.fleet_spec import TimeoutsSection
 
 POLL_S = 0.02  # while draining
 ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
@@ -41,6 +41,7 @@ class ServerParts:
     next_engine: Callable[[], int]  # numbers engine processes, whose sockets are in a folder of that number
     launcher: Launcher
     policy: RestartPolicy
+    timeouts: TimeoutsSection  # of other servers
     log_folder: Path | None  # with a file per engine; None: our standard error
 
 
@@ -50,20 +51,24 @@ class SupervisedModel(ABC, Generic[_R]):
     def __init__(
         self,
         number: int,
-        config: ModelConfig | ForeignConfig,
+        names: tuple[str, ...],
         replicas: Sequence[_R],
         stats: ModelStats,
         parts: ServerParts,
+        *,
+        is_sleepable: bool,
+        priority_class: PriorityClass,
     ) -> None:
         self.number, self.stats, self.replicas = number, stats, replicas
-        self.name = config.names[0]
+        self.names, self.name = names, names[0]
+        self.is_sleepable, self.priority_class = is_sleepable, priority_class
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
         self.all_ended = asyncio.Event()  # no replica will serve again
         self.loading: asyncio.Task[None] | None = None  # of a fleet's model, held for as long as it lives
         self.may_run = asyncio.Event()  # cleared while the model sleeps: no process is started
         self.changing = asyncio.Lock()  # held to put it to sleep, to wake it, or to replace its processes
-        if not config.sleepable:
+        if not is_sleepable:
             self.may_run.set()
         self._parts = parts
         self._starts = Starts(replicas)

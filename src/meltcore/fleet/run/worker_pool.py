@@ -284,7 +284,7 @@ class WorkerPool:
         worker.channel.read(partial(self._on_message, worker), bool)  # its end is seen by `_watch`
         num_processes = self._stats.api_servers + 1
         config = dataclasses.replace(
-            self._config, models=(), foreign=(), order=(), languages=LanguagesSection(), routes=RoutesSection()
+            self._config, models=(), upstream={}, order=(), languages=LanguagesSection(), routes=RoutesSection()
         )
         setup = Setup(config, worker.worker_id, num_processes, str(self._directory), own_name())
         worker.channel.send(setup, self._stats.shared.fd)

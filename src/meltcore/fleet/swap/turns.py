@@ -49,10 +49,10 @@ class Turns:
 
     def add(self, model: Model) -> None:
         """Add a model before it is loaded; it is loaded in its turn. No effect on one that is always on."""
-        if not model.config.sleepable:
+        if not model.is_sleepable:
             return
         self._models[model.number] = model
-        self._policy.add(model.number, CLASSES.index(model.config.priority_class), device_bytes(model))
+        self._policy.add(model.number, CLASSES.index(model.priority_class), device_bytes(model))
 
     def update_devices(self) -> None:
         """Take over where a cluster has started engines."""
@@ -133,11 +133,11 @@ class Turns:
         if model.status == "failed":
             return Demand()
         if model.is_loading:  # the most urgent class last: it stays awake
-            return Demand(-CLASSES.index(model.config.priority_class), is_forced=True)
+            return Demand(-CLASSES.index(model.priority_class), is_forced=True)
         rank = next((index for index, name in enumerate(CLASSES) if stats.total(f"queue_requests/{name}")), None)
         wanted_s = stats.max_value("wanted_s")
         if rank is None and now_s - wanted_s < WANTED_S and wanted_s > self._woke_s.get(key, 0.0):
-            rank = CLASSES.index(model.config.priority_class)
+            rank = CLASSES.index(model.priority_class)
         running = any(stats.open_requests(replica) for replica in range(stats.replicas))
         return Demand(rank, running, is_forced=key in self._forced)
 
@@ -185,8 +185,7 @@ def device_bytes(model: Model) -> dict[str, int | None]:
     if isinstance(model, ServedModel):
         placed = [(placed_gpus(each.placement), each.placement.engine.memory_bytes) for each in model.replicas]
     else:
-        gpus = model.config.gpus or ((),) * model.config.replicas
-        placed = [(frozenset(names), model.config.memory_bytes) for names in gpus]
+        placed = [(frozenset(map(str, gpus)), model.config.memory) for gpus in model.config.replica_gpus]
     found: dict[str, int | None] = {}
     for names, size in placed:
         for device in names or {CPU}:

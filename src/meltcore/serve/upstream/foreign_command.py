@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meltcore.settings.server_config import FOREIGN_TEMPLATES, ForeignConfig
-from meltcore.settings.server_templates import TEMPLATES, fill_command, find_program, server_environment
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.server_templates import (
+    FOREIGN_TEMPLATES,
+    TEMPLATES,
+    fill_command,
+    find_program,
+    server_environment,
+)
 
 # With it vLLM has the routes /sleep and /wake_up.
 _SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -18,7 +24,7 @@ class ForeignCommand(NamedTuple):
     environment: dict[str, str]
 
 
-def foreign_command(config: ForeignConfig, replica: int, port: int) -> ForeignCommand:
+def foreign_command(name: str, config: ModelSection, replica: int, port: int) -> ForeignCommand:
     """Return the command of a replica, each argument whole whatever blanks its values have.
 
     Raises ConfigError for an unknown name in braces, a setting that it needs, and a program that is not there.
@@ -37,22 +43,20 @@ def foreign_command(config: ForeignConfig, replica: int, port: int) -> ForeignCo
             command += f" {template.flags['tensor_parallel_size']}"
         if config.sleep_mode == "vllm":
             command += f" {template.flags.get('sleep_mode', '')}"
-    name = config.names[0]
-    arguments = fill_command(command, _values(config, replica, port), name)
-    gpus = config.gpus[replica] if config.gpus else None
+    gpus = tuple(map(str, config.replica_gpus[replica]))
+    arguments = fill_command(command, _values(name, config, gpus, port), name)
     added = (_SLEEP_ENVIRONMENT if config.sleep_mode == "vllm" else {}) | config.environment
-    environment = server_environment(config.python, gpus, added)
-    return ForeignCommand([*find_program(arguments, environment, config.python, name), *config.arguments], environment)
+    environment = server_environment(config.python, None if config.device == "auto" else gpus, added)
+    return ForeignCommand(find_program(arguments, environment, config.python, name), environment)
 
 
-def _values(config: ForeignConfig, replica: int, port: int) -> dict[str, str | None]:
-    gpus = config.gpus[replica] if config.gpus else ()
+def _values(name: str, config: ModelSection, gpus: tuple[str, ...], port: int) -> dict[str, str | None]:
     length, num_seqs = config.max_model_len, config.max_num_seqs
     if length is not None and config.command == "llama.cpp":
         num_seqs = num_seqs or 1
     numbers = {
         "port": port,
-        "memory_bytes": config.memory_bytes,
+        "memory_bytes": config.memory,
         "max_model_len": length,
         "max_num_seqs": num_seqs,
         "context_of_all": None if length is None else length * (num_seqs or 1),
@@ -60,7 +64,7 @@ def _values(config: ForeignConfig, replica: int, port: int) -> dict[str, str | N
     }
     return {
         "checkpoint": config.checkpoint,
-        "name": config.upstream_model or config.names[0],
+        "name": config.upstream_model or name,
         "gpu": gpus[0] if gpus else None,
         "gpus": ",".join(gpus) if gpus else None,
         **{name: None if value is None else str(value) for name, value in numbers.items()},

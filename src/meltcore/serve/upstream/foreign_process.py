@@ -25,7 +25,7 @@ from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.server_config import ForeignConfig
+from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
 _GUARD = (sys.executable, "-m", "meltcore.common.guard")
 _POLL_S = 0.1
@@ -40,7 +40,14 @@ class ForeignProcess:
     """One replica of a model whose server a command starts."""
 
     def __init__(
-        self, config: ForeignConfig, replica: int, port: int, log_path: Path, report: Callable[[str], None]
+        self,
+        name: str,
+        config: ModelSection,
+        replica: int,
+        port: int,
+        log_path: Path,
+        report: Callable[[str], None],
+        timeouts: TimeoutsSection,
     ) -> None:
         """Prepare the process.
 
@@ -49,9 +56,11 @@ class ForeignProcess:
         """
         self.url = f"http://127.0.0.1:{port}"
         self._config = config
-        self._command = foreign_command(config, replica, port)
-        self._name = f"the server of {config.names[0]}" + (f" (replica {replica})" if config.replicas > 1 else "")
-        self._upstream = UpstreamReplica(replica, self.url, config, upstream_api_key(config))
+        self._start_s = timeouts.start_s
+        self._model = config.upstream_model or name
+        self._command = foreign_command(name, config, replica, port)
+        self._name = f"the server of {name}" + (f" (replica {replica})" if config.replicas > 1 else "")
+        self._upstream = UpstreamReplica(replica, self.url, timeouts.connect_s, upstream_api_key(name, config))
         self._log_path = log_path
         self._report = report
         self._process: LoggedProcess | None = None
@@ -60,7 +69,7 @@ class ForeignProcess:
     async def start(self) -> float:
         """Start the server and wait until it has answered a request; returns the seconds that it took.
 
-        Raises ConfigError with the end of its output where it ends before, or exceeds `start_timeout_s`.
+        Raises ConfigError with the end of its output where it ends before, or exceeds `timeouts.start_s`.
         """
         started_s = time.monotonic()
         if self._log_path.exists():
@@ -80,7 +89,7 @@ class ForeignProcess:
         with suppress(BrokenPipeError):  # the guard has ended: seen below
             os.write(self._alive, json.dumps(self._command.environment).encode() + b"\n")
         try:
-            await self._become_ready(started_s + self._config.start_timeout_s)
+            await self._become_ready(started_s + self._start_s)
         except BaseException:
             await self.stop()
             raise
@@ -141,7 +150,7 @@ class ForeignProcess:
             if not self._process.running:
                 raise ConfigError(f"{self._name} ended while starting ({self._how_it_ended()}):\n{self.log_tail()}")
             if time.monotonic() >= deadline_s:
-                limit = f"{self._config.start_timeout_s:g} s (start_timeout_s)"
+                limit = f"{self._start_s:g} s (timeouts.start_s)"
                 raise ConfigError(
                     f"{self._name} was not ready within {limit}: {reason}; its last output:\n{self.log_tail()}"
                 )
@@ -156,11 +165,10 @@ class ForeignProcess:
 
     async def _probe(self, deadline_s: float) -> None:
         """Let the server answer one request. Raises ConfigError where it refuses, UpstreamError without an answer."""
-        path = next((path for path in _PROBES if path in self._config.paths), None)
+        path = next((path for path in _PROBES if path in self._config.upstream_paths), None)
         if path is None:
             return  # audio or embeddings: there is no request that every such server answers
-        name = self._config.upstream_model or self._config.names[0]
-        body = msgspec.json.encode({"model": name, **_PROBES[path]})
+        body = msgspec.json.encode({"model": self._model, **_PROBES[path]})
         limit_s = max(0.1, deadline_s - time.monotonic())
         answer = await self._upstream.ask("POST", path, body, limit_s=limit_s)
         if answer.status != 200:

@@ -21,7 +21,6 @@ from meltcore.serve.requests.tracing import CONTEXT_HEADERS
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.server_config import ForeignConfig
 
 # An answer that is no stream is sent once it is whole, up to this size: until then its failure is a plain error.
 MAX_WHOLE_BYTES = 1024 * 1024
@@ -145,14 +144,14 @@ class UpstreamTicket(Ticket[UpstreamChild]):
                 await lost.wait()
         self.client.transport.abort()
 
-    def check(self, now_s: float, config: ForeignConfig) -> None:
+    def check(self, now_s: float, first_byte_s: float) -> None:
         """End the request where the upstream takes too long."""
         connection = self.connection
         if connection is None or not connection.is_waiting_for_upstream:
             return
         if not connection.has_body:
-            if now_s - connection.sent_s >= config.first_byte_timeout_s:
-                limit = f"{config.first_byte_timeout_s:g} s (first_byte_timeout_s)"
+            if now_s - connection.sent_s >= first_byte_s:
+                limit = f"{first_byte_s:g} s (timeouts.first_byte_s)"
                 self.interrupt("first_byte", f"it sent no byte of an answer within {limit}")
         elif now_s - connection.last_byte_s >= IDLE_TIMEOUT_S:
             self.interrupt("idle", f"it sent nothing for {IDLE_TIMEOUT_S:g} s in its answer")

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
-from meltcore.common.tasks import DEFAULT, tasks
 from meltcore.serve.http.forms import find_field, is_multipart
-from meltcore.serve.requests.admission import Admission
+from meltcore.serve.requests.admission import TOKENS, Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
 from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.request_queue import (
-    EQUAL_SHARES,
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKENS_WEIGHT,
     RequestQueue,
@@ -31,7 +30,7 @@ from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimi
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.settings.server_config import ForeignConfig
+from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
 
 MAX_CONNECTIONS = 16_384  # of each API server process to one replica; more requests get status 429
 RETRIES = 1  # on other replicas, of a request whose answer has not begun
@@ -80,12 +79,6 @@ class ForeignHealth(Health):
         return " and ".join(known) if known and len(known) == len(found) else None
 
 
-def task_of(config: ForeignConfig) -> str:
-    """Return what a foreign model does: another task than the default where it has one of its paths."""
-    others = (task for task in tasks().values() if task is not DEFAULT)
-    return next((task.name for task in others if not task.paths.keys().isdisjoint(config.paths)), DEFAULT.name)
-
-
 class _OpenTickets(OpenTickets[UpstreamChild]):
     """Requests whose turn does not choose a server: each attempt chooses one."""
 
@@ -99,33 +92,40 @@ class HttpBackend:
 
     def __init__(
         self,
-        config: ForeignConfig,
+        name: str,
+        config: ModelSection,
+        urls: Sequence[str],
         stats: ModelStats,
         *,
-        request_timeout_s: float,
-        class_shares: tuple[int, ...] = EQUAL_SHARES,
+        limits: LimitsSection,
+        timeouts: TimeoutsSection,
     ) -> None:
-        """Create the backend of servers whose `urls` are known. Raises ConfigError where the API key is missing."""
-        key = upstream_api_key(config)
+        """Create the backend of a model whose replicas are at `urls`. Raises ConfigError without its API key."""
+        key = upstream_api_key(name, config)
         self.config = config
-        self.names = config.names
-        self.paths = config.paths
+        self.names = (name, *config.aliases)
+        self.paths = config.upstream_paths
         self.stats = stats
-        self.replicas = [UpstreamReplica(index, url, config, key) for index, url in enumerate(config.urls)]
+        self.replicas = [UpstreamReplica(index, url, timeouts.connect_s, key) for index, url in enumerate(urls)]
+        self._timeouts = timeouts
         for replica in self.replicas:
             stats.set_answers(replica.index, False)
         self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
         slots = config.max_num_seqs or MAX_CONNECTIONS
-        stats.task = task_of(config)
+        stats.task = config.task
         queue = RequestQueue(
             stats,
-            Admission(max_queue=config.max_queue, max_units=config.max_queue_tokens, max_num_seqs=slots),
+            Admission(
+                max_queue=limits.bound(config, "max_queue"),
+                max_units=limits.bound(config, TOKENS.setting),
+                max_num_seqs=slots,
+            ),
             slots=slots,
-            shares=class_shares,
+            shares=limits.class_shares,
         )
-        self.tickets = _OpenTickets(stats, lambda _message, _replica: None, queue, request_timeout_s)
+        self.tickets = _OpenTickets(stats, lambda _message, _replica: None, queue, timeouts.request_s)
         self._time_limit: RequestTimeLimit[UpstreamTicket] = RequestTimeLimit(
-            request_timeout_s, UpstreamTicket.pass_limit
+            timeouts.request_s, UpstreamTicket.pass_limit
         )
         self._output_tokens = EXPECTED_OUTPUT_TOKENS  # of an answer, on average
         self._turn = 0
@@ -163,19 +163,19 @@ class HttpBackend:
             await replica.check_health()
             self.stats.set_answers(replica.index, replica.state == "up")
             # Until the first answer more often: a server that starts is used as soon as it can be.
-            interval_s = self.config.health_interval_s
+            interval_s = self._timeouts.health_interval_s
             if replica.state != "up":
                 interval_s = min(WAKING_CHECK_S if self.health.status == "waking" else 1.0, interval_s)
             await asyncio.sleep(interval_s)
 
     async def _watch_limits(self) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
-        shortest_s = min(config.first_byte_timeout_s, IDLE_TIMEOUT_S)
+        first_byte_s, loop = self._timeouts.first_byte_s, asyncio.get_running_loop()
+        shortest_s = min(first_byte_s, IDLE_TIMEOUT_S)
         while True:
             await asyncio.sleep(min(SWEEP_S, shortest_s / 5))
             now_s = loop.time()
             for child in list(self.tickets):
-                child.ticket.check(now_s, config)
+                child.ticket.check(now_s, first_byte_s)
             for replica in self.replicas:
                 replica.drop_idle(now_s)
 
@@ -194,7 +194,7 @@ class HttpBackend:
         ticket = UpstreamTicket(request.arrived_s, client)
         tokens = 0.0 if is_multipart(request.content_type) else len(request.body) / BYTES_PER_TOKEN
         cost = tokens + self._output_tokens
-        self.tickets.admit(ticket, self.config.priority_class, units=tokens, cost=cost, priority=request.priority)
+        self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=request.priority)
         ticket.cost = tokens
         self._time_limit.watch(ticket)
         client.set_disconnect_callback(ticket.disconnect)
@@ -244,7 +244,7 @@ class HttpBackend:
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
         """Wait until this process, too, has seen that a server answers which has just been started."""
-        deadline_s = asyncio.get_running_loop().time() + self.config.connect_timeout_s
+        deadline_s = asyncio.get_running_loop().time() + self._timeouts.connect_s
         while not self._usable(set()) and asyncio.get_running_loop().time() < deadline_s:
             if ticket.is_gone or ticket.error is not None or self.health.status not in SERVING:
                 return
@@ -344,19 +344,19 @@ class HttpBackend:
     def model_card(self, name: str) -> dict[str, Any]:
         """Return OpenAI's model card. Of a foreign model little is known here."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
-        card["task"] = task_of(self.config)
+        card["task"] = self.config.task
         card |= {"replicas": len(self.replicas), "paths": list(self.paths)}
         return card | ({"max_model_len": self.config.max_model_len} if self.config.max_model_len else {})
 
 
-def upstream_api_key(config: ForeignConfig) -> str | None:
+def upstream_api_key(name: str, config: ModelSection) -> str | None:
     """Return the key that the upstreams want. Raises ConfigError where its environment variable is missing."""
-    if config.api_key_variable is None:
+    if config.upstream_key_env is None:
         return None
-    key = os.environ.get(config.api_key_variable, "")
+    key = os.environ.get(config.upstream_key_env, "")
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(
-            f"{config.names[0]}: the environment variable {config.api_key_variable} (api_key_variable) must hold the "
+            f"{name}: the environment variable {config.upstream_key_env} (upstream_key_env) must hold the "
             "upstream's key in printable ASCII"
         )
     return key

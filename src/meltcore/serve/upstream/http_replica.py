@@ -14,7 +14,6 @@ from starlette.types import Scope
 from meltcore.serve.http.hops import CIRCLE_CODE, LOOP_STATUS, own_name, via_lines
 from meltcore.serve.upstream.circuit_breaker import CircuitBreaker
 from meltcore.serve.upstream.http_connection import UpstreamAnswer, UpstreamConnection, UpstreamError, ask, connect
-from meltcore.settings.server_config import ForeignConfig
 
 HEALTH_TIMEOUT_S = 5.0  # also for the answer of a server whose processor is busy
 TIMEOUTS_UNTIL_DOWN = 2  # in a row
@@ -27,7 +26,7 @@ ReplicaState = Literal["starting", "up", "down"]
 class UpstreamReplica:
     """One server of a foreign model, as one process uses it. `index`: among the replicas of the model."""
 
-    def __init__(self, index: int, url: str, config: ForeignConfig, api_key: str | None) -> None:
+    def __init__(self, index: int, url: str, connect_timeout_s: float, api_key: str | None) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
         self.index = index
@@ -37,7 +36,7 @@ class UpstreamReplica:
         self.reason = "it has not answered yet"
         self.leads_back = False  # its address is one of this server
         self.num_open = 0  # connections that carry a request
-        self._config = config
+        self._connect_timeout_s = connect_timeout_s
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -67,7 +66,7 @@ class UpstreamReplica:
 
     async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises UpstreamError."""
-        return await connect((self._host, self._port), self._ssl, self._config.connect_timeout_s)
+        return await connect((self._host, self._port), self._ssl, self._connect_timeout_s)
 
     def release(self, connection: UpstreamConnection) -> None:
         """Keep a connection for the next request where it can be used again; else drop it."""
