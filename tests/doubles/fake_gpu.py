@@ -137,7 +137,7 @@ class FakeNvml(Nvml):
     def device(self, index: int) -> Any:
         return self._gpus[index]
 
-    def device_of(self, uuid: str) -> Any:
+    def device_by_uuid(self, uuid: str) -> Any:
         return next(handle for gpu in self._gpus for handle in (gpu, *gpu.mig_instances) if self.uuid(handle) == uuid)
 
     def gpus(self) -> list[Any]:
@@ -163,8 +163,8 @@ class FakeNvml(Nvml):
         used, total = self._integers(device, "memory_used_bytes", "memory_total_bytes")
         return (used, total) if handle is device else (used // 8, total // 8)
 
-    def ecc_errors(self, device: Any, *, uncorrected: bool, lifetime: bool = False) -> int:
-        key = f"ecc_{'uncorrected' if uncorrected else 'corrected'}{'_lifetime' if lifetime else ''}"
+    def ecc_errors(self, device: Any, *, is_uncorrected: bool, is_lifetime: bool = False) -> int:
+        key = f"ecc_{'uncorrected' if is_uncorrected else 'corrected'}{'_lifetime' if is_lifetime else ''}"
         return int(self._reading(device, key))
 
     def pcie_link(self, device: Any) -> tuple[int, int]:

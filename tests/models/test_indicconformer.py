@@ -13,7 +13,7 @@ from parakeet_tools import CONFIG, build, feature_extractor, nemo_names, pad, re
 
 from meltcore.common.errors import ConfigError
 from meltcore.engine.transcription import transducer
-from meltcore.engine.transcription.ctc import Emissions, ctc_greedy, emissions_of
+from meltcore.engine.transcription.ctc import Emissions, ctc_greedy, make_emissions
 from meltcore.engine.transcription.transducer import transducer_greedy
 from meltcore.models.tasks import conformer, log_mel
 from meltcore.models.tasks.indicconformer import IndicConformer
@@ -131,11 +131,11 @@ def test_ctc_logits_are_those_of_the_language_and_the_blank() -> None:
 
 def test_ctc_greedy_merges_runs_and_drops_blanks() -> None:
     logprobs = -torch.arange(9) / 10
-    found = emissions_of(torch.tensor([9, 3, 3, 9, 3, 4, 4, 4, 9]), logprobs, logprobs[:8] - 1, 9)
+    found = make_emissions(torch.tensor([9, 3, 3, 9, 3, 4, 4, 4, 9]), logprobs, logprobs[:8] - 1, 9)
     assert found == Emissions([3, 3, 4], [1, 4, 5], [3, 5, 8])
     assert found.logprobs == pytest.approx([-0.1, -0.4, -0.5])
     assert found.blank_logprobs == pytest.approx([-1 - at / 10 for at in range(8)])
-    assert emissions_of(torch.full((4,), 9), logprobs[:4], logprobs[:4], 9) == Emissions([], [], [])
+    assert make_emissions(torch.full((4,), 9), logprobs[:4], logprobs[:4], 9) == Emissions([], [], [])
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 3, 3, 3], [2, 9, 1, 1]]), 10).float()
     assert ctc_greedy(logits, torch.tensor([2, 4]), 9) == [Emissions([3], [0], [2]), Emissions([2, 1], [0, 2], [1, 4])]
 

@@ -27,7 +27,7 @@ _WINDOW_FRAMES = 20  # of 10 ms, at whose ends a window begins
 _MIN_CLIP_FRACTION = 0.4  # of the longest clip: cuts come after this part of it
 # Channels cancel each other in a window where their mean has less than this part of what unlike channels leave in it.
 _MIX_WINDOW_S, _CANCELLED = 0.25, 0.25
-_AS_LOUD = 0.5  # of the energy of the loudest channel
+_LOUD_FRACTION = 0.5  # of the energy of the loudest channel
 _MIX_RATE = 8000  # at least, at which they are compared: noise above speech does not count
 
 Samples = npt.NDArray[np.int16]
@@ -169,7 +169,7 @@ def mix_channels(block: Floats, sample_rate: int) -> Floats:
         if _channels_cancel(means[part]) or _channels_cancel(differences[part]):
             energies = _channel_energies(differences[part])
             # Of channels that are about as loud always the same one: their signs differ.
-            loudest = np.where(energies >= _AS_LOUD * energies.max(), totals, -1).argmax()
+            loudest = np.where(energies >= _LOUD_FRACTION * energies.max(), totals, -1).argmax()
             at = slice(start * step, (start + window) * step)
             mono[at] = block[at, loudest]
     return mono

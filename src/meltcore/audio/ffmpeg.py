@@ -48,7 +48,7 @@ _NEXT_PACKETS = 10  # whose times tell a short gap from jitter
 _TS_PACKETS = 200  # of which several have their time from one field, and behind which another stream may begin
 _MAX_PROBE_BYTES = 2**20  # of a file's beginning, in which FFmpeg looks for its streams
 # These tell of a stream by its first packet alone, which may come after seconds of video.
-_FOUND_BY_PACKETS = (FLV, MPEG_TS)
+_PACKET_FOUND_FORMATS = (FLV, MPEG_TS)
 _AMR_CODECS, _AMR_FRAMES_PER_S = ("amrnb", "amrwb"), 50
 _SKIP_MANUAL = 1 << 29  # FFmpeg's flag (flags2) of a decoder that leaves no samples out by itself
 _PCM_PACKET_BYTES = 2**16  # of WAV: FFmpeg's own packets of 4096 bytes take twice the time
@@ -66,7 +66,7 @@ def open_with_ffmpeg(data: bytes, container: Container | None, max_audio_s: floa
     if container is None:
         container = AAC if file.format.name == "aac" else MP3
     stream = _audio_stream(file)
-    if stream is None and container in _FOUND_BY_PACKETS:
+    if stream is None and container in _PACKET_FOUND_FORMATS:
         file.close()
         probe = (len(data), round(max_audio_s * 1e6))
         file = _open_file(data, container, *probe)

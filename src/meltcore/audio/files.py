@@ -18,10 +18,10 @@ from meltcore.audio.ffmpeg import Floats, open_with_ffmpeg
 _BLOCK_S = 10.0  # decoded in one call
 _MISSING_S = 0.5  # headers of MP3 may count the encoder's padding
 _FFMPEG_NAMES = ("M4A", "MP4", "3GP", "WEBM", "MATROSKA", "AAC", "AMR", "AVI", "WMA", "FLV", "MPEG-TS", "WAVPACK")
-_ONLY_FFMPEG = (MP4, MATROSKA, AAC, AMR, AVI, ASF, FLV, MPEG_TS, WAVPACK)
+_FFMPEG_FORMATS = (MP4, MATROSKA, AAC, AMR, AVI, ASF, FLV, MPEG_TS, WAVPACK)
 # Bytes after the last frame that libsndfile need not have read: tags
 _MAX_UNREAD_BYTES = 256
-_LACKS_AV = "this server lacks PyAV (meltcore[av]), which reads it"
+_MISSING_AV_REASON = "this server lacks PyAV (meltcore[av]), which reads it"
 
 
 class AudioFile(Protocol):
@@ -55,7 +55,7 @@ def open_audio(data: bytes, max_audio_s: float) -> AudioFile:
         file = open_with_ffmpeg(data, container, max_audio_s)
         if file is not None:
             return file
-    elif container in _ONLY_FFMPEG:
+    elif container in _FFMPEG_FORMATS:
         raise refusal(f"is {container.shown_name}, which this server cannot read: it lacks PyAV (meltcore[av])")
     return _SoundFile(data)
 
@@ -87,7 +87,9 @@ class _SoundFile:
                 block: Floats = self._file.read(block_frames, dtype="float32", always_2d=True)
             except soundfile.SoundFileError as error:
                 reason = f"cannot be decoded after {num_read / self.sample_rate:.1f} s: {error}"
-                raise refusal(reason if self.num_frames else f"does not say its length; {_LACKS_AV}") from error
+                raise refusal(
+                    reason if self.num_frames else f"does not say its length; {_MISSING_AV_REASON}"
+                ) from error
             num_read += len(block)
             yield block
             if len(block) < block_frames:
@@ -95,16 +97,18 @@ class _SoundFile:
         missing = (self.num_frames or 0) - num_read
         if missing > (0 if self._file.format == "FLAC" else _MISSING_S * self.sample_rate):
             problem = f"is truncated: {self.num_frames} samples are announced, {num_read} are there"
-            raise refusal(f"{problem}, or has gaps; {_LACKS_AV}" if self._file.format == "OGG" else problem)
+            raise refusal(f"{problem}, or has gaps; {_MISSING_AV_REASON}" if self._file.format == "OGG" else problem)
         self._check_end(num_read)
 
     def _check_end(self, num_read: int) -> None:
         """Raise RequestError where data is left: a guessed length was wrong, or another file follows."""
         unread = len(self._data) - self._source.tell()
         if self._file.format in ("FLAC", "MP3", "OGG") and unread > _MAX_UNREAD_BYTES:
-            raise refusal(f"has {unread} bytes after {num_read / self.sample_rate:.1f} s, the guessed end; {_LACKS_AV}")
+            raise refusal(
+                f"has {unread} bytes after {num_read / self.sample_rate:.1f} s, the guessed end; {_MISSING_AV_REASON}"
+            )
         if self._file.format in ("WAV", "WAVEX", "AIFF") and num_read == 0 and unread:
-            raise refusal(f"does not say its length; {_LACKS_AV}")
+            raise refusal(f"does not say its length; {_MISSING_AV_REASON}")
 
     def close(self) -> None:
         """Release the decoder."""

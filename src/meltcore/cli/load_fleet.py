@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LEVELS_FILE = "levels.jsonl"  # in the run folder: each level once it is over, which survives a kill
 GPU_FILE = "gpus.jsonl"
 # Options of LoadConfig that a load on a fleet has too.
-_SHARED = ("processes", "seed", "api_key")
+_SHARED_SETTINGS = ("processes", "seed", "api_key")
 
 
 def run_fleet(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def _config(args: argparse.Namespace) -> "FleetLoadConfig":
     from meltcore.measure.load.config import LoadConfig, Timeouts
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 
-    check_unused(args, LoadConfig, "is for a load on one model, without --fleet", *_SHARED)
+    check_unused(args, LoadConfig, "is for a load on one model, without --fleet", *_SHARED_SETTINGS)
     if args.gpu is not None and not args.monitor:
         raise ConfigError("--gpu selects the GPUs that --monitor records: add --monitor")
     timeouts = Timeouts() if args.timeout is None else Timeouts(total_s=args.timeout)

@@ -59,7 +59,7 @@ class LLM:
         """
         config = EngineConfig(model=model, **settings)
         if config.max_num_batched_tokens is None:
-            tokens = default_batched_tokens(choose_device(config.device), offline=True)
+            tokens = default_batched_tokens(choose_device(config.device), is_offline=True)
             config = replace(config, max_num_batched_tokens=tokens)
         self.engine = GenerationEngine(config)
         self.engine.scheduler.long_prompt = self.engine.max_model_len  # offline, no prompt is paced

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, models
 
 from meltcore.models.configs.turn_tokens import TURN_TOKENS
 
-_UNMATCHED = "\0"  # the scanner's token for all text between added tokens
+_UNMATCHED_TOKEN = "\0"  # the scanner's token for all text between added tokens
 # Templates also write added tokens that are whitespace, words or quotes, which are common in messages.
 _BRACKETS = frozenset("<>[]{}()|｜")
 _MIN_BRACKETED_CHARS = 3
@@ -47,7 +47,7 @@ class ControlTokens:
         self._ids = {token.content: i for i, token in added.items() if token.special or token.content in special_texts}
         self._added = [self._to_special(token) for _, token in sorted(added.items())]
         # A vocabulary of one word: it finds added tokens as the tokenizer does, and takes all else as a whole.
-        self._scanner = tokenizers.Tokenizer(models.WordLevel({_UNMATCHED: 0}, unk_token=_UNMATCHED))
+        self._scanner = tokenizers.Tokenizer(models.WordLevel({_UNMATCHED_TOKEN: 0}, unk_token=_UNMATCHED_TOKEN))
         self._scanner.add_tokens(self._added)
         self.texts = frozenset(self._ids)
         self.first_characters = frozenset(text[0] for text in self.texts)

@@ -46,12 +46,12 @@ def _split(*patterns: str) -> Iterable[pre_tokenizers.PreTokenizer]:
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_WORD_PREFIX = r"[^\r\n\p{L}\p{N}]?"
 
 
 def _word_pattern(digits: str) -> str:
     """Return the pattern of words of Qwen2 and Llama 3, which differ in how many digits make a token."""
-    return rf"{_SUFFIXES}|{_BEFORE_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    return rf"{_SUFFIXES}|{_WORD_PREFIX}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 # Words of Mistral's Tekken and of GPT-4o, which end before a capital letter: "helloWorld" is two.
@@ -61,7 +61,7 @@ _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{
 def _cased_word_pattern(suffix: str, digits: str) -> str:
     """Return the pattern of words with at most one change from capital to small letters."""
     return (
-        f"{_BEFORE_WORD}{_CAPITALS}*{_SMALL}+{suffix}|{_BEFORE_WORD}{_CAPITALS}+{_SMALL}*{suffix}|"
+        f"{_WORD_PREFIX}{_CAPITALS}*{_SMALL}+{suffix}|{_WORD_PREFIX}{_CAPITALS}+{_SMALL}*{suffix}|"
         rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
     )
 

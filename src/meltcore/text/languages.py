@@ -54,9 +54,9 @@ LANGUAGES: tuple[Language, ...] = (
     Language("urd_Arab", "ur", "Arabic", ("Urdu", "ur", "urd")),
 )
 # Languages that a language model is asked for by name, beyond those above: dwani.ai's clients know one.
-_OTHERS = (("deu_Latn", ("German", "de", "deu", "ger")),)
-_ALL = (*((each.code, each.names) for each in LANGUAGES), *_OTHERS)
-CODES = [code for code, _ in _ALL]
+_OTHER_LANGUAGES = (("deu_Latn", ("German", "de", "deu", "ger")),)
+_ALL_LANGUAGES = (*((each.code, each.names) for each in LANGUAGES), *_OTHER_LANGUAGES)
+CODES = [code for code, _ in _ALL_LANGUAGES]
 
 
 def english_name(language: str, param: str) -> str:
@@ -65,7 +65,7 @@ def english_name(language: str, param: str) -> str:
     Errors name the request's field `param`. Raises RequestError (400) for an unknown language.
     """
     folded = language.strip().casefold()
-    for code, names in _ALL:
+    for code, names in _ALL_LANGUAGES:
         if folded in (known.casefold() for known in (code, *names)):
             return names[0]
     raise RequestError(f"{param} {language[:60]!r} is not a known language; known are {', '.join(CODES)}", param=param)
@@ -77,7 +77,7 @@ def code_among(name: str, languages: Sequence[str]) -> str | None:
     for member in languages:
         if member.casefold() == folded:
             return member
-    for code, names in _ALL:
+    for code, names in _ALL_LANGUAGES:
         if folded in (known.casefold() for known in (code, *names)):
             for member in languages:
                 if member in names or member == code:

@@ -31,8 +31,8 @@ MAX_CPU_S = 2.0  # a prompt of a million characters takes 0.1 s
 _MAX_NUMBER = 10**6  # as an argument or exponent: a width, a count
 _STEPS_PER_CHECK = 64  # loop iterations and calls between two looks at the clock
 _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{7}|\*)|\{[^}]*\d{7}")  # "%9999999d", "%*d", "{:9999999}"
-_WRITES_ALL = frozenset({"join", "string", "tojson", "format", "pprint", "list", "escape", "e", "urlencode"})
-_TAKES_SIZES = frozenset(
+_WRITING_FILTERS = frozenset({"join", "string", "tojson", "format", "pprint", "list", "escape", "e", "urlencode"})
+_SIZE_FILTERS = frozenset(
     {
         *("center", "ljust", "rjust", "zfill", "indent", "wordwrap", "expandtabs", "batch", "slice", "tojson"),
         *("format", "format_map", "to_bytes"),
@@ -197,14 +197,14 @@ def _with_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _check_arguments(name: str, args: Sequence[Any], named: Iterable[Any]) -> None:
     """Raise TemplateLimitError if a method or filter would make a text or list of millions."""
     values = [*args, *named]
-    if name in _TAKES_SIZES:
+    if name in _SIZE_FILTERS:
         for value in values[1:]:
             if isinstance(value, int):
                 _check_number(value)
     texts = [value for value in values if isinstance(value, str)]
     if name == "replace" and len(texts) == _TEXTS_OF_REPLACE:
         _check_length(texts[0].count(texts[1]) * len(texts[2]))
-    elif name in _WRITES_ALL:
+    elif name in _WRITING_FILTERS:
         for value in values:
             _check_size(value)
         if name == "join":

@@ -9,9 +9,11 @@ import unicodedata
 _BLANK = frozenset("\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0\ufffc\U0001d159")
 # Controls, formats such as joiners and the byte order mark, what is no character or none yet, surrogates, marks without
 # a letter, and separators
-_UNSEEN = frozenset(["Cc", "Cf", "Cn", "Cs", "Mc", "Me", "Mn", "Zl", "Zp", "Zs"])
+_INVISIBLE_CATEGORIES = frozenset(["Cc", "Cf", "Cn", "Cs", "Mc", "Me", "Mn", "Zl", "Zp", "Zs"])
 
 
 def is_visible(text: str) -> bool:
     """Return whether a text has a visible character. Combining marks alone are not visible."""
-    return any(unicodedata.category(character) not in _UNSEEN and character not in _BLANK for character in text)
+    return any(
+        unicodedata.category(character) not in _INVISIBLE_CATEGORIES and character not in _BLANK for character in text
+    )

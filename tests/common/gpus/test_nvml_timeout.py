@@ -32,7 +32,7 @@ def test_values_and_errors_pass_through() -> None:
     gpu = FakeGpu(refused={"vbios": NVML_ERROR_NO_PERMISSION})
     nvml = NvmlWithTimeout(FakeNvml([gpu]))
     assert nvml.gpus() == [gpu]
-    assert nvml.ecc_errors(gpu, uncorrected=False) == 3
+    assert nvml.ecc_errors(gpu, is_uncorrected=False) == 3
     with pytest.raises(NVMLError) as error:
         nvml.vbios(gpu)
     assert error.value.value == NVML_ERROR_NO_PERMISSION

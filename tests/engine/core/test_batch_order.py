@@ -35,6 +35,6 @@ def test_order_is_stable_while_all_sequences_grow() -> None:
 
 def test_longest_decodes_come_first_in_mixed_batches() -> None:
     plan = [chunk(1, 3, 40), chunk(2, 5), chunk(3, 20 * PAGE_SIZE), chunk(4, 0, 300), chunk(5, 20 * PAGE_SIZE + 7)]
-    chunks, batch = build_batch(plan, recurrent=False)
+    chunks, batch = build_batch(plan, has_recurrent=False)
     assert [each.request.row for each in chunks] == batch.rows == [5, 3, 2, 1, 4]
     assert batch.num_decodes == 3

@@ -74,12 +74,15 @@ def test_steps_of_a_gpu_with_little_memory_are_shorter(
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     device = torch.device("cuda", 1)
     assert default_batched_tokens(device) == server, gpu
-    assert default_batched_tokens(device, offline=True) == offline, gpu
+    assert default_batched_tokens(device, is_offline=True) == offline, gpu
     assert asked == [device, device]
 
 
 def test_steps_of_a_cpu_have_2048_tokens() -> None:
-    assert [default_batched_tokens(torch.device("cpu"), offline=offline) for offline in (False, True)] == [2048, 2048]
+    assert [default_batched_tokens(torch.device("cpu"), is_offline=is_offline) for is_offline in (False, True)] == [
+        2048,
+        2048,
+    ]
 
 
 @pytest.mark.parametrize(("device", "owner"), [("cpu", "the host"), ("cuda", "NVIDIA H200")])

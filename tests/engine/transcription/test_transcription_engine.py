@@ -19,7 +19,7 @@ from waiting import WAIT_S
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.engine.tasks.batch_engine import BatchEngine
 from meltcore.engine.transcription.ctc import Emissions
-from meltcore.engine.transcription.engine import TranscriptionTask, words_of
+from meltcore.engine.transcription.engine import TranscriptionTask, join_tokens
 from meltcore.engine.transcription.memory import plan_transcription
 from meltcore.protocol.shell import AbortRequests, Shutdown
 from meltcore.protocol.transcription import FromEngine, Transcribe, Transcript, TranscriptionReady, Word
@@ -113,13 +113,15 @@ def test_words_have_their_times() -> None:
     texts = ["\u2581ka", "la", "\u2581", "\u2581ma"]
     blanks = [-float(2**frame) for frame in range(12)]
     emissions = Emissions([0, 1, 3, 2, 1], [1, 3, 6, 8, 9], [2, 5, 7, 9, 11], [-0.5, -0.25, -1.0, -2.0, -4.0], blanks)
-    assert words_of(emissions, texts, 0.08) == (
+    assert join_tokens(emissions, texts, 0.08) == (
         Word("kala", 0.08, 0.4, (0, 1), -0.75, -30.0),  # frames 1 to 4
         Word("ma", 0.48, 0.56, (3,), -1.0, -64.0),
         Word("la", 0.64, 0.88, (2, 1), -6.0, -1792.0),
     )
-    assert words_of(Emissions([1], [0], [1], [-1.0], [-3.0]), texts, 0.08) == (Word("la", 0.0, 0.08, (1,), -1.0, -3.0),)
-    assert words_of(Emissions([], [], []), texts, 0.08) == ()
+    assert join_tokens(Emissions([1], [0], [1], [-1.0], [-3.0]), texts, 0.08) == (
+        Word("la", 0.0, 0.08, (1,), -1.0, -3.0),
+    )
+    assert join_tokens(Emissions([], [], []), texts, 0.08) == ()
 
 
 def test_wrong_clips_are_refused(task: TranscriptionTask) -> None:

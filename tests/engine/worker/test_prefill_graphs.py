@@ -44,7 +44,7 @@ def chunk(row: int, start: int, size: int, *, known: bool = True, samples: bool 
 
 
 def batch_of(*chunks: Chunk) -> Batch:
-    return build_batch(list(chunks), recurrent=False)[1]
+    return build_batch(list(chunks), has_recurrent=False)[1]
 
 
 def padded(batch: Batch, size: GraphBucket) -> PaddedInputs:
@@ -160,7 +160,7 @@ def test_recurrent_chunks_cover_every_token_once(size: GraphBucket, lengths: lis
         chunks = [chunk(row, 0, tokens) for row, tokens in enumerate(lengths, start=1)]
         for each in chunks:
             each.request.recurrent_slot = 10 * each.request.row
-        batch = build_batch(chunks, recurrent=True)[1]
+        batch = build_batch(chunks, has_recurrent=True)[1]
     if not size.holds(batch):
         pytest.skip("does not fit")
     inputs = padded(batch, size)

@@ -52,7 +52,7 @@ def test_samples_keep_their_interval_on_the_monotonic_clock(tmp_path: Path) -> N
     with start_monitor(tmp_path / "s.jsonl", interval_s=0.02) as monitor:
         wait_until(lambda: (tmp_path / "s.jsonl").read_bytes().count(b"\n") > 30)
         monitor.stop()
-    samples = read_recording(tmp_path / "s.jsonl").of(0)
+    samples = read_recording(tmp_path / "s.jsonl").gpu_samples(0)
     times = [sample.t_s for sample in samples]
     assert before_s < times[0] < times[-1] < time.monotonic()
     # Samples stay on the grid: each is on time or late, and lateness is not passed on to those that follow.
@@ -77,7 +77,9 @@ def test_samples_are_returned_once_and_recording_holds_all(tmp_path: Path) -> No
     assert recording.end is not None
     assert recording.end.reason == "stopped"
     middle_s = samples[len(samples) // 2].t_s
-    assert recording.of(0, to_s=middle_s) + recording.of(0, from_s=middle_s + 1e-9) == recording.of(0)
+    assert recording.gpu_samples(0, to_s=middle_s) + recording.gpu_samples(
+        0, from_s=middle_s + 1e-9
+    ) == recording.gpu_samples(0)
 
 
 @pytest.mark.slow
@@ -97,7 +99,7 @@ def test_lost_gpu_stops_and_others_continue(tmp_path: Path) -> None:
 
 def test_sampler_ends_when_every_gpu_is_lost(tmp_path: Path) -> None:
     with start_monitor(tmp_path / "s.jsonl", FakeGpu(lost_after_s=0.2)) as monitor:
-        wait_until(lambda: not monitor.running)
+        wait_until(lambda: not monitor.is_running)
         samples = monitor.stop()
     assert samples[-1].lost
     assert monitor.end is not None
@@ -137,7 +139,7 @@ def test_killed_sampler_leaves_readable_recording_without_end(tmp_path: Path) ->
     with start_monitor(tmp_path / "s.jsonl") as monitor:
         wait_until(lambda: monitor.new_samples())
         os.kill(monitor.pid, signal.SIGKILL)
-        wait_until(lambda: not monitor.running)
+        wait_until(lambda: not monitor.is_running)
         monitor.stop()
     assert monitor.end is None
     assert read_recording(tmp_path / "s.jsonl").end is None

@@ -59,7 +59,7 @@ def test_effect_within_what_a_shows_against_itself_gets_no_verdict() -> None:
 
 def test_stored_sets_say_that_they_are_not_interleaved() -> None:
     found = compare_starts(a_set(1000), a_set(900))
-    assert not found.interleaved
+    assert not found.is_interleaved
     assert NOT_INTERLEAVED in found.cautions
     assert NOT_INTERLEAVED not in slower().cautions
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(msgspec.json.encode(tuning).decode() + "\n")
     else:
         print_page(tuning_page(tuning), console)
-    return 0 if tuning.answered else EXIT_NO_RESULT
+    return 0 if tuning.has_result else EXIT_NO_RESULT
 
 
 def _load(args: argparse.Namespace) -> "LoadConfig":

@@ -92,7 +92,7 @@ def _watch(monitor: "Monitor", duration_s: float | None) -> int:
     builders = [SummaryBuilder() for _ in monitor.start.gpus]
     next_line_s = start_s
     received_signal = None
-    while received_signal is None and monitor.running and next_line_s < end_s:
+    while received_signal is None and monitor.is_running and next_line_s < end_s:
         next_line_s = min(next_line_s + _PRINT_INTERVAL_S, end_s)
         received_signal = signal.sigtimedwait(signals, max(0.0, next_line_s - time.monotonic()))
         _process_samples(monitor, monitor.new_samples(), builders)

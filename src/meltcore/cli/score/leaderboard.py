@@ -2,7 +2,7 @@
 
 import argparse
 
-_RUNS = "runs"  # the folder that runs go to
+_RUNS_FOLDER = "runs"  # the folder that runs go to
 HELP = (
     "A leaderboard of GPU scores of meltcore bench, as a table and a page. Refuses results of different workload "
     "versions, engine versions, precisions or weights. Without results: your newest runs among the references that the "
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="result.json files or run folders of meltcore bench (default: the newest runs and the shipped references)",
     )
     parser.add_argument(
-        "--runs", default=_RUNS, metavar="DIR", help="folder of the newest runs, without RESULT (default: runs)"
+        "--runs", default=_RUNS_FOLDER, metavar="DIR", help="folder of the newest runs, without RESULT (default: runs)"
     )
     parser.add_argument(
         "--output", default="leaderboard.html", metavar="FILE", help="the page's file (default: leaderboard.html)"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.export:
         check_export(Path(args.export))  # before the page is written
-    if args.runs != _RUNS and not Path(args.runs).is_dir():
+    if args.runs != _RUNS_FOLDER and not Path(args.runs).is_dir():
         raise ConfigError(f"--runs {args.runs}: there is no such folder")
     left_out_notes: list[str] = []
     if args.results:

@@ -157,10 +157,10 @@ class Nvml:
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         return int(memory.used), int(memory.total)
 
-    def ecc_errors(self, device: Any, *, uncorrected: bool, lifetime: bool = False) -> int:
+    def ecc_errors(self, device: Any, *, is_uncorrected: bool, is_lifetime: bool = False) -> int:
         """Return the ECC errors since the driver was loaded (volatile), or over the GPU's lifetime (aggregate)."""
-        bit = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
-        counter = pynvml.NVML_AGGREGATE_ECC if lifetime else pynvml.NVML_VOLATILE_ECC
+        bit = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED if is_uncorrected else pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
+        counter = pynvml.NVML_AGGREGATE_ECC if is_lifetime else pynvml.NVML_VOLATILE_ECC
         return int(pynvml.nvmlDeviceGetTotalEccErrors(device, bit, counter))
 
     def pcie_link(self, device: Any) -> tuple[int, int]:

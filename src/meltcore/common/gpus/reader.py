@@ -23,7 +23,7 @@ from meltcore.common.gpus.metrics import (
 )
 from meltcore.common.gpus.select import GpuDevice
 
-_LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND)
+_LOST_ERRORS = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_GPU_NOT_FOUND)
 
 # NVML field ids, each with the factor from NVML's unit to the metric's.
 FIELDS: dict[str, tuple[int, float]] = {
@@ -149,7 +149,7 @@ class GpuReader:
             clock_reasons=reasons,
             xids=xids,
             gpm_window_s=window_s,
-            lost=any(isinstance(reading, NVMLError) and reading.value in _LOST for reading in readings.values()),
+            lost=any(isinstance(reading, NVMLError) and reading.value in _LOST_ERRORS for reading in readings.values()),
         )
 
     def _readings(self) -> dict[str, Reading]:
@@ -159,8 +159,8 @@ class GpuReader:
             (("sm_clock_mhz",), lambda: (nvml.sm_clock_mhz(device),)),
             (("memory_clock_mhz",), lambda: (nvml.memory_clock_mhz(device),)),
             (("memory_used_bytes", "memory_total_bytes"), lambda: nvml.memory_bytes(handle)),
-            (("ecc_corrected",), lambda: (nvml.ecc_errors(device, uncorrected=False),)),
-            (("ecc_uncorrected",), lambda: (nvml.ecc_errors(device, uncorrected=True),)),
+            (("ecc_corrected",), lambda: (nvml.ecc_errors(device, is_uncorrected=False),)),
+            (("ecc_uncorrected",), lambda: (nvml.ecc_errors(device, is_uncorrected=True),)),
             (("pcie_generation", "pcie_width"), lambda: nvml.pcie_link(device)),
             (("pcie_replays",), lambda: (nvml.pcie_replays(device),)),
             (("nvml_utilization_percent",), lambda: (nvml.utilization_percent(handle),)),

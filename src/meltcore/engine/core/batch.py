@@ -132,7 +132,7 @@ def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: chunk.start, reverse=True)
 
 
-def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk], Batch]:
+def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Chunk], Batch]:
     """Sort, group and flatten the chunks of a step, at least one. Returns the chunks in the order of the batch too."""
     chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
@@ -179,7 +179,7 @@ def build_batch(scheduled: list[Chunk], *, recurrent: bool) -> tuple[list[Chunk]
         device_rows=device_rows,
         last_tokens=[token for token, _ in sampled_rows],
         sample_rows=[row for _, row in sampled_rows],
-        recurrent=_recurrent_batch(scheduled, chunks, sizes, num_decodes) if recurrent else None,
+        recurrent=_recurrent_batch(scheduled, chunks, sizes, num_decodes) if has_recurrent else None,
         prompt_targets=_prompt_targets(chunks, ends.tolist()),
     )
     return chunks, batch

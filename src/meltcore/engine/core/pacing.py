@@ -90,10 +90,10 @@ class Pacer:
         self._delay_credit_s = 0.0  # below 0: time by which the other sequences are behind
         self._ordinary_tokens = 0
 
-    def begin(self, *, decoding: bool) -> None:
-        """Start to schedule a step. `decoding` says whether it holds decoding sequences."""
+    def begin(self, *, is_decoding: bool) -> None:
+        """Start to schedule a step. `is_decoding` says whether it holds decoding sequences."""
         self._steps += 1
-        if not decoding:
+        if not is_decoding:
             self.tokens_left = self._budget
             return
         skips_chunk = (

@@ -123,7 +123,7 @@ class Scheduler:
         scheduled: list[Chunk] = []
         budget = min(self._schedule_decodes(scheduled, self.max_num_batched_tokens), self.max_prompt_tokens)
         if self.pacer is not None:
-            self.pacer.begin(decoding=bool(scheduled))
+            self.pacer.begin(is_decoding=bool(scheduled))
         budget = self._schedule_prompts(scheduled, budget)
         self._admit(scheduled, budget)
         if self.snapshots is not None:

@@ -80,14 +80,14 @@ def has_mps(device: torch.device) -> bool:
     return error == driver.CUresult.CUDA_SUCCESS and bool(value)
 
 
-def default_batched_tokens(device: torch.device, *, offline: bool = False) -> int:
+def default_batched_tokens(device: torch.device, *, is_offline: bool = False) -> int:
     """Return the default number of tokens per step, by the type of device and the memory of a GPU."""
     if device.type == "cpu":
         return _MIN_BATCHED_TOKENS
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     if total_bytes < _GPU_BYTES:
         return _MIN_BATCHED_TOKENS
-    return _OFFLINE_BATCHED_TOKENS if offline and total_bytes >= _OFFLINE_BYTES else _GPU_BATCHED_TOKENS
+    return _OFFLINE_BATCHED_TOKENS if is_offline and total_bytes >= _OFFLINE_BYTES else _GPU_BATCHED_TOKENS
 
 
 def describe_device(device: torch.device, num_ranks: int) -> str:

@@ -27,7 +27,7 @@ MAX_SYNTHESIS_COST = {"cuda": 262_144, "cpu": 32_768}
 # Sizes of tensors that live together in a layer, in units of the hidden size, besides those of the feed-forward; and in
 # the vocoder, in units of its sizes and of the transform. Guidance computes every frame twice.
 _SPEECH_TENSORS, _VOCODER_TENSORS, _SPECTRUM_TENSORS = 12, 4, 8
-_GUIDED = 2
+_GUIDANCE_ROWS = 2
 # The longest step that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
 # for longer than their launches take. And those of an engine with a budget in bytes.
 GRAPHS, BUDGET_GRAPHS = (4096, 8), (2048, 4)
@@ -64,14 +64,14 @@ def plan_synthesis(
     has a budget on a GPU, and its workspace is computed instead of a fraction. Raises ConfigError when memory_bytes do
     not suffice for the longest chunk.
     """
-    layer = _GUIDED * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
-    text = _GUIDED * (4 * config.text_size + 3 * config.text_feed_forward_size) * element_size
+    layer = _GUIDANCE_ROWS * (_SPEECH_TENSORS * config.hidden_size + 2 * config.feed_forward_size) * element_size
+    text = _GUIDANCE_ROWS * (4 * config.text_size + 3 * config.text_feed_forward_size) * element_size
     vocoder_sizes = config.vocoder.hidden_size + config.vocoder.intermediate_size
     vocoder = (_VOCODER_TENSORS * vocoder_sizes + _SPECTRUM_TENSORS * config.mel.n_fft) * 4
     # A mask of float values per pair of frames, which some attention kernels make.
-    frame_bytes = max(layer, text, vocoder) + _GUIDED * max_shape * 4
+    frame_bytes = max(layer, text, vocoder) + _GUIDANCE_ROWS * max_shape * 4
     # Noise, reference and their padded copies in float32, and what the input layer adds in every step.
-    state_bytes = 4 * config.mel.num_mels * 4 + _GUIDED * config.hidden_size * element_size
+    state_bytes = 4 * config.mel.num_mels * 4 + _GUIDANCE_ROWS * config.hidden_size * element_size
     # Graphs share the memory of their activations; each has inputs of its own.
     graph_frames, num_graphs = BUDGET_GRAPHS if is_exact else GRAPHS
     graph_bytes = graph_frames * (layer + num_graphs * state_bytes) if has_graphs else 0

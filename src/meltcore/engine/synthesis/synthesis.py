@@ -175,7 +175,7 @@ class SpeechSampler:
         device, frames = self.model.device, max(utterance.frames for utterance in utterances)
         lengths = [utterance.frames for utterance in utterances]
 
-        def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+        def pad_rows(rows: list[torch.Tensor]) -> torch.Tensor:
             return torch.stack([functional.pad(row, (0, 0, 0, frames - len(row))) for row in rows])
 
         token_ids = torch.full((len(utterances), frames), FILLER)
@@ -187,9 +187,9 @@ class SpeechSampler:
         positions = [self.model.first_step[utterance.num_steps] for utterance in utterances]
         return _Batch(
             utterances,
-            noisy=padded([utterance.noise for utterance in utterances]).to(device),
+            noisy=pad_rows([utterance.noise for utterance in utterances]).to(device),
             condition=self.model.condition(
-                padded([utterance.reference for utterance in utterances]), token_ids.to(device), is_padding
+                pad_rows([utterance.reference for utterance in utterances]), token_ids.to(device), is_padding
             ),
             is_padding=is_padding,
             positions=torch.tensor(positions, device=device),
@@ -212,8 +212,8 @@ class SpeechSampler:
             mels = torch.cat([utterance.reference, batch.noisy[row, len(utterance.reference) : utterance.frames]])
             parts.append(mels[utterance.first_frame :])
         lengths = [len(part) for part in parts]
-        padded = torch.stack([functional.pad(part, (0, 0, 0, max(lengths) - len(part))) for part in parts])
-        samples = self.model.vocoder(padded, torch.tensor(lengths, device=padded.device)).cpu().numpy()
+        pad_rows = torch.stack([functional.pad(part, (0, 0, 0, max(lengths) - len(part))) for part in parts])
+        samples = self.model.vocoder(pad_rows, torch.tensor(lengths, device=pad_rows.device)).cpu().numpy()
         hop = self.model.config.mel.hop
         return [row[: (length - 1) * hop] for row, length in zip(samples, lengths, strict=True)]
 

@@ -30,10 +30,10 @@ def ctc_greedy(logits: torch.Tensor, frames: torch.Tensor, blank: int) -> list[E
     chosen = logprobs.gather(-1, best[..., None])[..., 0].cpu()
     blanks = logprobs[..., blank].cpu()
     rows = zip(best.cpu(), chosen, blanks, frames.tolist(), strict=True)
-    return [emissions_of(tokens, scores, row[:count], blank) for tokens, scores, row, count in rows]
+    return [make_emissions(tokens, scores, row[:count], blank) for tokens, scores, row, count in rows]
 
 
-def emissions_of(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: torch.Tensor, blank: int) -> Emissions:
+def make_emissions(best: torch.Tensor, logprobs: torch.Tensor, blank_logprobs: torch.Tensor, blank: int) -> Emissions:
     """Merge the runs of one clip's best tokens. A token has the highest log-probability of its frames.
 
     best: [frames] int64 on the host; logprobs: [frames] of these tokens; blank_logprobs: [frames] of the clip.

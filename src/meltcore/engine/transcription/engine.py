@@ -229,7 +229,7 @@ class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
         return [(rows, found)]
 
     def _transcript(self, request: Transcribe, emissions: Emissions, frames: int) -> Transcript:
-        words = words_of(emissions, self._token_texts[request.language], self.model.config.frame_s)
+        words = join_tokens(emissions, self._token_texts[request.language], self.model.config.frame_s)
         return Transcript(
             request_id=request.request_id,
             finish_reason="stop",
@@ -247,18 +247,18 @@ def transcription_engine(
     return BatchEngine(TranscriptionTask(config, progress))
 
 
-def words_of(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
+def join_tokens(emissions: Emissions, texts: Sequence[str], frame_s: float) -> tuple[Word, ...]:
     """Join tokens to words with their times.
 
     `texts` are the texts of the language's tokens, and a frame takes `frame_s`.
     """
     tokens = emissions.tokens
     starts = [at for at, token in enumerate(tokens) if at == 0 or texts[token].startswith(_WORD_START)]
-    words = (_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))
+    words = (_make_word(emissions, texts, frame_s, first, end) for first, end in pairwise([*starts, len(tokens)]))
     return tuple(word for word in words if word.text)
 
 
-def _word(emissions: Emissions, texts: Sequence[str], frame_s: float, first: int, end: int) -> Word:
+def _make_word(emissions: Emissions, texts: Sequence[str], frame_s: float, first: int, end: int) -> Word:
     """Return the word of the tokens from `first` to before `end`."""
     tokens = emissions.tokens[first:end]
     first_frame, end_frame = emissions.first_frames[first], emissions.end_frames[end - 1]

@@ -150,9 +150,9 @@ def _transcription_workspace(
     kept = frames * (encoder.hidden_size * element_size + encoder.subsampling_factor * config.features.hop * 2)
     kept += graph_node_bytes(1, encoder.num_layers)
     # Tables of the RNN-T, and the kernels of its iterations: about those of as many layers as the encoder's.
-    loop = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
-    loop += graph_node_bytes(1, encoder.num_layers)
-    return pool + graphs.encoder * kept + graphs.transducer * loop + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
+    decode_loop_bytes = MAX_LOOP_CLIPS * max_shape * (config.joint_size * element_size + _loop_frame_bytes(config))
+    decode_loop_bytes += graph_node_bytes(1, encoder.num_layers)
+    return pool + graphs.encoder * kept + graphs.transducer * decode_loop_bytes + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
 
 
 def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:

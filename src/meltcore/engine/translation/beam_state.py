@@ -19,7 +19,7 @@ from meltcore.models.configs.task_configs import MAX_NEW_TOKENS, NUM_BEAMS
 from meltcore.models.tasks.indictrans2 import EOS_ID, DecodeStep, IndicTrans2
 
 MAX_BEAMS = 8
-_IMPOSSIBLE = -1e9  # the score of a beam that does not exist
+_IMPOSSIBLE_SCORE = -1e9  # the score of a beam that does not exist
 # Synthetic lengths: tokens more than the source has, with its tags and end token, and the fewest.
 _SYNTHETIC_EXTRA, _SYNTHETIC_LEAST = 5, 8
 
@@ -88,10 +88,10 @@ class BeamState:
         self._writers = table(beams, length, fill=0, dtype=torch.int8)  # the beam that wrote a position of a prefix
         self._last_tokens = table(beams, fill=EOS_ID)
         self._tokens = table(beams, length, fill=0)
-        self._scores = table(beams, fill=_IMPOSSIBLE, dtype=torch.float32)
+        self._scores = table(beams, fill=_IMPOSSIBLE_SCORE, dtype=torch.float32)
         self._finished_tokens = table(beams, length, fill=0)
         self._finished_lengths = table(beams, fill=0)
-        self._finished_scores = table(beams, fill=_IMPOSSIBLE, dtype=torch.float32)
+        self._finished_scores = table(beams, fill=_IMPOSSIBLE_SCORE, dtype=torch.float32)
         self._is_finished = table(beams, fill=False, dtype=torch.bool)
         self._is_done = table(fill=True, dtype=torch.bool)
         self._synthetic_lengths = table(fill=length) if options.has_synthetic_lengths else None
@@ -116,13 +116,13 @@ class BeamState:
             wanted = (lengths + _SYNTHETIC_EXTRA).clamp(min=_SYNTHETIC_LEAST)
             self._synthetic_lengths[slots] = wanted.clamp(max=self.options.max_new_tokens)
         for table, value in (
-            (self._positions, 0), (self._last_tokens, EOS_ID), (self._finished_scores, _IMPOSSIBLE),
+            (self._positions, 0), (self._last_tokens, EOS_ID), (self._finished_scores, _IMPOSSIBLE_SCORE),
             (self._is_finished, False), (self._is_done, False),
         ):  # fmt: skip
             table.index_fill_(0, slots, value)
         first = torch.arange(self.options.num_beams, device=self.device) == 0
         # So that the first tokens are all of one beam
-        self._scores[slots] = torch.where(first, 0.0, _IMPOSSIBLE)
+        self._scores[slots] = torch.where(first, 0.0, _IMPOSSIBLE_SCORE)
 
     def step(self, slots: torch.Tensor, num_positions: int, max_source: int) -> torch.Tensor:
         """Compute the next token of every beam of these slots. Returns which sentences are done: [rows] bool.
@@ -222,7 +222,7 @@ class BeamState:
         sequences.scatter_(2, places.expand(-1, count, 1), new_tokens[..., None])
         ends = (new_tokens == EOS_ID) | is_last[:, None]
 
-        running_scores = scores + ends * _IMPOSSIBLE
+        running_scores = scores + ends * _IMPOSSIBLE_SCORE
         kept_scores, keep = running_scores.topk(beams)
         finished_scores, is_finished = self._finish(slots, targets, lengths, scores, sequences, ends)
         self._scores[targets] = kept_scores
@@ -248,7 +248,7 @@ class BeamState:
         """
         beams = self.options.num_beams
         is_new = ends & (torch.arange(scores.shape[1], device=self.device) < beams)
-        new_scores = scores / self._length_factor(lengths)[:, None] + ~is_new * _IMPOSSIBLE
+        new_scores = scores / self._length_factor(lengths)[:, None] + ~is_new * _IMPOSSIBLE_SCORE
         best, index = torch.cat([self._finished_scores[slots], new_scores], dim=1).topk(beams)
         self._finished_scores[targets] = best
         is_finished = torch.cat([self._is_finished[slots], is_new], dim=1).gather(1, index)

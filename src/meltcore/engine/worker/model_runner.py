@@ -273,7 +273,7 @@ class ModelRunner:
             chunks = sort_longest_first(scheduled)
             rows, positions = [chunk.request.row for chunk in chunks], [chunk.start for chunk in chunks]
             return chunks, Step(new_pages, rows, positions, None)
-        chunks, batch = build_batch(scheduled, recurrent=self.recurrent_states is not None)
+        chunks, batch = build_batch(scheduled, has_recurrent=self.recurrent_states is not None)
         for chunk in chunks:
             if chunk.samples:
                 chunk.request.last_token_on_device = True

@@ -122,8 +122,8 @@ class Sampler:
             if request.generated <= request.sampling.min_tokens:
                 rows += [row] * len(request.stop_ids)
                 tokens += request.stop_ids
-            if request.token_mask is not None and (allowed := request.token_mask(request.output_ids)) is not None:
-                logits[row].masked_fill_(~allowed.to(self.device), float("-inf"))
+            if request.token_mask is not None and (token_mask := request.token_mask(request.output_ids)) is not None:
+                logits[row].masked_fill_(~token_mask.to(self.device), float("-inf"))
         if rows:
             masked_rows, masked_tokens = to_device_together([rows, tokens], self.device)
             logits[masked_rows, masked_tokens] = float("-inf")

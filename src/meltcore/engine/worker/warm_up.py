@@ -47,7 +47,7 @@ EXPERT_TOKENS = (3, 5, 9, 114, 228, 456, 513, 912, 3656)
 PROMPTS_PER_STEP = (2, 4, 8, 16)
 # Sequences of decode steps that consist of different kernels (kernels/gemm/linear.py, kernels/attention/decode.py and
 # kernels/persistent/decode_layers.py).
-DECODES = (1, 2, 4, 12, 16, 24, 48, 96, 160, 320)
+DECODE_BATCHES = (1, 2, 4, 12, 16, 24, 48, 96, 160, 320)
 # Kernels in CUDA C++ compile first: the persistent decode kernel takes as long as the slowest one of Triton.
 _CUDA_COST = 1_000_000
 EVERY_SAMPLING = (
@@ -78,7 +78,7 @@ class CompileOrder(NamedTuple):
         return index % self.num_processes == self.process_index
 
 
-_SINGLE = CompileOrder()
+_SINGLE_ORDER = CompileOrder()
 
 
 # --- compiling -----------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def compile_ahead(
     rehearsal: Callable[[], None],
     prepare_thread: Callable[[], None],
     workers: CompileWorkers,
-    order: CompileOrder = _SINGLE,
+    order: CompileOrder = _SINGLE_ORDER,
 ) -> int:
     """Compile the kernels that `rehearsal` launches and that are not compiled yet. Returns their number.
 
@@ -304,7 +304,7 @@ def rehearse(runner: ModelRunner, limits: StepLimits) -> None:
     kernel of ours. Layers of a kind launch the same kernels, so one of each kind runs. Each rank does this alone.
     """
     # The largest step is a size of its own: 8 sequences run other kernels than 4.
-    decodes = sorted({count for count in (*DECODES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
+    decodes = sorted({count for count in (*DECODE_BATCHES, limits.max_num_seqs) if 0 < count <= limits.max_num_seqs})
     with runner.without_collectives(), runner.model.one_layer_per_kind(), runner.sampler.without_counts():
         runner.warm_up_decodes(decodes)
         _launch_prompts(runner, limits)

@@ -74,8 +74,8 @@ def beam_self_attention_reference(
     keys, values = cache[:, :, :, :num_positions][:, slots].flatten(3, 4)
     columns = torch.arange(num_positions, device=qkv.device)
     is_new = (columns == positions[:, None])[:, None]
-    writer = torch.where(is_new, beams[:, None], writers[:, :, :num_positions][slots])
-    is_read = (writer[..., None] == beams) & (columns <= positions[:, None])[:, None, :, None]
+    writing_beam = torch.where(is_new, beams[:, None], writers[:, :, :num_positions][slots])
+    is_read = (writing_beam[..., None] == beams) & (columns <= positions[:, None])[:, None, :, None]
     attended = functional.scaled_dot_product_attention(query, keys, values, is_read.flatten(2)[:, None])
     return attended.transpose(1, 2).flatten(2)
 

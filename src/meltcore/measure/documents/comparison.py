@@ -88,6 +88,6 @@ class ComparisonResult(msgspec.Struct, kw_only=True, tag_field="document", tag="
     cautions: list[str] = msgspec.field(default_factory=list)
 
     @property
-    def interleaved(self) -> bool:
+    def is_interleaved(self) -> bool:
         """Whether the starts of both sides alternated in one session."""
         return bool(self.order)

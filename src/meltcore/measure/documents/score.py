@@ -135,7 +135,7 @@ class GpuScore(msgspec.Struct, kw_only=True):
     sweep: list[ScoreLevel] = msgspec.field(default_factory=list)
 
     @property
-    def shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether other programs used the GPU's memory: more is in use than on an idle GPU."""
         if self.memory_bytes is None or self.memory_in_use_bytes is None:
             return False

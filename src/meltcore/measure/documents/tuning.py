@@ -96,7 +96,7 @@ class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
     notes: list[str] = msgspec.field(default_factory=list)
 
     @property
-    def answered(self) -> bool:
+    def has_result(self) -> bool:
         """Whether there is a result: a knee that meets the SLO, or at least one start that worked."""
         return self.knee is not None if self.kind == "batching" else any(point.ok for point in self.points)
 

@@ -125,7 +125,7 @@ FACTS: tuple[FactSpec, ...] = (
         "ECC corrected since the driver loaded",
         "",
         "counter",
-        lambda nvml, device: nvml.ecc_errors(device, uncorrected=False),
+        lambda nvml, device: nvml.ecc_errors(device, is_uncorrected=False),
         "ecc",
     ),
     FactSpec(
@@ -133,7 +133,7 @@ FACTS: tuple[FactSpec, ...] = (
         "ECC uncorrected since the driver loaded",
         "",
         "counter",
-        lambda nvml, device: nvml.ecc_errors(device, uncorrected=True),
+        lambda nvml, device: nvml.ecc_errors(device, is_uncorrected=True),
         "ecc",
     ),
     FactSpec(
@@ -141,7 +141,7 @@ FACTS: tuple[FactSpec, ...] = (
         "ECC corrected, lifetime",
         "",
         "counter",
-        lambda nvml, device: nvml.ecc_errors(device, uncorrected=False, lifetime=True),
+        lambda nvml, device: nvml.ecc_errors(device, is_uncorrected=False, is_lifetime=True),
         "ecc",
     ),
     FactSpec(
@@ -149,7 +149,7 @@ FACTS: tuple[FactSpec, ...] = (
         "ECC uncorrected, lifetime",
         "",
         "counter",
-        lambda nvml, device: nvml.ecc_errors(device, uncorrected=True, lifetime=True),
+        lambda nvml, device: nvml.ecc_errors(device, is_uncorrected=True, is_lifetime=True),
         "ecc",
     ),
     FactSpec(

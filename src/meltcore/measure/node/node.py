@@ -87,7 +87,7 @@ class _MonitorTelemetry:
     def since(self, from_s: float) -> list[list[Sample]] | None:
         """Return samples from that time on and drop earlier ones: a soak runs for days."""
         new_samples = self._monitor.new_samples()
-        if not self._monitor.running and self._monitor.end is None:
+        if not self._monitor.is_running and self._monitor.end is None:
             return None  # it died, and may have missed the event that matters
         self._samples = [sample for sample in [*self._samples, *new_samples] if sample.t_s >= from_s]
         return [[sample for sample in self._samples if sample.gpu == gpu_index] for gpu_index in range(self._gpus)]

@@ -152,7 +152,7 @@ def spell(
 
 def read_aloud(text: str, loudness: float = 0.5, noise: float = READING_NOISE) -> ToneClip:
     """Return the clip of a text of CHARACTERS, spaces and periods, a slot each: what a synthesizer learns to say."""
-    slots = [_SAID[character] for character in text]
+    slots = [_TONES_BY_CHARACTER[character] for character in text]
     durations = np.full(len(slots), SLOT_S)
     low_hz, high_hz = np.array(slots, np.float32).T
     return ToneClip(
@@ -208,4 +208,4 @@ def _tones(character: str, key: int) -> tuple[float, float]:
 
 
 # What a character of a text is read as: a space is a key, a period a pause.
-_SAID = {" ": _KEY_HZ[0], ".": (0.0, 0.0)} | {character: _tones(character, 0) for character in CHARACTERS}
+_TONES_BY_CHARACTER = {" ": _KEY_HZ[0], ".": (0.0, 0.0)} | {character: _tones(character, 0) for character in CHARACTERS}

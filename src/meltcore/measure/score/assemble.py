@@ -69,7 +69,7 @@ def assemble(
         grid=plan.grid,
         prompt_file=plan.prompt_file,
         devices=devices,
-        not_comparable=_not_comparable(ready, runs, plan, concurrencies, is_complete),
+        not_comparable=_comparison_obstacles(ready, runs, plan, concurrencies, is_complete),
     )
     if plan.grid is None:
         score.totals, score.expectations = totals(score), expectations(score)
@@ -145,12 +145,12 @@ def _time_series(
     rates = rates_over_time(times, tokens, began_s, end_s, bucket_s)
     values: dict[str, list[float | None]] = {TOKENS: [round(rate, 1) for rate in rates]}
     if monitored is not None and run.device.monitor_index is not None:
-        samples = monitored.recording.of(run.device.monitor_index, began_s)
+        samples = monitored.recording.gpu_samples(run.device.monitor_index, began_s)
         values |= time_series(samples, began_s, len(rates), bucket_s)
     return TimeSeries(bucket_s=bucket_s, values=values)
 
 
-def _not_comparable(
+def _comparison_obstacles(
     ready: ReadyLine, runs: Sequence[DeviceRun], plan: ScorePlan, concurrencies: Sequence[int], is_complete: bool
 ) -> list[str]:
     """Return the reasons why this result is not comparable with others."""
@@ -175,7 +175,7 @@ def _notes(devices: Sequence[GpuScore], ready: ReadyLine) -> list[str]:
     if ready.weight_source == "dummy":
         notes.append("Random weights: the speed equals that of real ones, the answers mean nothing.")
     for device in devices:
-        if device.shared and device.memory_in_use_bytes is not None:
+        if device.is_shared and device.memory_in_use_bytes is not None:
             notes.append(
                 f"{device.label}: {size_text(device.memory_in_use_bytes)} of its memory were in use before the run "
                 f"by other programs, so the score may be too low."

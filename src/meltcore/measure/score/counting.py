@@ -18,7 +18,7 @@ from meltcore.measure.score.engine_process import EngineError
 from meltcore.protocol.json_lines import StepLine
 
 # The sustained run takes the lowest level within 1 % of the best: more concurrent requests would only wait longer.
-_NEAR_BEST = 0.99
+_NEAR_BEST_FRACTION = 0.99
 _MS = 1000.0
 _BUCKET_S = 10.0
 _MIN_BUCKETS = 6  # with fewer, a third would be a single bucket
@@ -209,7 +209,7 @@ def score_level(
 def best_level(levels: Sequence[ScoreLevel]) -> int:
     """Return the concurrency of the sustained run: the lowest level within 1 % of the best output rate."""
     highest = max(level.output_tokens_per_s for level in levels)
-    return min(level.concurrency for level in levels if level.output_tokens_per_s >= _NEAR_BEST * highest)
+    return min(level.concurrency for level in levels if level.output_tokens_per_s >= _NEAR_BEST_FRACTION * highest)
 
 
 def spread(times_s: np.ndarray, tokens: np.ndarray, start_s: float, end_s: float) -> Spread:

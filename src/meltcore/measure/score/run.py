@@ -66,7 +66,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
             for device in devices
         ]
         report(_announcement(config, plan, devices))
-        with _interrupts_set(stop_event):
+        with _set_on_interrupt(stop_event):
             _run_concurrently(runs, DeviceRun.start)
             if stop_event.is_set():
                 raise KeyboardInterrupt
@@ -203,7 +203,7 @@ def _announcement(config: BenchConfig, plan: ScorePlan, devices: Sequence[Device
 
 
 @contextmanager
-def _interrupts_set(stop_event: threading.Event) -> Iterator[None]:
+def _set_on_interrupt(stop_event: threading.Event) -> Iterator[None]:
     """Make Ctrl-C set `stop_event` instead of raising, so that the devices' threads end and keep their measurements.
 
     After the measurement, and a second time, it has no effect. Only the main thread is ever interrupted.

@@ -36,8 +36,8 @@ def gpu_health(
 
     Clocks are judged in the sustained window only, because levels of different load have different clocks.
     """
-    run_summary = summarize(recording.of(gpu, *run))
-    window_summary = summarize(recording.of(gpu, *sustained)) if sustained else run_summary
+    run_summary = summarize(recording.gpu_samples(gpu, *run))
+    window_summary = summarize(recording.gpu_samples(gpu, *sustained)) if sustained else run_summary
     judged_summary = msgspec.structs.replace(
         run_summary, loaded_clock_mhz=window_summary.loaded_clock_mhz if sustained else None
     )
@@ -63,7 +63,7 @@ def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> flo
     None where the counter was not read at both ends, and for a MIG device: the counter counts the whole GPU.
     """
     info: GpuInfo = recording.start.gpus[gpu]
-    samples = [sample for sample in recording.of(gpu) if not isinstance(sample.values["energy_j"], str)]
+    samples = [sample for sample in recording.gpu_samples(gpu) if not isinstance(sample.values["energy_j"], str)]
     if info.mig or not samples or samples[0].t_s > start_s or samples[-1].t_s < end_s:
         return None
     times = [sample.t_s for sample in samples]
@@ -73,7 +73,7 @@ def power_w(recording: Recording, gpu: int, start_s: float, end_s: float) -> flo
 
 def utilization(recording: Recording, gpu: int, start_s: float, end_s: float) -> dict[str, float]:
     """Return the means of UTILIZATION between two times; a metric without any number is left out."""
-    samples = recording.of(gpu, start_s, end_s)
+    samples = recording.gpu_samples(gpu, start_s, end_s)
     return {
         key: float(np.mean(samples_of_key)) for key in UTILIZATION if (samples_of_key := readable_values(samples, key))
     }

@@ -14,7 +14,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.gaps import COLLECTIVES, COPIES, BudgetRow
 from meltcore.measure.trace.trace import Activity, HostEvent, Span, kernel_group
 
-AFTER_LAST = "after the last kernel"
+AFTER_LAST_KERNEL = "after the last kernel"
 # Ranges that mark a step: ours, vLLM's, and those of torch.profiler's step().
 _STEP_RANGES = ("step", "execute_", "profilerstep#")
 _NS = 1000.0

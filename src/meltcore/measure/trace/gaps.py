@@ -25,7 +25,7 @@ from meltcore.measure.documents.gaps import (
     GapTotal,
     KernelPair,
 )
-from meltcore.measure.trace.budget import AFTER_LAST, TimeBudget, count_steps
+from meltcore.measure.trace.budget import AFTER_LAST_KERNEL, TimeBudget, count_steps
 from meltcore.measure.trace.host import HostTimeline
 from meltcore.measure.trace.trace import (
     Activity,
@@ -218,7 +218,7 @@ def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Spa
         if group is not None:
             budget.kernel_counts[group] += gap.ns
         else:
-            budget.idle_before[kernel_group(gap.after) if gap.after else AFTER_LAST] += gap.ns
+            budget.idle_before[kernel_group(gap.after) if gap.after else AFTER_LAST_KERNEL] += gap.ns
     return budget.rows()
 
 

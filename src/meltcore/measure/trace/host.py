@@ -12,7 +12,7 @@ from meltcore.measure.trace.trace import Activity, HostEvent, Span, clip_spans, 
 # Calls that return only when the GPU has finished earlier work.
 _SYNCHRONIZING = ("synchronize", "cudamemcpy", "cumemcpy")
 _ASYNCHRONOUS = "async"
-_WAITS = ("poll", "select", "epoll", "recv", "wait", "acquire", "sleep", "queue.get", "queue.py")
+_WAIT_NAMES = ("poll", "select", "epoll", "recv", "wait", "acquire", "sleep", "queue.get", "queue.py")
 
 
 class HostTimeline:
@@ -86,4 +86,4 @@ def _synchronizes(event: HostEvent) -> bool:
 
 
 def _is_wait(event: HostEvent) -> bool:
-    return not event.is_call and any(pattern in event.name.lower() for pattern in _WAITS)
+    return not event.is_call and any(pattern in event.name.lower() for pattern in _WAIT_NAMES)

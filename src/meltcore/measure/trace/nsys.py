@@ -17,7 +17,7 @@ from meltcore.measure.trace.read import export
 
 LOG_FILE = "nsys.log"
 _NAME = "trace"
-_MISSING = (
+_MISSING_ADVICE = (
     "nsys is not installed here (not on PATH): install NVIDIA Nsight Systems, or profile elsewhere and read its "
     "report with `meltcore profile FILE.nsys-rep` or its export with `meltcore profile FILE.sqlite`"
 )
@@ -27,7 +27,7 @@ def find_nsys() -> str:
     """Return the path of nsys. Raises ConfigError, in one line, where it is missing."""
     nsys_path = shutil.which("nsys")
     if nsys_path is None:
-        raise ConfigError(_MISSING)
+        raise ConfigError(_MISSING_ADVICE)
     return nsys_path
 
 

@@ -16,7 +16,7 @@ from meltcore.models.checkpoints.torch_archive import TorchArchive
 
 _HEAD = "decoder.output_projection.weight"
 # Computed tables, and versions of formats.
-_UNUSED = ("version", "embed_positions._float_tensor")
+_UNUSED_TENSORS = ("version", "embed_positions._float_tensor")
 
 
 class FairseqWeights(TensorFile):
@@ -28,7 +28,7 @@ class FairseqWeights(TensorFile):
         """Open the file. Raises ConfigError for one of another form."""
         tensors = model_tensors(TorchArchive(path))
         super().__init__(path)
-        self._stored_names = {_published_name(name): name for name in tensors if not name.endswith(_UNUSED)}
+        self._stored_names = {_published_name(name): name for name in tensors if not name.endswith(_UNUSED_TENSORS)}
         self.entries = {name: TensorEntry(*tensors[stored]) for name, stored in self._stored_names.items()}
 
     def stored_name(self, name: str) -> str:

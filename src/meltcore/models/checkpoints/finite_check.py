@@ -15,7 +15,7 @@ from meltcore.common.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn  # it has no infinity, and two bytes that are no number
 _NAN_INT8, _NEGATIVE_NAN_UINT8 = 0x7F, 0xFF  # each the largest of all bytes in its type
-_PENDING = 256  # results on a GPU that are waited for together
+_MAX_PENDING = 256  # results on a GPU that are waited for together
 
 
 class FiniteCheck:
@@ -34,7 +34,7 @@ class FiniteCheck:
             self._refuse(name, values, finite)
             return
         self._pending.append((name, values, finite))
-        if len(self._pending) >= _PENDING:
+        if len(self._pending) >= _MAX_PENDING:
             self.finish()
 
     def finish(self) -> None:

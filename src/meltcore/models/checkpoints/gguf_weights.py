@@ -32,7 +32,11 @@ from meltcore.models.checkpoints.gguf.gguf_file import GGUFFile, GGUFTensor
 from meltcore.models.checkpoints.gguf.gguf_formats import EMBEDDING, HEAD, QUANTIZED_TYPES
 from meltcore.models.checkpoints.tensor_file import TensorEntry, TensorFile
 
-_OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_OUTER_TENSORS = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -55,10 +59,10 @@ _POST_NORM_LAYER = _LAYER | {
 }
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # The matrices that one tensor of a file merges.
-_MERGED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
+_MERGED_TENSORS = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
 _MERGING_FAMILIES = ("phi3",)
 _PERMUTED_FAMILIES = ("granite", "llama", "mistral", "smollm3")
-_PERMUTED = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
+_PERMUTED_TENSORS = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")
 _PART_VALUES = 2**22  # in float32, of a tensor that is loaded with its values
 
 
@@ -124,8 +128,8 @@ class GGUFWeights(TensorFile):
         block, _, rest = stored_name.removeprefix("blk.").partition(".")
         part, _, kind = rest.rpartition(".")
         names = _POST_NORM_LAYER if self._model_type in _POST_NORM_FAMILIES else _LAYER
-        if stored_name in _OUTER:
-            yield _OUTER[stored_name], TensorEntry(dtype_name, shape, offset)
+        if stored_name in _OUTER_TENSORS:
+            yield _OUTER_TENSORS[stored_name], TensorEntry(dtype_name, shape, offset)
         elif part in _EXPERTS and len(shape) == 3:
             expert_bytes = tensor.num_bytes // shape[0]
             for expert in range(shape[0]):
@@ -133,7 +137,7 @@ class GGUFWeights(TensorFile):
                 yield name, TensorEntry(dtype_name, shape[1:], offset + expert * expert_bytes)
         elif stored_name.startswith("blk.") and sum(self._merged_rows.get(part, ())) == shape[0]:
             row_bytes, first_row = tensor.num_bytes // shape[0], 0
-            for merged_part, rows in zip(_MERGED[part], self._merged_rows[part], strict=True):
+            for merged_part, rows in zip(_MERGED_TENSORS[part], self._merged_rows[part], strict=True):
                 name = f"model.layers.{block}.{names[merged_part]}.{kind}"
                 yield name, TensorEntry(dtype_name, (rows, *shape[1:]), offset + first_row * row_bytes)
                 first_row += rows
@@ -154,7 +158,7 @@ def gguf_name(name: str, model_type: str) -> str:
 
     Raises KeyError for a tensor that GGUF files lack.
     """
-    outer = {published: stored for stored, published in _OUTER.items()}
+    outer = {published: stored for stored, published in _OUTER_TENSORS.items()}
     if name in outer:
         return outer[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -164,7 +168,7 @@ def gguf_name(name: str, model_type: str) -> str:
         names, part = _EXPERTS, part.rpartition(".")[2]
     stored_parts = {published: stored for stored, published in names.items()}
     if model_type in _MERGING_FAMILIES:
-        stored_parts |= {names[each]: merged for merged, parts in _MERGED.items() for each in parts}
+        stored_parts |= {names[each]: merged for merged, parts in _MERGED_TENSORS.items() for each in parts}
     return f"blk.{layer}.{stored_parts[part]}.{kind}"
 
 
@@ -245,7 +249,7 @@ def stored_rows(num_rows: int, head_dim: int) -> torch.Tensor:
 
 def has_permuted_rows(name: str, model_type: str) -> bool:
     """Return whether a file has the rows of the tensor `name` in llama.cpp's order."""
-    return model_type in _PERMUTED_FAMILIES and name.endswith(_PERMUTED)
+    return model_type in _PERMUTED_FAMILIES and name.endswith(_PERMUTED_TENSORS)
 
 
 def includes_one(name: str, model_type: str) -> bool:

@@ -14,7 +14,7 @@ from meltcore.models.checkpoints.onnx_file import OnnxNode
 from meltcore.models.configs.task_configs import ConformerConfig
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_OUT = "pre_encode.out"
+_OUT_LAYER = "pre_encode.out"
 _PREFIX, _UNUSED = "encoder.", "pos_enc."  # the table of positions, which is computed here
 
 
@@ -93,7 +93,7 @@ class OnnxEncoder:
         layers = [int(match[1]) for match in map(_LAYER.match, self._sources) if match]
         if not layers:
             raise ConfigError(f"{self._part.path} lacks layers.0: it is not an encoder of NeMo")
-        hidden_size, subsampled = self._shape(f"{_OUT}.weight", 2)
+        hidden_size, subsampled = self._shape(f"{_OUT_LAYER}.weight", 2)
         channels = self._shape("pre_encode.conv.0.weight", 4)[0]
         num_heads, head_size = self._shape("layers.0.self_attn.pos_bias_u", 2)
         kernel = self._shape("layers.0.conv.depthwise_conv.weight", 3)[2]
@@ -108,8 +108,8 @@ class OnnxEncoder:
         if num_heads * head_size != hidden_size or channels * mels != subsampled or kernel % 2 == 0:
             raise ConfigError(
                 f"{self._part.path}: {num_heads} heads of {head_size}, {channels} channels of {mels} of "
-                f"{self._num_mels} mels and a kernel of {kernel} do not make an encoder whose {_OUT}.weight has shape "
-                f"{[hidden_size, subsampled]}"
+                f"{self._num_mels} mels and a kernel of {kernel} do not make an encoder whose {_OUT_LAYER}.weight has "
+                f"shape {[hidden_size, subsampled]}"
             )
         return ConformerConfig(
             num_mels=self._num_mels,
@@ -128,7 +128,7 @@ class OnnxEncoder:
         """Return whether the graph multiplies the subsampled frames by the square root of their size."""
         graph = self._part.graph
         assert graph is not None
-        stored_name = self._sources[f"{_OUT}.weight"].stored_name
+        stored_name = self._sources[f"{_OUT_LAYER}.weight"].stored_name
         node = next(each for each in self._part.linear_nodes() if each.inputs[1] == stored_name)
         value = node.outputs[0]
         if node.op == "MatMul":

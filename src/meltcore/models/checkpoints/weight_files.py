@@ -10,11 +10,11 @@ from typing import Any
 from meltcore.common.errors import ConfigError
 from meltcore.models.configs.config_fields import Fields
 
-WHOLE = "model.safetensors"
+WHOLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 # Files that stand beside a model: adapters, the same weights in Mistral's own names, the state of a training.
-_BESIDE = re.compile(
+_OTHER_FILES = re.compile(
     r"(adapter|consolidated|optimizer|training|scheduler)[._-].*|(.*[._-])?q?lora[._-].*", re.IGNORECASE
 )
 _MAX_NAMES_SHOWN = 5
@@ -22,7 +22,7 @@ _MAX_NAMES_SHOWN = 5
 
 def uses_index(names: Collection[str]) -> bool:
     """Return whether the index decides which files hold the weights. A whole file comes before an index."""
-    return INDEX in names and WHOLE not in names
+    return INDEX in names and WHOLE_FILE not in names
 
 
 def indexed_files(index: dict[str, Any]) -> list[str]:
@@ -42,12 +42,12 @@ def files_without_index(names: Collection[str], place: str = "") -> list[str]:
 
     Raises ConfigError where numbered shards are missing.
     """
-    if WHOLE in names:
-        return [WHOLE]
+    if WHOLE_FILE in names:
+        return [WHOLE_FILE]
     found = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     shards = [name for name in found if _SHARD.fullmatch(name)]
     if not shards:
-        return [name for name in found if _BESIDE.fullmatch(name) is None]
+        return [name for name in found if _OTHER_FILES.fullmatch(name) is None]
     count = max(int(name[15:20]) for name in shards)
     expected = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     missing = [name for name in expected if name not in names]
@@ -58,7 +58,7 @@ def files_without_index(names: Collection[str], place: str = "") -> list[str]:
 
 def has_weights(names: Iterable[str]) -> bool:
     """Return whether files or an index of a model's own weights are among the files of a folder or repository."""
-    own = [name for name in names if "/" not in name and _BESIDE.fullmatch(name) is None]
+    own = [name for name in names if "/" not in name and _OTHER_FILES.fullmatch(name) is None]
     return INDEX in own or any(name.endswith(".safetensors") for name in own)
 
 

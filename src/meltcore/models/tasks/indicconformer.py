@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
 }
 # Of the preprocessor and of training; and biases shared by all layers, which NeMo stores with each layer too.
-_UNUSED = ("preprocessor.", "loss.", "wer.", "encoder.pos_bias_")
+_UNUSED_TENSORS = ("preprocessor.", "loss.", "wer.", "encoder.pos_bias_")
 _BATCH_NORM_EPS = 1e-5
 _MAX_NAMES_SHOWN = 5
 
@@ -209,18 +209,18 @@ def from_nemo(
     """
     missing: list[str] = []
 
-    def take(name: str) -> torch.Tensor:
+    def take_tensor(name: str) -> torch.Tensor:
         if name not in remaining:
             missing.append(name)
             return torch.zeros(())
         return remaining.pop(name)
 
-    remaining = {name: values for name, values in tensors.items() if not name.startswith(_UNUSED)}
+    remaining = {name: values for name, values in tensors.items() if not name.startswith(_UNUSED_TENSORS)}
     converted = {}
     for layer in range(config.encoder.num_layers):
         attention = f"encoder.layers.{layer}.self_attn."
         for kind in ("weight", "bias"):
-            parts = [take(f"{attention}linear_{part}.{kind}") for part in "qkv"]
+            parts = [take_tensor(f"{attention}linear_{part}.{kind}") for part in "qkv"]
             if not missing:
                 converted[f"{attention}linear_qkv.{kind}"] = torch.cat(parts)
         if not has_batch_norm:
@@ -228,14 +228,14 @@ def from_nemo(
         convolution = f"encoder.layers.{layer}.conv."
         remaining.pop(f"{convolution}batch_norm.num_batches_tracked", None)
         names = ("weight", "bias", "running_mean", "running_var")
-        scale, shift, mean, variance = (take(f"{convolution}batch_norm.{name}") for name in names)
-        weight, bias = (take(f"{convolution}depthwise_conv.{kind}") for kind in ("weight", "bias"))
+        scale, shift, mean, variance = (take_tensor(f"{convolution}batch_norm.{name}") for name in names)
+        weight, bias = (take_tensor(f"{convolution}depthwise_conv.{kind}") for kind in ("weight", "bias"))
         if not missing:
             factor = scale.float() / (variance.float() + _BATCH_NORM_EPS).sqrt()
             converted[f"{convolution}depthwise_conv.weight"] = weight.float() * factor[:, None, None]
             converted[f"{convolution}depthwise_conv.bias"] = (bias.float() - mean.float()) * factor + shift.float()
     for kind in ("weight", "bias"):
-        heads = [take(f"joint.joint_net.{_head_index(remaining)}.{lang}.{kind}") for lang in config.languages]
+        heads = [take_tensor(f"joint.joint_net.{_head_index(remaining)}.{lang}.{kind}") for lang in config.languages]
         if not missing:
             converted[f"joint.heads_{kind}"] = torch.stack(heads)
     _raise_for_names(source, "lacks", missing)

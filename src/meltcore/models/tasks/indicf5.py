@@ -41,7 +41,7 @@ FILLER = 0  # lengthens a text to its duration; the vocabulary's ids begin after
 _ROTARY_HEAD = 0
 # Of the published checkpoint: names that a compiled module and an average of weights add, in any combination.
 _ADDED_NAMES = ("ema_model.", "_orig_mod.")
-_UNUSED = ("mel_spec.", "vocoder.feature_extractor.", "vocoder.head.istft.", "transformer.rotary_embed.")
+_UNUSED_TENSORS = ("mel_spec.", "vocoder.feature_extractor.", "vocoder.head.istft.", "transformer.rotary_embed.")
 
 
 class TextLayer(nn.Module):
@@ -291,7 +291,7 @@ class IndicF5(nn.Module):
 
     def ignored_tensor(self, name: str) -> bool:
         """Return whether a tensor is computed here, or counts the steps of training."""
-        return name in ("initted", "step") or name.startswith(_UNUSED)
+        return name in ("initted", "step") or name.startswith(_UNUSED_TENSORS)
 
 
 def step_times(num_steps: int) -> torch.Tensor:

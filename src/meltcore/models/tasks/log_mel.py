@@ -65,7 +65,7 @@ class LogMel(nn.Module):
 def pre_emphasize(samples: torch.Tensor, lengths: torch.Tensor, factor: float) -> torch.Tensor:
     """Subtract `factor` times the sample before from each sample, and set samples after a clip's end to zero."""
     emphasized = torch.cat([samples[:, :1], samples[:, 1:] - factor * samples[:, :-1]], dim=1)
-    return emphasized.masked_fill(_after_end(samples.shape[1], lengths), 0.0)
+    return emphasized.masked_fill(_is_after_end(samples.shape[1], lengths), 0.0)
 
 
 def pad_centered(samples: torch.Tensor, lengths: torch.Tensor, padding: int, mode: str) -> torch.Tensor:
@@ -82,7 +82,7 @@ def pad_centered(samples: torch.Tensor, lengths: torch.Tensor, padding: int, mod
 
 def normalize(features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
     """Give each mel bin mean 0 and standard deviation 1 over a clip's frames. Frames after the clip become zero."""
-    after_end = _after_end(features.shape[1], frames)[:, :, None]
+    after_end = _is_after_end(features.shape[1], frames)[:, :, None]
     counts = frames[:, None, None]
     mean = features.masked_fill(after_end, 0.0).sum(1, keepdim=True) / counts
     centered = (features - mean).masked_fill(after_end, 0.0)
@@ -90,7 +90,7 @@ def normalize(features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
     return centered / (std + STD_OFFSET)
 
 
-def _after_end(size: int, lengths: torch.Tensor) -> torch.Tensor:
+def _is_after_end(size: int, lengths: torch.Tensor) -> torch.Tensor:
     """Return [clips, size] bool: whether a position lies after the end of its clip."""
     return torch.arange(size, device=lengths.device) >= lengths[:, None]
 

@@ -29,7 +29,7 @@ from meltcore.models.writers.rounding_loss import RoundingLoss
 from meltcore.models.writers.source_tensors import SourceTensor, SourceTensors, open_tensors
 
 _QUANTIZED = re.compile(r"\.(\w+_proj|in_proj_qkv|in_proj_z)\.weight$")
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_VALUE = torch.finfo(torch.float32).max
 _SHARD_BYTES = 2**30
 _TEXT_FILES = (
     "added_tokens.json",
@@ -67,13 +67,13 @@ class _PlannedTensor(NamedTuple):
                 return {self.name: file.get_tensor(self.name)}
         if not self.is_quantized:
             kept = self.source.read()
-            self.source.check_largest(float(kept.abs().max()), _LARGEST, "float32")
+            self.source.check_largest(float(kept.abs().max()), _LARGEST_VALUE, "float32")
             return {self.name: kept}
         values, scales = torch.empty(self.shape, dtype=FP8), torch.empty(self.shape[0], 1)
         row = 0
         for part in self.source.parts():
             quantized = quantize(part.contiguous())
-            self.source.check_largest(float(quantized.scales.max()) * FP8_MAX, _LARGEST, "FP8")
+            self.source.check_largest(float(quantized.scales.max()) * FP8_MAX, _LARGEST_VALUE, "FP8")
             values[row : row + len(part)] = quantized.values
             scales[row : row + len(part), 0] = quantized.scales
             row += len(part)

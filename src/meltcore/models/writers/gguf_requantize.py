@@ -36,11 +36,11 @@ FILE_TYPES = {
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
     GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
 }
-LARGEST = {GGMLQuantizationType.Q8_0: 127 * 65504.0, GGMLQuantizationType.Q4_0: 8 * 65504.0}
+LARGEST_VALUES = {GGMLQuantizationType.Q8_0: 127 * 65504.0, GGMLQuantizationType.Q4_0: 8 * 65504.0}
 QUANTIZATION_VERSION = 2  # of ggml's block formats
 _ALIGNMENT = 32
 _VERSION = 3
-_REPLACED = ("general.file_type", "general.quantization_version", "general.alignment")
+_REPLACED_KEYS = ("general.file_type", "general.quantization_version", "general.alignment")
 _PART_VALUES = 2**22
 
 
@@ -131,7 +131,7 @@ def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuan
 def _header(model: GGUFModel, tensors: list[_NewTensor], to: GGMLQuantizationType) -> bytes:
     """Return everything before the first tensor but for padding."""
     first = model.files[0]
-    kept = [key for key in first.metadata if key not in _REPLACED and not key.startswith("split.")]
+    kept = [key for key in first.metadata if key not in _REPLACED_KEYS and not key.startswith("split.")]
     numbers = {"general.file_type": int(FILE_TYPES[to]), "general.quantization_version": QUANTIZATION_VERSION}
     values = [first.raw_value(key) for key in kept]
     values += [_text(key) + struct.pack("<II", GGUFValueType.UINT32, value) for key, value in numbers.items()]
@@ -161,7 +161,7 @@ def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterato
         rows = stored[start : start + step]
         with np.errstate(all="ignore"):
             values = gguf.quants.dequantize(rows, source.type)
-        largest, limit = float(np.abs(values).max()), LARGEST.get(tensor.type, np.inf)
+        largest, limit = float(np.abs(values).max()), LARGEST_VALUES.get(tensor.type, np.inf)
         if not np.isfinite(largest):
             raise ConfigError(f"{file.path}: {tensor.name} has values that are not finite numbers")
         if largest > limit:

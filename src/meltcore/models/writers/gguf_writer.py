@@ -40,7 +40,7 @@ from meltcore.models.checkpoints.gguf_weights import gguf_name, has_permuted_row
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.decoder_config import DecoderConfig
 from meltcore.models.registry import ARCHITECTURES
-from meltcore.models.writers.gguf_requantize import FILE_TYPES, LARGEST, QUANTIZATION_VERSION
+from meltcore.models.writers.gguf_requantize import FILE_TYPES, LARGEST_VALUES, QUANTIZATION_VERSION
 from meltcore.models.writers.rounding_loss import RoundingLoss
 from meltcore.models.writers.source_tensors import SourceTensor, SourceTensors, open_tensors
 
@@ -93,7 +93,9 @@ class _StoredTensor(NamedTuple):
                 values = part.float()
                 if self.added:
                     values = values + self.added
-                source.check_largest(float(values.abs().max()), LARGEST.get(self.type, _LARGEST_FLOAT), self.type.name)
+                source.check_largest(
+                    float(values.abs().max()), LARGEST_VALUES.get(self.type, _LARGEST_FLOAT), self.type.name
+                )
                 stored = gguf.quants.quantize(values.numpy(), self.type)
                 if self.type in FILE_TYPES:
                     loss.add(values.numpy(), gguf.quants.dequantize(stored, self.type))

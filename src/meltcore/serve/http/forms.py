@@ -24,7 +24,7 @@ _MAX_FIELDS = 32
 # Of a form that is searched for one field. The time to read the parameters of a part grows with the square of its head.
 _MAX_PARTS = 64
 _MAX_PART_HEAD_BYTES = 4 * 1024
-_NEEDS_NAME = 'a file needs filename="..." in its Content-Disposition'
+_MISSING_NAME_ERROR = 'a file needs filename="..." in its Content-Disposition'
 _FILE_NAME = re.compile(rb";\s*filename\s*=", re.IGNORECASE)
 _OTHER_FILE_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
@@ -51,7 +51,7 @@ class _InMemoryParser(MultiPartParser):
         if part.file is None and len(part.data) + end - start > self.max_part_size:
             raise RequestError(
                 f"the part {self.part_name} has more than {self.max_part_size:,} bytes, the limit of a text; "
-                f"{_NEEDS_NAME}",
+                f"{_MISSING_NAME_ERROR}",
                 param=self.part_name,
             )
         super().on_part_data(data, start, end)
@@ -63,7 +63,7 @@ class _InMemoryParser(MultiPartParser):
 
 def file_name_error(name: str) -> RequestError:
     """Return the error of a file that was sent as a text."""
-    return RequestError(f"the part {name} has no file name, so that it is text: {_NEEDS_NAME}", param=name)
+    return RequestError(f"the part {name} has no file name, so that it is text: {_MISSING_NAME_ERROR}", param=name)
 
 
 def is_multipart(content_type: str | None) -> bool:

@@ -20,7 +20,7 @@ FIRST_PROBES_S = range(30, 90)
 PROBE_INTERVAL_S = 10
 ACCEPTS_PER_CALL = 64  # other events have to be handled while many clients connect
 EXHAUSTED_PAUSE_S = 0.5  # without file descriptors, accepting would fail again immediately
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_EXHAUSTION_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,7 +94,7 @@ class Acceptor:
             except ConnectionError:  # the client left before it was accepted
                 continue
             except OSError as error:
-                if error.errno not in _EXHAUSTED:
+                if error.errno not in _EXHAUSTION_ERRORS:
                     raise
                 self._on_exhausted(error)
                 loop = asyncio.get_running_loop()

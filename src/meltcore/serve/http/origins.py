@@ -15,7 +15,7 @@ from starlette.types import Scope
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.request_fields import shorten
 
-ANY = "*"
+ANY_ORIGIN = "*"
 _SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))  # whose answers a browser keeps from other sites' pages
 _MAX_KNOWN = 256  # values of Host that are remembered: a port may stand in them
 _REMEDY = "(--allowed-origins, or server.allowed_origins of a fleet)"
@@ -42,7 +42,7 @@ class OriginCheck:
 
     def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
         """Prepare the check for a server that listens on `host`."""
-        self._allows_all = ANY in allowed_origins
+        self._allows_all = ANY_ORIGIN in allowed_origins
         self._origins = frozenset(origin.encode() for origin in allowed_origins)
         # The host of an allowed origin may stand in Host: a page there is allowed, and a proxy may keep the header.
         self._hosts = {urlsplit(origin).hostname for origin in allowed_origins} | {host}

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from meltcore.serve.http.http import Headers, send_bytes
 
 _FILE = Path(__file__).with_name("page.html")
-_INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+_INLINE_CODE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 class ChatPage:
@@ -33,7 +33,7 @@ def page_headers(page: str, *, scripts: str = "", styles: str = "") -> Headers:
     `scripts` and `styles` are further sources in the policy, beside the page's own.
     """
     sources = {"script": scripts, "style": styles}
-    for kind, content in _INLINE.findall(page):
+    for kind, content in _INLINE_CODE.findall(page):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         sources[kind] = f"{sources[kind]} 'sha256-{digest}'".strip()
     policy = {

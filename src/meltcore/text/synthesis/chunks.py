@@ -105,14 +105,14 @@ def split_text(text: str, max_bytes: int) -> list[str]:
     A longer part is cut between words, and a longer word between characters.
     """
     chunks: list[str] = []
-    current = ""
+    current_chunk = ""
     for part in (piece for whole in _PART_END.split(text) for piece in _fitting_pieces(whole, max_bytes)):
-        if current and len(current.encode()) + len(part.encode()) > max_bytes:
-            chunks.append(current.strip())
-            current = ""
-        current += f"{part} "
+        if current_chunk and len(current_chunk.encode()) + len(part.encode()) > max_bytes:
+            chunks.append(current_chunk.strip())
+            current_chunk = ""
+        current_chunk += f"{part} "
     # Nothing is spoken of a part without a visible character.
-    return [chunk for chunk in [*chunks, current.strip()] if is_visible(chunk)]
+    return [chunk for chunk in [*chunks, current_chunk.strip()] if is_visible(chunk)]
 
 
 def _fitting_pieces(part: str, max_bytes: int) -> list[str]:

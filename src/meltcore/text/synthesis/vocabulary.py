@@ -14,10 +14,10 @@ from meltcore.models.configs.config_fields import Fields
 _PUBLISHED_SIZE = 2545
 _FILES = ("vocab.txt", "checkpoints/vocab.txt")
 _UNKNOWN = 0  # the id of the space too
-_REPLACED = str.maketrans({";": ",", "“": '"', "”": '"', "‘": "'", "’": "'"})
+_REPLACED_CHARACTERS = str.maketrans({";": ",", "“": '"', "”": '"', "‘": "'", "’": "'"})
 _CHINESE = re.compile("[\u3100-\u9fff]")
 # A run of ASCII that the published segmentation may keep together, and what it keeps together within one.
-_RUNS = re.compile(r"[a-zA-Z0-9+#&._%-]+")
+_ASCII_RUNS = re.compile(r"[a-zA-Z0-9+#&._%-]+")
 _WORDS = re.compile(r"([a-zA-Z0-9]+(?:\.\d+)?%?)")
 _NO_SPACE_AFTER = " :'\""
 
@@ -30,11 +30,11 @@ def characters(text: str) -> list[str]:
     RequestError for Chinese characters, which the model reads as pinyin.
     """
     found: list[str] = []
-    text = text.translate(_REPLACED)
+    text = text.translate(_REPLACED_CHARACTERS)
     if match := _CHINESE.search(text):
         raise RequestError(f"the text has {match[0]!r}: Chinese characters are not supported", param="input")
     end = 0
-    for run in _RUNS.finditer(text):
+    for run in _ASCII_RUNS.finditer(text):
         found += text[end : run.start()]
         for word in filter(None, _WORDS.split(run[0])):
             if len(word) > 1 and found and found[-1] not in _NO_SPACE_AFTER:

@@ -43,8 +43,8 @@ _LETTERS = str.maketrans(
     "ऎऒॆॊ\u0d7b\u0d7c\u0d7d\u0d7a\u0d7e\u09f0\u09f1", "एओेोनरलणळरव", "\u093c\u200c\u200d\u0a71\u200b"
 )
 # What spells the name of an English letter in several ways: the length of vowels, and m at its end
-_SOUNDS = str.maketrans("ऍऐऑइउिुॉँंॅ", "एएओईऊीूोममे")
-_DOUBLED = re.compile("(.)\u094d\\1")
+_SOUND_TABLE = str.maketrans("ऍऐऑइउिुॉँंॅ", "एएओईऊीूोममे")
+_DOUBLED_CONSONANT = re.compile("(.)\u094d\\1")
 
 
 @cache
@@ -101,4 +101,4 @@ def _known_words(text_code: str) -> frozenset[str]:
 
 def _sound_key(letters: str) -> str:
     """Return letters in Devanagari without what languages spell in different ways."""
-    return _DOUBLED.sub(r"\1", letters.translate(_SOUNDS)).removesuffix("\u094d")
+    return _DOUBLED_CONSONANT.sub(r"\1", letters.translate(_SOUND_TABLE)).removesuffix("\u094d")

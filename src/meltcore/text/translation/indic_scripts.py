@@ -26,7 +26,7 @@ _BLOCKS = {
 _LAST_SHARED_OFFSET = 0x6F
 
 # Characters that all scripts replace, in this order. The first ones are invisible.
-_COMMON = (
+_COMMON_REPLACEMENTS = (
     ("\ufeff", ""), ("\ufffe", ""), ("\u2060", ""), ("\u00ad", ""), ("\u200b", " "), ("\u00a0", " "), ("\u200c", ""),
     ("\u200d", ""),
 )  # fmt: skip
@@ -124,7 +124,7 @@ def _replacements(text_code: str, normalizer: Normalizer) -> tuple[tuple[str, st
     nuktas = tuple((chr(block + dotted), chr(block + plain) + nukta) for dotted, plain in script.nuktas)
     candra = ((_CANDRA_A, _VOWEL_E),) if block == _BLOCKS["hi"] else ()
     vowels = _ODIA_VOWELS if block == _BLOCKS["or"] else ()
-    return (*script.first, *_COMMON, *_QUOTES_AND_DASHES, *candra, *vowels, *nuktas, *script.then)
+    return (*script.first, *_COMMON_REPLACEMENTS, *_QUOTES_AND_DASHES, *candra, *vowels, *nuktas, *script.then)
 
 
 @cache

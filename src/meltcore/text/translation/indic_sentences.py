@@ -19,12 +19,12 @@ from meltcore.text.translation.abbreviations import is_abbreviation
 
 _WITH_DANDA = frozenset(["as", "bn", "hi", "ne", "or", "pa"])
 _DANDAS = regex.compile(r"[।॥]")
-_CLOSING = r"[\"'”’»)\]}]*"
+_CLOSING_QUOTES = r"[\"'”’»)\]}]*"
 _MARKS = r"?!।॥"
 _MORE_MARKS = rf"{_MARKS}.\uaaf0\uaaf1\uabeb-\uabef᱾᱿"  # of Meetei Mayek and Ol Chiki, and a period
-_END, _END_WITHOUT_DANDA = (regex.compile(rf"([{marks}]+){_CLOSING}") for marks in (_MARKS, _MORE_MARKS))
+_END, _END_WITHOUT_DANDA = (regex.compile(rf"([{marks}]+){_CLOSING_QUOTES}") for marks in (_MARKS, _MORE_MARKS))
 # A mark inside example.com, form?lang=hi or report.pdf. Sentences of an Indian script that touch are still two.
-_INSIDE_WORD = regex.compile(r"(?<=[a-zA-Z\d/_=&%#@~+-])[.?!]+(?=[a-zA-Z\d/_=&%#@~+-])")
+_MARK_INSIDE_WORD = regex.compile(r"(?<=[a-zA-Z\d/_=&%#@~+-])[.?!]+(?=[a-zA-Z\d/_=&%#@~+-])")
 _LAST_WORD = regex.compile(r"[\w\p{M}][\w\p{M}\u200c\u200d'’-]*$")  # Assamese writes গ'ল
 _NUMBER_NEXT = regex.compile(r"\s*\p{N}")
 _MAX_WORD_CHARS = 40  # of an abbreviation
@@ -45,7 +45,7 @@ def indic_sentence_ends(line: str, text_code: str) -> list[int]:
     found = (_END if has_danda else _END_WITHOUT_DANDA).finditer(line)
     stops = [_Stop(each.start(), each.group(1), each.end()) for each in found]
     stops = [each for each in stops if len(each.marks) > 1 or not line[each.start - 1 : each.start].isnumeric()]
-    stops = [each for each in stops if not _INSIDE_WORD.match(line, each.start)]
+    stops = [each for each in stops if not _MARK_INSIDE_WORD.match(line, each.start)]
     if has_danda:
         return [each.end for each in stops]
     ends, start, possible = [], 0, [each.end for each in stops]

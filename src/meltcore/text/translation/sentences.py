@@ -15,10 +15,10 @@ from meltcore.text.translation.abbreviations import (
 from meltcore.text.translation.indic_sentences import indic_sentence_ends
 from meltcore.text.visible import is_visible
 
-_CLOSING = r"[\"'”’»)\]}]*"
+_CLOSING_QUOTES = r"[\"'”’»)\]}]*"
 # The full stop and question mark of Arabic letters always end a sentence, as dandas do; a mark that other uses have too
 # does where a space follows.
-_SENTENCE_END = regex.compile(rf"[।॥۔؟]+[।॥۔؟.!?]*{_CLOSING}|[.!?…]+{_CLOSING}(?=\s|$)")
+_SENTENCE_END = regex.compile(rf"[।॥۔؟]+[।॥۔؟.!?]*{_CLOSING_QUOTES}|[.!?…]+{_CLOSING_QUOTES}(?=\s|$)")
 _PERIODS = (".", "۔")
 _LINE_BREAKS = regex.compile(r"\s*[\r\n]\s*|^\s+|\s+$")
 _LAST_WORD = regex.compile(r"[\w\p{M}.-][\w\p{M}.'’-]*$")

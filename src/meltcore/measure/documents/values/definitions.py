@@ -168,12 +168,12 @@ SCORE_DEFINITIONS: tuple[Definition, ...] = (
     ),
 )
 
-_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DEFINITIONS)}
+_DEFINITION_BY_KEY = {definition.key: definition for definition in (*DEFINITIONS, *SCORE_DEFINITIONS)}
 
 
 def define(key: str) -> Definition:
     """Return the definition of one metric. Raises KeyError for a key that results do not have."""
-    return _BY_KEY[key]
+    return _DEFINITION_BY_KEY[key]
 
 
 def definitions_text(*keys: str, width: int = 100) -> str:

@@ -23,7 +23,7 @@ from meltcore.protocol.cluster import CommandEnded
 
 NODES_FILE = "nodes.json"
 _RATE = "/s"  # in the unit of what is better when it is higher
-_DOUBTFUL = ("WARN", "UNKNOWN", "DEGRADED")  # verdicts of a node
+_DOUBTFUL_VERDICTS = ("WARN", "UNKNOWN", "DEGRADED")  # verdicts of a node
 
 NodeDocument = Snapshot | Certificate | ScoredRun
 
@@ -137,7 +137,7 @@ def make_report(
     )
     if report.failed or any(node.verdict == "FAIL" for node in nodes):
         report.verdict = "FAIL"
-    elif differences or report.slow or any(node.verdict in _DOUBTFUL for node in nodes):
+    elif differences or report.slow or any(node.verdict in _DOUBTFUL_VERDICTS for node in nodes):
         report.verdict = "WARN"
     return report
 

@@ -72,7 +72,7 @@ class MeasuredCheck(HardwareCheck):
     seconds: tuple[float, float, float]  # per request in the tiers quick, standard, and full or soak
     setup_s: float  # per request: allocating and warming up
     # Metrics without an expectation are RECORDED rather than UNKNOWN.
-    recorded = False
+    is_recorded = False
     # Whether the values have expectations; for `corruption` the speed is irrelevant.
     has_expectations = True
 
@@ -131,7 +131,7 @@ class MeasuredCheck(HardwareCheck):
                 subject=context.label(target, _separator(request.settings)),
                 unit=self.unit,
                 expectations=self._expectations(context, request, target) if self.has_expectations else (),
-                recorded=self.recorded,
+                is_recorded=self.is_recorded,
             )
             for request in requests
             for target in request.targets()

@@ -13,7 +13,7 @@ from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.node.certify import faults
 from meltcore.measure.node.certify.context import CertifyContext
 from meltcore.measure.node.certify.faults import FaultCode
-from meltcore.measure.node.monitor.health import LOST
+from meltcore.measure.node.monitor.health import LOST_PROBLEM
 from meltcore.measure.node.monitor.summary import GpuSummary, readable_values, summarize
 
 # Counters whose growth is a fault: key, fault code, text.
@@ -137,7 +137,7 @@ class ConditionsWatch:
                 xid = int(key.removeprefix(_XID))
                 add("NEW_XID", f"{describe(xid)} x {count}", faults.XID_ACTIONS.get(xid, ""))
             elif key == "lost":
-                add("GPU_LOST", LOST)
+                add("GPU_LOST", LOST_PROBLEM)
             elif key in _ERRORS:
                 code, text = _ERRORS[key]
                 add(code, f"{count} new {text}")

@@ -24,7 +24,7 @@ def measure_rates(
     work: float,
     seconds: float,
     launch_group_s: float = GROUP_S,
-    graph: bool = False,
+    uses_graph: bool = False,
     warmup_s: float | None = None,
     agree: Callable[[float], float] | None = None,
     max_launches: int = MAX_LAUNCHES,
@@ -32,16 +32,16 @@ def measure_rates(
     """Return the work per second of each device: one sample per `launch_group_s`, over `seconds`.
 
     `launch(device)` enqueues `work` once on the device's current stream. Several launches form a group, at most
-    `max_launches` of them, which is timed as a whole. With `graph` a group is captured once and replayed, so that the
-    launch overhead is not measured; `launch` must then allocate nothing. `agree` maps the time of one launch to a value
-    that all ranks of a collective share, since all must launch equally often.
+    `max_launches` of them, which is timed as a whole. With `uses_graph` a group is captured once and replayed, so that
+    the launch overhead is not measured; `launch` must then allocate nothing. `agree` maps the time of one launch to a
+    value that all ranks of a collective share, since all must launch equally often.
     """
     launch_s = max(_launch_s(device, launch) for device in devices)
     if agree is not None:
         launch_s = agree(launch_s)
     count = max(1, min(max_launches, round(launch_group_s / launch_s)))
     groups = {
-        device: _capture_graph(device, launch, count) if graph else _launch_loop(device, launch, count)
+        device: _capture_graph(device, launch, count) if uses_graph else _launch_loop(device, launch, count)
         for device in devices
     }
     _time_groups(devices, groups, max(1, round((WARMUP_S if warmup_s is None else warmup_s) / (count * launch_s))))
@@ -149,7 +149,7 @@ def gemm_launcher(dtype: str, m: int, n: int, k: int, device: int) -> Callable[[
 
 def gemm_rates(
     devices: Sequence[int], dtype: str, shape: tuple[int, int, int], seconds: float, launch_group_s: float = GROUP_S,
-    graph: bool = False,
+    uses_graph: bool = False,
 ) -> list[list[float]]:  # fmt: skip
     """Return TFLOP/s samples of GEMMs of shape (m, n, k), on all devices concurrently."""
     m, n, k = shape
@@ -158,4 +158,6 @@ def gemm_rates(
     def launch(device: int) -> None:
         launchers[device]()
 
-    return measure_rates(devices, launch, 2 * m * n * k / 1e12, seconds, launch_group_s=launch_group_s, graph=graph)
+    return measure_rates(
+        devices, launch, 2 * m * n * k / 1e12, seconds, launch_group_s=launch_group_s, uses_graph=uses_graph
+    )

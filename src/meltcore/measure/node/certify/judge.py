@@ -31,14 +31,14 @@ _MAX_SUBJECTS = 4
 
 @dataclass(frozen=True)
 class Expected:
-    """One metric to be measured, with its expectations. A `recorded` metric without expectations is RECORDED."""
+    """One metric to be measured, with its expectations. An `is_recorded` metric without expectations is RECORDED."""
 
     key: str
     gpus: tuple[int, ...]
     subject: str
     unit: str
     expectations: tuple[Expectation, ...] = ()
-    recorded: bool = False
+    is_recorded: bool = False
 
 
 @dataclass
@@ -120,7 +120,7 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
         row.verdict = "PASS"
         if row.measured < floor.floor:
             judged.set_verdict("FAIL", "BELOW_FLOOR", "")
-    elif expected.recorded:
+    elif expected.is_recorded:
         row.verdict = "RECORDED"
     else:
         judged.set_verdict("UNKNOWN", "NO_EXPECTATION", "there is no expectation to compare it with")

@@ -32,9 +32,9 @@ _MAX_KEYS = 6
 _INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 _MAX_SAMPLES = 36_000  # an hour at ten per second
 _RINGS = "NCCL ran without NVLink multicast (NCCL_NVLS_ENABLE=0): its bandwidths are those of rings, below NVLS's."
-_UNCHANGED = "No setting of any GPU was changed."
+_UNCHANGED_NOTE = "No setting of any GPU was changed."
 
-_STANDARD: tuple[type[HardwareCheck], ...] = (
+_STANDARD_CHECKS: tuple[type[HardwareCheck], ...] = (
     state.StateCheck,
     gemm.GemmCheck,
     memory.MemoryCheck,
@@ -45,12 +45,12 @@ _STANDARD: tuple[type[HardwareCheck], ...] = (
     corruption.CorruptionCheck,
     inference.InferenceCheck,
 )
-_QUICK = ("state", "gemm", "memory", "host", "collectives")
+_QUICK_CHECKS = ("state", "gemm", "memory", "host", "collectives")
 
 
 def required_checks(tier: Tier) -> list[HardwareCheck]:
     """Return the checks that a tier requires, in the order they run."""
-    return [check() for check in _STANDARD if tier != "quick" or check.name in _QUICK]
+    return [check() for check in _STANDARD_CHECKS if tier != "quick" or check.name in _QUICK_CHECKS]
 
 
 def certify(
@@ -90,7 +90,7 @@ def certify(
         baseline=baseline,
     )
     reports: list[CheckReport] = []
-    notes = [_UNCHANGED]
+    notes = [_UNCHANGED_NOTE]
     try:
         for check in checks:
             on_start(check.title)

@@ -18,7 +18,7 @@ from meltcore.common.sizes import GIB
 from meltcore.measure.node.monitor.health import HealthReport
 from meltcore.measure.node.monitor.summary import GpuSummary, MetricSummary, readable_values
 
-_UNREADABLE = "?"
+_UNREADABLE_MARK = "?"
 # Contents of a line: key, text before the number, text after it.
 _COLUMNS = (
     ("temperature_c", "", " °C"),
@@ -66,7 +66,7 @@ def _mean(samples: Sequence[Sample], key: str) -> str | None:
         return None
     readings = readable_values(samples, key)
     if not readings:
-        return _UNREADABLE
+        return _UNREADABLE_MARK
     return f"{fmean(readings) / GIB:.1f}" if key.endswith("_bytes") else f"{fmean(readings):.0f}"
 
 

@@ -19,7 +19,7 @@ _GAP_S = 1.0
 # Boost clocks of a warming GPU move by two or three steps of 15 MHz in 1,980; 5 % is beyond that.
 _DRIFT_FRACTION = 0.05
 
-LOST = "the GPU was lost: it fell off the bus, or the driver gave up on it"
+LOST_PROBLEM = "the GPU was lost: it fell off the bus, or the driver gave up on it"
 
 
 class HealthReport(msgspec.Struct, kw_only=True):
@@ -38,7 +38,7 @@ def judge_health(summary: GpuSummary, interval_s: float) -> HealthReport:
 
 
 def _errors(summary: GpuSummary) -> list[str]:
-    problems = [LOST] if summary.lost else []
+    problems = [LOST_PROBLEM] if summary.lost else []
     for severity in ("uncorrected", "corrected"):
         new = summary.metrics[f"ecc_{severity}"].increase
         if new:

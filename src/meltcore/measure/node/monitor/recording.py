@@ -48,7 +48,7 @@ class Recording(msgspec.Struct, kw_only=True):
     samples: list[Sample]
     end: RecordingEnd | None = None
 
-    def of(self, gpu: int, from_s: float = float("-inf"), to_s: float = float("inf")) -> list[Sample]:
+    def gpu_samples(self, gpu: int, from_s: float = float("-inf"), to_s: float = float("inf")) -> list[Sample]:
         """Return the samples of one GPU (an index into start.gpus) taken between two times."""
         return [sample for sample in self.samples if sample.gpu == gpu and from_s <= sample.t_s <= to_s]
 

@@ -101,7 +101,7 @@ class Monitor:
         return self._process.pid
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the sampler runs. It ends by itself only when every GPU is lost."""
         return self._process.poll() is None
 

@@ -13,7 +13,7 @@ from meltcore.measure.documents.schema import GpuTimeline, GpuUse, LevelResult
 from meltcore.measure.node.monitor.recording import Recording
 
 # NVML's utilization is left out: see metrics.UTILIZATION_NOTE.
-PLOTTED = ("sm_active_percent", "dram_bandwidth_percent", "power_w", "memory_used_bytes")
+PLOTTED_METRICS = ("sm_active_percent", "dram_bandwidth_percent", "power_w", "memory_used_bytes")
 MAX_BUCKETS = 300
 
 
@@ -33,13 +33,13 @@ def attach_gpu_timelines(levels: Sequence[LevelResult], recording: Recording) ->
 def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> GpuTimeline:
     """Return one GPU's bucket means between two times of the monotonic clock."""
     info = recording.start.gpus[gpu]
-    samples = [sample for sample in recording.of(gpu, start_s, end_s) if sample.t_s < end_s]
+    samples = [sample for sample in recording.gpu_samples(gpu, start_s, end_s) if sample.t_s < end_s]
     duration_s = max(end_s - start_s, recording.start.interval_s)
     # Two intervals at least, so that a bucket is empty only where the sampler took no sample.
     bucket_s = max(2 * recording.start.interval_s, duration_s / MAX_BUCKETS)
     count = max(1, round(duration_s / bucket_s))
     values, absent = {}, {}
-    for key in PLOTTED:
+    for key in PLOTTED_METRICS:
         values_by_bucket: list[list[float]] = [[] for _ in range(count)]
         for sample in samples:
             value = sample.values.get(key, UNKNOWN)
@@ -69,8 +69,8 @@ def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
         start_s, end_s = level.released_s, level.released_s + min(level.send_s, level.duration_s)
         for gpu, info in enumerate(recording.start.gpus):
             means = {}
-            for key in PLOTTED:
-                values = [sample.values.get(key, UNKNOWN) for sample in recording.of(gpu, start_s, end_s)]
+            for key in PLOTTED_METRICS:
+                values = [sample.values.get(key, UNKNOWN) for sample in recording.gpu_samples(gpu, start_s, end_s)]
                 readable = [value for value in values if not isinstance(value, str)]
                 if readable:
                     means[key] = round(float(np.mean(readable)), 2)

@@ -47,7 +47,7 @@ _COLUMNS: tuple[_Column, ...] = (
 def tuning_page(tuning: Tuning) -> Page:
     """Build the page: the finding, the chart, the calculated facts, and every start."""
     figure = tuning_figure(tuning)
-    style: Style = "good" if tuning.answered else "bad"
+    style: Style = "good" if tuning.has_result else "bad"
     columns = [Column(""), Column("value", align="text"), Column("source", align="text")]
     facts = Table(columns, [Row([fact.name, fact.value, fact.source]) for fact in tuning.facts])
     load = [(name, format_setting(value)) for name, value in tuning.load.items()]

@@ -60,7 +60,7 @@ def _judge(content: Content) -> EvidenceParts:
     if isinstance(content, RunResult):
         return _judge_run(content)
     if isinstance(content, Tuning):
-        failures = [] if content.answered else ["no setting ran and kept to the limits"]
+        failures = [] if content.has_result else ["no setting ran and kept to the limits"]
         line = _join(f"tune {content.kind}", command_model(content.command))
         return "FAIL" if failures else "PASS", f"{line}: {content.finding}", failures
     if isinstance(content, GpuProfile):

@@ -148,7 +148,7 @@ def leaderboard_notes(entries: Sequence[NamedScore]) -> list[str]:
     for entry in entries:
         if entry.score.health == "DEGRADED":
             notes.append(f"{entry.name}: a GPU was DEGRADED; its score is not that of a healthy one.")
-        if any(device.shared for device in entry.score.devices):
+        if any(device.is_shared for device in entry.score.devices):
             notes.append(f"{entry.name}: other programs held memory of a GPU, so its score may be too low.")
         if entry.run.verdict == "CLIENT_BOUND":
             notes.append(f"{entry.name}: the measurer was too late, so its score is too low.")

@@ -52,7 +52,7 @@ EXPERT_KEYS = {
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 # Keys that change what a network computes, and the values with which they do not.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
@@ -141,7 +141,7 @@ def read_config(model: GGUFModel) -> dict[str, Any]:
     else:
         config["intermediate_size"] = keys.required("intermediate_size", "feed_forward_length")
         keys.require_neutral("expert_count", (0,))
-    for key, values in _NEUTRAL.items():
+    for key, values in _NEUTRAL_VALUES.items():
         if key not in _OWN_KEYS.get(str(name), ()):
             keys.require_neutral(key, values)
     config |= _read_tensors(model, config)

@@ -21,7 +21,7 @@ DENSE_TYPES = {
 }
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # Formats that ggml has removed, and their numbers.
-_REMOVED = {
+_REMOVED_FORMATS = {
     4: "Q4_2",
     5: "Q4_3",
     31: "Q4_0_4_4",
@@ -31,7 +31,7 @@ _REMOVED = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
-_UNREADABLE = {"Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"}  # also by `meltcore quantize`
+_UNREADABLE_FORMATS = {"Q8_1", "Q8_K", "Q1_0", "I8", "I16", "I32", "I64", "F64"}  # also by `meltcore quantize`
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 ROUTER = "ffn_gate_inp"
 QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
@@ -47,10 +47,12 @@ def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
         for name, tensor in model.tensors.items()
         if tensor.type not in (*DENSE_TYPES, *QUANTIZED_TYPES)
     }
-    is_readable = not model.unknown_types and _UNREADABLE.isdisjoint(found.values())
+    is_readable = not model.unknown_types and _UNREADABLE_FORMATS.isdisjoint(found.values())
     for name, type_id in model.unknown_types.items():
         found[name] = (
-            f"{_REMOVED[type_id]}, which ggml has removed" if type_id in _REMOVED else f"unknown type {type_id}"
+            f"{_REMOVED_FORMATS[type_id]}, which ggml has removed"
+            if type_id in _REMOVED_FORMATS
+            else f"unknown type {type_id}"
         )
     if not found:
         return None

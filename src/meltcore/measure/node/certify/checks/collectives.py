@@ -52,7 +52,7 @@ class CollectivesCheck(MeasuredCheck):
     needs_peers = True
     seconds = (0.5, 0.2, 0.5)
     setup_s = 1.0
-    recorded = True  # small messages and rings over PCIe have no expectation; a baseline judges them
+    is_recorded = True  # small messages and rings over PCIe have no expectation; a baseline judges them
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
         """Return one request per group size, operation and message size."""
@@ -200,15 +200,15 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
     count = max(world, size // _ITEM_BYTES // world * world)
     launch, num_wrong = _collective(op, count, rank, device, world)
     factor = 2 * (world - 1) / world if op == "all_reduce" else (world - 1) / world
-    graphed = size <= _GRAPHED_BYTES
+    is_graphed = size <= _GRAPHED_BYTES
     samples = measure_rates(
         (device,),
         lambda _device: launch(),
         factor * count * _ITEM_BYTES / 1e9,
         float(request.settings["seconds"]),
-        graph=graphed,
+        uses_graph=is_graphed,
         agree=slowest_rank_s,
-        max_launches=_MAX_PER_GRAPH if graphed else MAX_LAUNCHES,
+        max_launches=_MAX_PER_GRAPH if is_graphed else MAX_LAUNCHES,
     )[0]
     return ProbeResult(key=request.key, gpus=request.gpus, samples=samples, details={"wrong": num_wrong})
 

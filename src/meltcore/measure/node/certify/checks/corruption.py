@@ -26,7 +26,7 @@ class CorruptionCheck(MeasuredCheck):
     limit_factor = 1.2  # its duration is fixed
     seconds = (0.0, 10.0, 120.0)
     setup_s = 10.0
-    recorded = True  # until `adjust` has compared the bits
+    is_recorded = True  # until `adjust` has compared the bits
     has_expectations = False
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:

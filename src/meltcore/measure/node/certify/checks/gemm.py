@@ -20,7 +20,7 @@ _PLANS: dict[Tier, tuple[tuple[Shape, ...], tuple[str, ...]]] = {
     "quick": ((SQUARE,), ("bf16",)),
     "standard": ((SQUARE, MODEL_SHAPES[0]), _DTYPES),
 }
-_FULL = ((SMALL_SQUARE, SQUARE, *MODEL_SHAPES), _DTYPES)
+_FULL_TIER = ((SMALL_SQUARE, SQUARE, *MODEL_SHAPES), _DTYPES)
 
 
 class GemmCheck(MeasuredCheck):
@@ -34,7 +34,7 @@ class GemmCheck(MeasuredCheck):
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
         """Return one request per dtype and shape."""
-        shapes, dtypes = _PLANS.get(context.tier, _FULL)
+        shapes, dtypes = _PLANS.get(context.tier, _FULL_TIER)
         seconds = self.request_s(context)
         return [
             ProbeRequest(
@@ -52,7 +52,7 @@ class GemmCheck(MeasuredCheck):
         """Note FP8 as left out on GPUs without it, and GPU types whose data-sheet peak is unknown."""
         report = super().measure(context)
         reasons = []
-        if "fp8" in _PLANS.get(context.tier, _FULL)[1] and not has_fp8(context):
+        if "fp8" in _PLANS.get(context.tier, _FULL_TIER)[1] and not has_fp8(context):
             reasons.append("fp8: these GPUs have no FP8 GEMM")
         names = sorted({gpu.name for gpu in context.snapshot.gpus if not gpu.mig} - set(expectations.BF16_PEAKS))
         if names:
@@ -81,7 +81,9 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 
     settings = request.settings
     shape = (int(settings["m"]), int(settings["n"]), int(settings["k"]))
-    samples_per_gpu = gemm_rates(request.gpus, str(settings["dtype"]), shape, float(settings["seconds"]), graph=True)
+    samples_per_gpu = gemm_rates(
+        request.gpus, str(settings["dtype"]), shape, float(settings["seconds"]), uses_graph=True
+    )
     for device, samples in zip(request.gpus, samples_per_gpu, strict=True):
         yield ProbeResult(key=request.key, gpus=(device,), samples=samples)
     torch.cuda.empty_cache()

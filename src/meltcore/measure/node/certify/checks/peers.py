@@ -26,7 +26,7 @@ class PeersCheck(MeasuredCheck):
     needs_peers = True
     seconds = (0.0, 0.15, 0.5)
     setup_s = 0.5
-    recorded = True  # a path through PCIe depends on bridges, ACS and the host: it has no expectation
+    is_recorded = True  # a path through PCIe depends on bridges, ACS and the host: it has no expectation
 
     def requests(self, context: CertifyContext) -> list[ProbeRequest]:
         """Return one request per ordered pair in one direction, and one per unordered pair in both directions."""

@@ -49,8 +49,8 @@ def _recovery_fault(_gpu: GpuSnapshot, action: float) -> Fault | None:
     return ("FAIL", "RECOVERY_ACTION", f"the driver requests: {text}") if action else None
 
 
-def _fault_if(condition: bool, verdict: CheckVerdict, code: FaultCode, message: str) -> Fault | None:
-    return (verdict, code, message) if condition else None
+def _fault_if(is_fault: bool, verdict: CheckVerdict, code: FaultCode, message: str) -> Fault | None:
+    return (verdict, code, message) if is_fault else None
 
 
 # Facts that must be readable for a PASS, each with its rule.
@@ -93,10 +93,10 @@ class StateCheck(HardwareCheck):
         """Return one row per fact and GPU."""
         rows: list[CertificateRow] = []
         findings: list[Finding] = []
-        several = len(context.gpus) > 1
+        has_several_gpus = len(context.gpus) > 1
         for gpu_index, gpu in enumerate(context.snapshot.gpus):
             subject = context.label((gpu_index,))
-            for key, verdict, code, note in [*_judged_facts(gpu), _judge_links(gpu, several)]:
+            for key, verdict, code, note in [*_judged_facts(gpu), _judge_links(gpu, has_several_gpus)]:
                 rows.append(
                     CertificateRow(
                         key=f"state/{key}",
@@ -130,13 +130,13 @@ def _judged_facts(gpu: GpuSnapshot) -> Iterator[tuple[str, CheckVerdict, FaultCo
             yield key, *(rule(gpu, value) or ("PASS", None, ""))
 
 
-def _judge_links(gpu: GpuSnapshot, several: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
+def _judge_links(gpu: GpuSnapshot, has_several_gpus: bool) -> tuple[str, CheckVerdict, FaultCode | None, str]:
     count = gpu.facts.get("nvlinks")
     links_down = [str(link.link) for link in gpu.links if link.state == "down"]
     unreadable = [str(link.link) for link in gpu.links if link.state == UNKNOWN]
     if count == NOT_APPLICABLE or count == 0:
         return "nvlinks", "NOT_APPLICABLE", None, "this GPU type has no NVLink"
-    if not several and not gpu.links_up():
+    if not has_several_gpus and not gpu.links_up():
         return "nvlinks", "NOT_APPLICABLE", None, "no link is up, and a single GPU needs none"
     if count == UNKNOWN or unreadable:
         links = ", ".join(unreadable) or "all"
