@@ -44,7 +44,7 @@ from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import ProcessError, describe_exit, end_group, start
 from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.protocol.step_marks import make_marks_file
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import EngineSharing
 
 LOAD = 0.2  # of the GPU's time, by interactive requests alone
 INTERACTIVE_STEPS: dict[Kind, int] = {"decode": 4, "gemm": 1}  # of a request, one unit each
@@ -203,9 +203,9 @@ class Bench:
             rows = [each._asdict() for each in self.results]
             (self._out / "results.json").write_text(json.dumps({"notes": self.notes, "results": rows}))
 
-    def config(self, priority_class: str, step_ms: float) -> SharingConfig | None:
+    def config(self, priority_class: str, step_ms: float) -> EngineSharing | None:
         assert self._marks is not None
-        return SharingConfig(priority_class=priority_class, marks=(str(self._marks),), step_ms=step_ms)  # type: ignore[arg-type]
+        return EngineSharing(priority_class=priority_class, marks=(str(self._marks),), step_ms=step_ms)  # type: ignore[arg-type]
 
     def orders(self, pair: Works, step_ms: float | None = None) -> tuple[Order, Order]:
         """Orders for both sides. step_ms: of the busy side's steps under step pacing; None: without it."""

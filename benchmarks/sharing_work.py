@@ -16,7 +16,7 @@ import torch
 from torch.cuda import ExternalStream, Stream
 
 from meltcore.engine.host.step_pacing import StepPacing
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import EngineSharing
 
 Kind = Literal["decode", "gemm"]
 WARM_UNITS = 3
@@ -46,7 +46,7 @@ class Order(msgspec.Struct, kw_only=True):
     steps: int = 1  # of an interactive request, each of one unit; the host waits for each
     units: int = 1  # of a busy step
     rate: float = 0.0  # interactive requests/s, Poisson
-    sharing: SharingConfig | None = None
+    sharing: EngineSharing | None = None
 
 
 class Outcome(msgspec.Struct, kw_only=True):

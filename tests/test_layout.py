@@ -82,7 +82,7 @@ MOST = {
     "two-way pairs of folders": 1,
     "files that name a task": 2,
     "files that name synthesis": 7,
-    "settings": 183,
+    "settings": 179,
     "forms of a chat request": 22,
     "forms of a model at start": 12,
     "branches by mode": 2,

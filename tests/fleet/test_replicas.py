@@ -33,7 +33,7 @@ from meltcore.serve.requests.backend import STUCK_AFTER_S, Health
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
-from meltcore.settings.config import EngineConfig, SharingConfig
+from meltcore.settings.config import EngineConfig, EngineSharing, SharingSection
 from meltcore.settings.server_config import ModelConfig, ServerConfig
 from meltcore.text.tokenizer import Tokenizer
 
@@ -225,7 +225,7 @@ def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: 
     def threads(*models: ModelConfig) -> list[int]:
         config = ServerConfig(models=models)
         placements = [place_replicas(each)[0] for each in models]
-        with_sharing = [dataclasses.replace(each.engine, sharing=SharingConfig()) for each in placements]
+        with_sharing = [dataclasses.replace(each.engine, sharing=EngineSharing()) for each in placements]
         in_use = [each._replace(engine=engine) for each, engine in zip(placements, with_sharing, strict=True)]
         return [int(cpu_environment(config, each)["OMP_NUM_THREADS"]) for each in in_use]
 
@@ -238,7 +238,7 @@ def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: 
 
 def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-7/x")
-    server = SharingConfig(min_share=0.3)
+    server = SharingSection(min_share=0.3)
 
     def marks(device: str, tensor_parallel_size: int = 1) -> list[str]:
         config = model_config(dp=1, tensor_parallel_size=tensor_parallel_size, device=device)
@@ -254,7 +254,7 @@ def test_engines_of_a_gpu_have_its_marks(tmp_path: Path, monkeypatch: pytest.Mon
     assert marks("cuda:2") == ["marks-GPU-7-x"]
     assert marks("cpu") == ["marks-cpu"]
     placement = place_replicas(model_config(dp=1, tensor_parallel_size=1))[0]
-    assert shared_engine(placement, None, "batch", tmp_path) is placement.engine
+    assert shared_engine(placement, SharingSection(means="none"), "batch", tmp_path) is placement.engine
 
 
 def test_all_gpus_are_visible_without_cuda_visible_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import Size
 from meltcore.fleet.plan.from_spec import server_config
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
 from meltcore.settings.fleet_spec import FleetSpec
@@ -114,10 +114,12 @@ def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_pat
 
 
 def test_sharing_is_paced_unless_switched_off() -> None:
-    assert server_config(parse_fleet(FLEET)).sharing == SharingConfig(min_share=0.5, max_wait_ms=100.0, step_ms=50.0)
+    assert server_config(parse_fleet(FLEET)).sharing == SharingSection(
+        means="pacing", min_share=0.5, max_wait_ms=100.0, step_ms=50.0
+    )
     changed = parse_fleet(FLEET + "sharing: {min_share: 0.8, max_wait_ms: 20, step_ms: 10}")
-    assert server_config(changed).sharing == SharingConfig(min_share=0.8, max_wait_ms=20.0, step_ms=10.0)
-    assert server_config(parse_fleet(FLEET + "sharing: {means: none}")).sharing is None
+    assert server_config(changed).sharing == SharingSection(min_share=0.8, max_wait_ms=20.0, step_ms=10.0)
+    assert server_config(parse_fleet(FLEET + "sharing: {means: none}")).sharing.means == "none"
 
 
 def test_foreign_servers_of_the_file() -> None:

@@ -203,7 +203,7 @@ class Supervisor:
             timeouts=config.timeouts,
             log_folder=options.log_folder,
         )
-        is_mps = config.sharing is not None and config.sharing.mps_sm_percent is not None and visible_gpus()
+        is_mps = config.sharing.means == "mps" and visible_gpus()
         self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
@@ -248,10 +248,9 @@ class Supervisor:
     def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
         """Return what is added to the environment of an engine: threads on the CPU, and MPS on a GPU."""
         environment = cpu_environment(self.config, placement)
-        sharing = self.config.sharing
-        if self._mps is None or sharing is None or sharing.mps_sm_percent is None or not placed_gpus(placement):
+        if self._mps is None or not placed_gpus(placement):
             return environment
-        return environment | self._mps.client_environment(priority_class, sharing.mps_sm_percent)
+        return environment | self._mps.client_environment(priority_class, self.config.sharing.mps_sm_percent)
 
     # --- loading
 

@@ -12,7 +12,7 @@ import msgspec
 
 from meltcore.common.gpus.machine import Machine
 from meltcore.protocol.tcp import Listening
-from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
+from meltcore.settings.config import EngineConfig, PriorityClass, SharingSection
 
 DRIVER_MODULE = "meltcore.fleet.ray.driver"
 
@@ -55,7 +55,7 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
         gpus: indices among the GPUs of the node that Ray may use.
         gib: memory on each of these GPUs.
         cpu_engines: number of engines that share the cores of the node.
-        sharing: how engines of one GPU wait for each other. Without it none waits.
+        sharing: how engines of one GPU wait for each other.
         fleet: names the engines that wait for each other.
         model: name of the model.
         replica: index of the replica of the model.
@@ -71,7 +71,7 @@ class StartEngine(msgspec.Struct, tag="start_engine", frozen=True):
     gib: float = 0.0
     cpu_engines: int = 1
     fleet: str = ""
-    sharing: SharingConfig | None = None
+    sharing: SharingSection = SharingSection(means="none")
     priority_class: PriorityClass = "standard"
     model: str = ""
     replica: int = 0

@@ -2,10 +2,13 @@
 
 from argparse import BooleanOptionalAction
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import json_object, not_empty, number, option
+from meltcore.settings.field_types import FleetSection
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,16 +30,43 @@ ENGINE_GROUP = "engine"
 _AT_LEAST_ONE = {"minimum": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharingConfig:
-    """Holds how an engine shares its GPUs with engines of other classes. A server's own is without class and marks."""
+class SharingSection(FleetSection, frozen=True, kw_only=True):
+    """How engines of different classes share a GPU in time."""
+
+    means: Annotated[
+        Literal["pacing", "mps", "none"],
+        Meta(
+            description="pacing: an engine waits between its steps while a higher class is at work; mps: and kernels "
+            "of different engines run at the same time, under an MPS daemon of the fleet; none: the driver's turns."
+        ),
+    ] = "pacing"
+    mps_sm_percent: Annotated[
+        Annotated[int, Meta(ge=1, le=100)],
+        Meta(description="With mps: of the SMs of a GPU, those that engines below the class interactive may use."),
+    ] = 100
+    min_share: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
+    ] = 0.5
+    max_wait_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=10_000)], Meta(description="The longest wait before a step, in milliseconds.")
+    ] = 100.0
+    step_ms: Annotated[
+        Annotated[float, Meta(gt=0, le=10_000)],
+        Meta(description="What steps are limited to, in milliseconds, while a higher class is at work."),
+    ] = 50.0
+
+    @property
+    def sm_percent(self) -> int | None:
+        """The share of SMs for engines below the class interactive under MPS; None without MPS."""
+        return self.mps_sm_percent if self.means == "mps" else None
+
+
+class EngineSharing(SharingSection, frozen=True, kw_only=True):
+    """How one engine shares its GPUs with engines of other classes."""
 
     priority_class: PriorityClass = "standard"
     marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs
-    min_share: float = 0.5  # of the time in which it has work: what higher classes leave to its steps
-    max_wait_ms: float = 100.0  # before one step
-    step_ms: float = 50.0  # of its steps while a higher class is at work
-    mps_sm_percent: int | None = None  # of a GPU's SMs for engines below interactive, under MPS; None: without MPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +175,7 @@ class EngineConfig:
         group=ENGINE_GROUP,
         limits={"minimum": 0, "maximum": 2**63 - 1},
     )
-    sharing: SharingConfig | None = None  # None: the engine waits for no other
+    sharing: EngineSharing | None = None  # None: the engine waits for no other
     node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
     debug: tuple[DebugSwitch, ...] = option(
         (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=ENGINE_GROUP

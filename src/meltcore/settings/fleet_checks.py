@@ -11,13 +11,8 @@ import msgspec
 
 from meltcore.common.options import braces_fault, server_url_fault
 from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
-from meltcore.settings.fleet_spec import (
-    PLACEHOLDERS,
-    FleetSpec,
-    LimitsSection,
-    ModelSection,
-    SharingSection,
-)
+from meltcore.settings.config import SharingSection
+from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec, LimitsSection, ModelSection
 from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
 from meltcore.settings.server_templates import FOREIGN_TEMPLATES
 

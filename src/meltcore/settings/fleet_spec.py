@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.tasks import DEFAULT, tasks
-from meltcore.settings.config import DType, KVCacheDType, LoadFormat, PriorityClass, Quantization
+from meltcore.settings.config import DType, KVCacheDType, LoadFormat, PriorityClass, Quantization, SharingSection
 from meltcore.settings.field_types import (
     AudioSeconds,
     Bytes,
@@ -336,33 +336,6 @@ class ResidencySection(FleetSection, frozen=True, kw_only=True):
         Literal["host", "disk"],
         Meta(description="Where weights are meanwhile: in pinned host memory, or only in the checkpoint."),
     ] = "host"
-
-
-class SharingSection(FleetSection, frozen=True, kw_only=True):
-    """How engines of different classes share a GPU in time."""
-
-    means: Annotated[
-        Literal["pacing", "mps", "none"],
-        Meta(
-            description="pacing: an engine waits between its steps while a higher class is at work; mps: and kernels "
-            "of different engines run at the same time, under an MPS daemon of the fleet; none: the driver's turns."
-        ),
-    ] = "pacing"
-    mps_sm_percent: Annotated[
-        Annotated[int, Meta(ge=1, le=100)],
-        Meta(description="With mps: of the SMs of a GPU, those that engines below the class interactive may use."),
-    ] = 100
-    min_share: Annotated[
-        Annotated[float, Meta(gt=0, le=1)],
-        Meta(description="Of the time in which an engine has work: what higher classes leave to its steps."),
-    ] = 0.5
-    max_wait_ms: Annotated[
-        Annotated[float, Meta(ge=0, le=10_000)], Meta(description="The longest wait before a step, in milliseconds.")
-    ] = 100.0
-    step_ms: Annotated[
-        Annotated[float, Meta(gt=0, le=10_000)],
-        Meta(description="What steps are limited to, in milliseconds, while a higher class is at work."),
-    ] = 50.0
 
 
 class FleetSpec(FleetSection, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.options import check_origins, not_empty, option
-from meltcore.settings.config import ENGINE_GROUP, EngineConfig, PriorityClass, Profiler, SharingConfig
+from meltcore.settings.config import ENGINE_GROUP, EngineConfig, PriorityClass, Profiler, SharingSection
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 
@@ -184,7 +184,7 @@ class ServerConfig:
         type=not_empty,
         metavar="URL",
     )
-    sharing: SharingConfig | None = None  # of its engines among each other; None: none waits
+    sharing: SharingSection = field(default_factory=lambda: SharingSection(means="none"))  # of its engines
     profile_dir: str | None = option(
         None, "Folder for profiles; enables /start_profile and /stop_profile.", group=_HTTP_GROUP, metavar="DIR"
     )

@@ -22,7 +22,7 @@ from meltcore.engine.host.step_pacing import HOLD_S, MAX_POLL_S, POLL_S, SHORT_S
 from meltcore.protocol.generation import EngineStats, StepOutputs, ToEngine
 from meltcore.protocol.shell import EngineReady
 from meltcore.protocol.step_marks import MAX_ENGINES, StepMarks, make_marks_file
-from meltcore.settings.config import PriorityClass, SharingConfig
+from meltcore.settings.config import EngineSharing, PriorityClass
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ class World:
         self.higher = StepMarks(marks, "interactive")
         self.higher.clear()
         self.settings = {"min_share": 0.5, "max_wait_ms": 100.0} | settings
-        config = SharingConfig(priority_class="batch", marks=(str(marks),), step_ms=20.0, **self.settings)
+        config = EngineSharing(priority_class="batch", marks=(str(marks),), step_ms=20.0, **self.settings)
         self.pacing = StepPacing(config, clock=self.clock, sleep=self.sleep)
         self.stepped_s = 0.0
         self.waits: list[float] = []
@@ -182,9 +182,9 @@ def test_a_step_without_others_reads_the_clock_once(marks: Path) -> None:
 
 WORKER = """
 import sys, time
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import EngineSharing
 from meltcore.engine.host.step_pacing import StepPacing
-pacing = StepPacing(SharingConfig(priority_class=sys.argv[2], marks=(sys.argv[1],)))
+pacing = StepPacing(EngineSharing(priority_class=sys.argv[2], marks=(sys.argv[1],)))
 step_s = float(sys.argv[3])
 print("ready", flush=True)
 while True:
@@ -282,7 +282,7 @@ def test_process_marks_its_steps_and_not_its_idle_time(
     monkeypatch.setattr(shell, "_IDLE_POLL_MS", 10)
     monkeypatch.setattr("gc.freeze", lambda: None)
     engine = _Watched(StepMarks(path, "batch"))
-    sharing = SharingConfig(priority_class="standard", marks=(str(path),), max_wait_ms=30.0)
+    sharing = EngineSharing(priority_class="standard", marks=(str(path),), max_wait_ms=30.0)
     with pytest.raises(_Enough):
         shell.EngineShell(tmp_path, ToEngine, sharing=sharing).serve(lambda progress: engine)
     if with_higher:

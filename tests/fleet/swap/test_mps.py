@@ -91,10 +91,8 @@ def test_daemon_that_does_not_start_is_an_error(control: Path, tmp_path: Path, m
 def test_fleet_file_chooses_it() -> None:
     text = "models: {a: {checkpoint: meltcore/sums}}\n"
     config = server_config(parse_fleet(text + "sharing: {means: mps, mps_sm_percent: 60}"))
-    assert config.sharing is not None
-    assert config.sharing.mps_sm_percent == 60
+    assert config.sharing.sm_percent == 60
     config = server_config(parse_fleet(text))
-    assert config.sharing is not None
-    assert config.sharing.mps_sm_percent is None, "pacing alone"
+    assert config.sharing.sm_percent is None, "pacing alone"
     with pytest.raises(ConfigError, match="mps_sm_percent"):
         parse_fleet(text + "sharing: {means: mps, mps_sm_percent: 0}")

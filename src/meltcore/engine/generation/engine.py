@@ -365,7 +365,7 @@ class GenerationEngine:
     def _may_stay_on_all_sms(self) -> bool:
         """Return whether a kernel may wait for its blocks on other SMs: under MPS two of them could wait forever."""
         sharing = self.config.sharing
-        is_mps = sharing is not None and sharing.mps_sm_percent is not None
+        is_mps = sharing is not None and sharing.sm_percent is not None
         if self._ranks is not None or is_mps or "no-persistent-decode" in self.config.debug:
             return False
         return not has_mps(self.runner.device)

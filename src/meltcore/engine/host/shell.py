@@ -36,7 +36,7 @@ from meltcore.protocol.shell import (
     Sleep,
     Wake,
 )
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import EngineSharing
 
 # How often an idle process checks its engine. The thread on stdin notices the end of the server, not this.
 _IDLE_POLL_MS = 1000
@@ -113,7 +113,7 @@ class EngineShell:
     """Moves messages between an engine and its clients: the supervisor, of index 0, and the API servers."""
 
     def __init__(
-        self, socket_dir: Path, to_engine: Any, client_count: int = 1, sharing: SharingConfig | None = None
+        self, socket_dir: Path, to_engine: Any, client_count: int = 1, sharing: EngineSharing | None = None
     ) -> None:
         """Connect to the sockets.
 
@@ -327,7 +327,7 @@ class _CudaProfiler:
 
 
 def serve(
-    build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1, sharing: SharingConfig | None = None
+    build: BuildEngine, to_engine: Any, socket_dir: Path, client_count: int = 1, sharing: EngineSharing | None = None
 ) -> int:
     """Serve clients until one of them sends Shutdown. Returns the exit status."""
     keep_freed_memory()

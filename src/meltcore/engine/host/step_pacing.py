@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.protocol.step_marks import StepMarks
-from meltcore.settings.config import SharingConfig
+from meltcore.settings.config import EngineSharing
 
 # A mark is renewed at each step, so it has to outlast one.
 HOLD_S = 1.0
@@ -44,7 +44,7 @@ class StepPacing:
 
     def __init__(
         self,
-        config: SharingConfig,
+        config: EngineSharing,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,

@@ -181,7 +181,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
         for name, server in config.upstream.items():
             if server.command:
                 raise ConfigError(f"models.{name}.command: --ray starts engines of Meltcore only; name its url")
-        if config.sharing is not None and config.sharing.mps_sm_percent is not None:
+        if config.sharing.means == "mps":
             raise ConfigError("sharing.means: mps runs on one machine; with --ray it must be pacing or none")
         models = []
         for model in config.models:

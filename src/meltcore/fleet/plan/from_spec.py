@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
-from meltcore.settings.config import EngineConfig, SharingConfig
-from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection, SharingSection
+from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection
 from meltcore.settings.server_config import KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
 
 _ENGINE_FIELDS = (
@@ -46,20 +46,8 @@ def server_config(spec: FleetSpec) -> ServerConfig:
             start_timeout_s=timeouts.start_s,
         ),
         api_keys=tuple(key_config(spec, key) for key in spec.keys),
-        sharing=sharing_config(spec.sharing),
+        sharing=spec.sharing,
         **optional,
-    )
-
-
-def sharing_config(section: SharingSection) -> SharingConfig | None:
-    """Return how the engines of a fleet share GPUs in time; None for without regard to each other."""
-    if section.means == "none":
-        return None
-    return SharingConfig(
-        min_share=section.min_share,
-        max_wait_ms=section.max_wait_ms,
-        step_ms=section.step_ms,
-        mps_sm_percent=section.mps_sm_percent if section.means == "mps" else None,
     )
 
 

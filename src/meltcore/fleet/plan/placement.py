@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import VISIBLE, gpu_environment, visible_gpus
 from meltcore.protocol.step_marks import make_marks_file
-from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
+from meltcore.settings.config import EngineConfig, EngineSharing, PriorityClass, SharingSection
 from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 _THREADS = "OMP_NUM_THREADS"  # of each thread pool of torch
@@ -157,16 +159,17 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
 
 
 def shared_engine(
-    placement: Placement, sharing: SharingConfig | None, priority_class: PriorityClass, folder: Path
+    placement: Placement, sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
     """Return the settings of a placed engine with the marks of its GPUs, whose files are made in `folder`.
 
-    Engines on the CPU share that. sharing: as the server has it; None: the engine has no regard to others.
+    All engines on the CPU of a machine share one file.
     """
-    if sharing is None:
+    if sharing.means == "none":
         return placement.engine
     marks = tuple(folder / f"marks-{gpu.replace('/', '-')}" for gpu in sorted(placed_gpus(placement)) or ["cpu"])
     for path in marks:
         make_marks_file(path)
-    own = dataclasses.replace(sharing, priority_class=priority_class, marks=tuple(map(str, marks)))
+    section = msgspec.structs.asdict(sharing)
+    own = EngineSharing(**section, priority_class=priority_class, marks=tuple(map(str, marks)))
     return dataclasses.replace(placement.engine, sharing=own)

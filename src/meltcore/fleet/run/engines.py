@@ -16,7 +16,7 @@ from meltcore.protocol.cluster import ClusterNode, StartEngine
 from meltcore.protocol.engines import FromEngine
 from meltcore.serve.engines.engine_process import EngineProcess, LocalEngineProcess
 from meltcore.serve.engines.remote_engine import RemoteEngineProcess
-from meltcore.settings.config import EngineConfig, PriorityClass, SharingConfig
+from meltcore.settings.config import EngineConfig, PriorityClass, SharingSection
 
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
@@ -33,7 +33,7 @@ class LaunchSettings:
     cpu_engines: Callable[[str], int]  # that share the cores of a node
     gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
     on_moved: Callable[[], None]  # an engine of a cluster has another place
-    sharing: SharingConfig | None  # of engines among each other; None: none waits
+    sharing: SharingSection  # of engines among each other
 
     def engine(self, placement: Placement) -> EngineConfig:
         """Return the settings of a placed engine with the number of ranks that may compile there at the same time."""
