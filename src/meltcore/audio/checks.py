@@ -16,9 +16,9 @@ def refusal(reason: str) -> RequestError:
     return RequestError(f"the audio {reason}", param="file", code="invalid_audio")
 
 
-def truncation_error(announced: int, found: int) -> RequestError:
+def truncation_error(announced_bytes: int, found_bytes: int) -> RequestError:
     """Return the error of a file that ends within one of its parts."""
-    return refusal(f"is truncated: a part of it has {announced} bytes, of which {found} are there")
+    return refusal(f"is truncated: a part of it has {announced_bytes} bytes, of which {found_bytes} are there")
 
 
 def each_element() -> Iterator[None]:

@@ -125,8 +125,8 @@ class _Matrix(NamedTuple):
             return slices[0][1]
         return ShardLoader(torch.Size(shape), tuple(slices))
 
-    def _refuse_shard(self, kept: range) -> None:
-        outputs, size = self.part.shape[0], self.part.shape[0] // len(kept)
+    def _refuse_shard(self, kept_rows: range) -> None:
+        outputs, size = self.part.shape[0], self.part.shape[0] // len(kept_rows)
         raise ShardError(
             f"--tensor-parallel-size {size} cuts {outputs} outputs of a quantized weight within words of {WORD_VALUES}"
         )

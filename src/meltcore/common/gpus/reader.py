@@ -79,7 +79,7 @@ class GpmWindow:
     def __init__(self, nvml: Nvml, gpu: GpuDevice) -> None:
         self._nvml = nvml
         self._gpu = gpu
-        self._held: deque[tuple[float, Any]] = deque()
+        self._held_buffers: deque[tuple[float, Any]] = deque()
         self._free: list[Any] = []
         (supported,) = _read_or_errors(lambda: (nvml.gpm_supported(gpu.device),), 1)
         unsupported = None if supported else NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -94,10 +94,10 @@ class GpmWindow:
             return dict.fromkeys(GPM_METRIC_IDS, self._refusal), None
         try:
             buffer = self._take_counters()
-            self._held.append((now_s, buffer))
-            while len(self._held) > 2 and now_s - self._held[1][0] >= MIN_GPM_WINDOW_S:
-                self._free.append(self._held.popleft()[1])
-            start_s, earlier = self._held[0]
+            self._held_buffers.append((now_s, buffer))
+            while len(self._held_buffers) > 2 and now_s - self._held_buffers[1][0] >= MIN_GPM_WINDOW_S:
+                self._free.append(self._held_buffers.popleft()[1])
+            start_s, earlier = self._held_buffers[0]
             if now_s - start_s < MIN_GPM_WINDOW_S:
                 return dict.fromkeys(GPM_METRIC_IDS, NVMLError(pynvml.NVML_ERROR_NO_DATA)), None
             values = self._nvml.gpm_metrics(earlier, buffer, list(GPM_METRIC_IDS.values()))

@@ -39,7 +39,7 @@ class RecurrentStatePool:
     def __init__(self, slots: int) -> None:
         self.total = slots
         self._free = list(range(slots, 0, -1))
-        self._held: set[int] = set()
+        self._held_slots: set[int] = set()
         self._probation: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._protected: OrderedDict[int, int] = (
             OrderedDict()
@@ -56,7 +56,7 @@ class RecurrentStatePool:
     @property
     def used(self) -> int:
         """Number of held slots."""
-        return len(self._held)
+        return len(self._held_slots)
 
     @property
     def snapshots(self) -> Collection[int]:
@@ -73,7 +73,7 @@ class RecurrentStatePool:
                 raise RuntimeError(f"asked for a recurrent-state slot, all {self.total} are held")
             self._evict(next(iter(self._probation or self._protected)))
         slot = self._free.pop()
-        self._held.add(slot)
+        self._held_slots.add(slot)
         return slot
 
     def free_one_for_snapshot(self, num_pending: int) -> bool:
@@ -138,10 +138,10 @@ class RecurrentStatePool:
         last_used = list(self._protected.values())
         assert last_used == sorted(last_used), "protected snapshots are out of order"
         assert len(free) == len(self._free), "a slot is free twice"
-        assert self._held.isdisjoint(free | snapshots), "a held slot can be allocated"
+        assert self._held_slots.isdisjoint(free | snapshots), "a held slot can be allocated"
         assert free.isdisjoint(snapshots), "a snapshot's slot is free"
         all_slots = set(range(1, self.total + 1))
-        assert self._held | free | snapshots == all_slots, "a slot is lost, or the null slot is in use"
+        assert self._held_slots | free | snapshots == all_slots, "a slot is lost, or the null slot is in use"
 
     def _demote(self) -> None:
         """Put the least recently reused protected snapshot back on probation, as the newest there."""
@@ -154,9 +154,9 @@ class RecurrentStatePool:
         self.on_evict(slot)
 
     def _release_hold(self, slot: int) -> None:
-        if slot not in self._held:
+        if slot not in self._held_slots:
             raise RuntimeError(f"recurrent-state slot {slot} released, which is not held")
-        self._held.remove(slot)
+        self._held_slots.remove(slot)
 
 
 class PrefixMatch(NamedTuple):

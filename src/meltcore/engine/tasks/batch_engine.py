@@ -136,7 +136,7 @@ class BatchEngine(Generic[Request, Result]):
         self._queue: WaitingQueue[Request] = WaitingQueue(shape_buckets(task.max_cost))
         self._running: dict[str, _Running] = {}
         self._running_cost = 0
-        self._ended: list[Result] = []
+        self._early_results: list[Result] = []
         self._s_per_cost: float | None = None
         self._steps = self._expired = self._cost = self._padded_cost = 0
         self._step_s = 0.0
@@ -144,7 +144,7 @@ class BatchEngine(Generic[Request, Result]):
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to report."""
-        return bool(self._running or self._ended or len(self._queue))
+        return bool(self._running or self._early_results or len(self._queue))
 
     @property
     def outside_bytes(self) -> int:
@@ -178,7 +178,7 @@ class BatchEngine(Generic[Request, Result]):
                 self._release(request_id)
             elif self._queue.remove(request_id) is None:
                 continue
-            self._ended.append(self.task.ended(request_id, "abort", None))
+            self._early_results.append(self.task.ended(request_id, "abort", None))
         if running:
             self.task.abort(running)
 
@@ -191,9 +191,9 @@ class BatchEngine(Generic[Request, Result]):
         began_s = self._clock()
         for request in self._queue.expired(began_s):
             self._expired += 1
-            self._ended.append(self.task.ended(request.request_id, "deadline", None))
+            self._early_results.append(self.task.ended(request.request_id, "deadline", None))
         started_cost = self._start(began_s)
-        results, self._ended = self._ended, []
+        results, self._early_results = self._early_results, []
         if self._running:
             results += [self._finished(result) for result in self.task.step()]
             self._steps += 1

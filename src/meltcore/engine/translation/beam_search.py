@@ -107,7 +107,7 @@ class BeamSearch:
         # What the host sends and reads
         self._slots = torch.full((self._sizes[-1],), self.state.spare, device=model.device)
         self._staged = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.int64)
-        self._ended = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.bool)
+        self._ended_buffers = self._host(_STEPS_IN_FLIGHT, self._sizes[-1], dtype=torch.bool)
         make_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
         self._reading = make_stream() if self._is_gpu else None
 
@@ -210,7 +210,7 @@ class BeamSearch:
         if rows is not self._sent_rows:
             self._send(self._staged[buffer], rows)
         ended = self._compute(size, rows)
-        host_ended, event = self._ended[buffer, : len(rows)], None
+        host_ended, event = self._ended_buffers[buffer, : len(rows)], None
         host_ended.copy_(ended[: len(rows)], non_blocking=True)
         if self._is_gpu:
             make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event

@@ -230,13 +230,13 @@ def _die_with_parent(parent: int) -> None:
         os._exit(0)
 
 
-def _close_other_files(kept: set[int]) -> None:
-    """Close all files but `kept`: clients of the engine must see that it has ended while a worker still compiles."""
+def _close_other_files(kept_fds: set[int]) -> None:
+    """Close all files but `kept_fds`. Clients must see that the engine has ended while a worker still compiles."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(nothing, standard)
     for entry in list(Path("/proc/self/fd").iterdir()):
-        if (number := int(entry.name)) > 2 and number not in kept:
+        if (number := int(entry.name)) > 2 and number not in kept_fds:
             with suppress(OSError):
                 os.close(number)
 

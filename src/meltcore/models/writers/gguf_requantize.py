@@ -83,9 +83,9 @@ def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
 
 
 def requantize(
-    model: GGUFModel, path: Path, to: GGMLQuantizationType, progress: Progress, *, overwrite: bool = False
+    model: GGUFModel, path: Path, target_type: GGMLQuantizationType, progress: Progress, *, overwrite: bool = False
 ) -> RoundingLoss:
-    """Write the GGUF file `path` with the matrices of `model` as type `to`, and its output head as Q8_0.
+    """Write the GGUF file `path` with the matrices of `model` as type `target_type`, and its output head as Q8_0.
 
     Returns how far that rounds the values which the source stores.
 
@@ -96,12 +96,12 @@ def requantize(
         raise ConfigError(f"{path} is a folder; a GGUF file is written")
     if path.exists() and any(path.samefile(file.path) for file in model.files):
         raise ConfigError(f"{path} is the source, so it is not replaced")
-    tensors = [_NewTensor(name, tensor, _new_type(model, name, to)) for name, tensor in model.tensors.items()]
+    tensors = [_NewTensor(name, tensor, _new_type(model, name, target_type)) for name, tensor in model.tensors.items()]
     loss = RoundingLoss()
     with atomic_output(path, overwrite=overwrite) as temporary_path:
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
         with temporary_path.open("wb") as file:
-            file.write(_header(model, tensors, to))
+            file.write(_header(model, tensors, target_type))
             for index, tensor in enumerate(tensors):
                 _pad(file)
                 for part in _blocks(model, tensor, loss):
@@ -112,7 +112,7 @@ def requantize(
     return loss
 
 
-def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuantizationType:
+def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) -> GGMLQuantizationType:
     """Return the type of a tensor in the new file.
 
     Vectors and routers stay unquantized, and so does a matrix whose rows are no whole blocks. One kernel computes the
@@ -122,17 +122,17 @@ def _new_type(model: GGUFModel, name: str, to: GGMLQuantizationType) -> GGMLQuan
     parts = expert_group(model.tensors, name) or [name]
     columns = [model.tensors[each].shape[-1] for each in parts]
     is_matrix = len(tensor.shape) > 1 and ROUTER not in name
-    if not is_matrix or any(size % GGML_QUANT_SIZES[to][0] for size in columns):
+    if not is_matrix or any(size % GGML_QUANT_SIZES[target_type][0] for size in columns):
         return tensor.type if tensor.type in DENSE_TYPES else GGMLQuantizationType.F32
     is_head = name == HEAD or (name == EMBEDDING and HEAD not in model.tensors)
-    return GGMLQuantizationType.Q8_0 if is_head else to
+    return GGMLQuantizationType.Q8_0 if is_head else target_type
 
 
-def _header(model: GGUFModel, tensors: list[_NewTensor], to: GGMLQuantizationType) -> bytes:
+def _header(model: GGUFModel, tensors: list[_NewTensor], target_type: GGMLQuantizationType) -> bytes:
     """Return everything before the first tensor but for padding."""
     first = model.files[0]
     kept = [key for key in first.metadata if key not in _REPLACED_KEYS and not key.startswith("split.")]
-    numbers = {"general.file_type": int(FILE_TYPES[to]), "general.quantization_version": QUANTIZATION_VERSION}
+    numbers = {"general.file_type": int(FILE_TYPES[target_type]), "general.quantization_version": QUANTIZATION_VERSION}
     values = [first.raw_value(key) for key in kept]
     values += [_text(key) + struct.pack("<II", GGUFValueType.UINT32, value) for key, value in numbers.items()]
     infos, offset = [], 0

@@ -108,7 +108,7 @@ class _StoredTensor(NamedTuple):
 def write_gguf(
     checkpoint: Checkpoint,
     path: Path,
-    to: GGMLQuantizationType,
+    target_type: GGMLQuantizationType,
     tokenizer: Callable[[int], Mapping[str, Any]],
     check_header: HeaderCheck,
     progress: Progress,
@@ -116,7 +116,7 @@ def write_gguf(
     overwrite: bool = False,
     allow_requantize: bool = False,
 ) -> RoundingLoss:
-    """Write the checkpoint as the GGUF file `path` with matrices of type `to`.
+    """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`.
 
     `tokenizer` returns the metadata of tokenizer and chat template for the rows of the embedding. Returns how far the
     values of the matrices are rounded. Raises ConfigError for an architecture or a configuration that GGUF cannot
@@ -131,13 +131,13 @@ def write_gguf(
         atomic_output(path, overwrite=overwrite) as temporary_path,
         open_tensors(checkpoint, allow_requantize=allow_requantize) as source,
     ):
-        tensors = _plan(source, name, to)
+        tensors = _plan(source, name, target_type)
         check_disk_space(path, sum(tensor.num_bytes for tensor in tensors))
         writer = gguf.GGUFWriter(temporary_path, name)
         try:
             metadata = {
                 "general.name": Path(checkpoint.name).name,
-                "general.file_type": int(FILE_TYPES[to]),
+                "general.file_type": int(FILE_TYPES[target_type]),
                 "general.quantization_version": QUANTIZATION_VERSION,
             }
             config = source.model.config
@@ -178,8 +178,8 @@ def _architecture_name(checkpoint: Checkpoint) -> str:
     return name
 
 
-def _plan(source: SourceTensors, name: str, to: GGMLQuantizationType) -> list[_StoredTensor]:
-    """Return the tensors of the file in order. `name` is the architecture's, and `to` the type of matrices."""
+def _plan(source: SourceTensors, name: str, target_type: GGMLQuantizationType) -> list[_StoredTensor]:
+    """Return the tensors of the file in order. `name` is the architecture's, and `target_type` the type of matrices."""
     config, model_type = source.model.config, FAMILIES[name].model_type
     assert isinstance(source.model, Decoder)
     prefix = source.model.prefix
@@ -197,7 +197,7 @@ def _plan(source: SourceTensors, name: str, to: GGMLQuantizationType) -> list[_S
         tensors.append(
             _StoredTensor(
                 tensor_name,
-                _stored_type(tensor_name, first, config, to),
+                _stored_type(tensor_name, first, config, target_type),
                 _stored_shape([tensor.shape for _, tensor in parts], is_stacked=is_stacked),
                 tuple(tensor for _, tensor in parts),
                 1.0 if includes_one(published_name, model_type) else 0.0,
@@ -215,7 +215,7 @@ def _stored_shape(shapes: Sequence[tuple[int, ...]], *, is_stacked: bool) -> tup
 
 
 def _stored_type(
-    name: str, tensor: SourceTensor, config: DecoderConfig, to: GGMLQuantizationType
+    name: str, tensor: SourceTensor, config: DecoderConfig, target_type: GGMLQuantizationType
 ) -> GGMLQuantizationType:
     """Return the type of a tensor in the file.
 
@@ -229,10 +229,10 @@ def _stored_type(
     if "_exps." in name:
         assert config.experts is not None
         columns = [config.hidden_size, config.experts.moe_intermediate_size]
-    if any(size % GGML_QUANT_SIZES[to][0] for size in columns):
+    if any(size % GGML_QUANT_SIZES[target_type][0] for size in columns):
         return _TYPES.get(tensor.dtype, GGMLQuantizationType.F32)
     is_head = name == HEAD or (name == EMBEDDING and config.tie_word_embeddings)
-    return GGMLQuantizationType.Q8_0 if is_head else to
+    return GGMLQuantizationType.Q8_0 if is_head else target_type
 
 
 def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class StuckWatch:
         self._stats = stats
         self._profiles = profiles
         self._since_s: dict[int, float] = {}  # of replicas that look stuck
-        self._ended: dict[int, EngineProcess] = {}
+        self._ended_engines: dict[int, EngineProcess] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -43,11 +43,11 @@ class StuckWatch:
     def check(self, now_s: float) -> None:
         """End each replica that has looked stuck for CONFIRM_S. `now_s` is in monotonic seconds."""
         for replica, engine in enumerate(self._engines):
-            problem = None if self._ended.get(replica) is engine else self._problem(replica, engine, now_s)
+            problem = None if self._ended_engines.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
                 self._since_s.pop(replica, None)
             elif now_s - self._since_s.setdefault(replica, now_s) >= CONFIRM_S:
-                self._ended[replica] = engine
+                self._ended_engines[replica] = engine
                 engine.fail(problem)
 
     def _problem(self, replica: int, engine: EngineProcess, now_s: float) -> str | None:

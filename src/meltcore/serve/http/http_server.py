@@ -109,14 +109,14 @@ class IdleTrim:
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
-        self._seen = 0.0
+        self._seen_events = 0.0
         self._trimmed = 0.0
         asyncio.get_running_loop().call_later(IDLE_CHECK_S, self._check)
 
     def _check(self) -> None:
         events = self._stats.events()
-        idle = events == self._seen and self._stats.is_idle()
-        self._seen = events
+        idle = events == self._seen_events and self._stats.is_idle()
+        self._seen_events = events
         if idle and events >= self._trimmed + MIN_EVENTS:
             self._trimmed = events
             trim_memory()

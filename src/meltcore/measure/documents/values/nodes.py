@@ -107,7 +107,7 @@ class NodesReport(msgspec.Struct, kw_only=True, tag_field="document", tag="nodes
 
 def make_report(
     command: str,
-    ended: Sequence[CommandEnded],
+    ended_commands: Sequence[CommandEnded],
     facts: Callable[[Snapshot], Mapping[str, str]],
     slow_below: Callable[[str], float],
     *,
@@ -119,7 +119,7 @@ def make_report(
     `facts` returns the compared facts of a snapshot by name. `slow_below` returns, for a metric's key, the ratio to the
     median below which a node is slow.
     """
-    nodes = [_node_result(each) for each in ended]
+    nodes = [_node_result(each) for each in ended_commands]
     metrics = _metrics(nodes, slow_below)
     snapshots = [(node, _snapshot(node.document)) for node in nodes]
     differences = [
@@ -145,28 +145,30 @@ def make_report(
 # --- one node --------------------------------------------------------------------------------------------------------
 
 
-def _node_result(ended: CommandEnded) -> NodeResult:
-    if ended.status != "ended":
-        return NodeResult(node=ended.node, status=ended.status, verdict=ended.status.upper(), reason=ended.reason)
+def _node_result(command: CommandEnded) -> NodeResult:
+    if command.status != "ended":
+        return NodeResult(
+            node=command.node, status=command.status, verdict=command.status.upper(), reason=command.reason
+        )
     result = NodeResult(
-        node=ended.node,
+        node=command.node,
         status="failed",
         verdict="FAILED",
-        reason=ended.reason,
-        returncode=ended.returncode,
-        duration_s=ended.duration_s,
+        reason=command.reason,
+        returncode=command.returncode,
+        duration_s=command.duration_s,
     )
     try:
-        document = msgspec.json.decode(ended.output, type=NodeDocument)
+        document = msgspec.json.decode(command.output, type=NodeDocument)
     except msgspec.MsgspecError as error:
-        result.reason = ended.reason or f"exit status {ended.returncode}, without a result: {error}"
+        result.reason = command.reason or f"exit status {command.returncode}, without a result: {error}"
         return result
     result.document, result.hardware = document, _hardware(document)
-    if isinstance(document, Snapshot) and ended.has_gpu and not document.gpus:
+    if isinstance(document, Snapshot) and command.has_gpu and not document.gpus:
         result.reason = "; ".join(["it has NVIDIA GPUs, and its driver shows none", *document.notes])
     elif isinstance(document, ScoredRun) and document.verdict != "OK":
         result.verdict = document.verdict
-        result.reason = "; ".join(document.reasons) or ended.reason
+        result.reason = "; ".join(document.reasons) or command.reason
     else:
         result.status, result.verdict, result.reason = "done", _verdict(document), _findings(document)
     return result

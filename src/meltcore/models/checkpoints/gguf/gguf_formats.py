@@ -96,13 +96,13 @@ def expert_group(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
     return [each for each in names if each in tensors]
 
 
-def held_bytes(tensor: GGUFTensor, held: GgmlType | None, element_size: int) -> int:
-    """Return the bytes that a device takes for a tensor held as `held`.
+def held_bytes(tensor: GGUFTensor, held_type: GgmlType | None, element_size: int) -> int:
+    """Return the bytes that a device takes for a tensor held as `held_type`.
 
     Values of the model's type take `element_size`.
     """
     *rows, columns = tensor.shape
-    return prod(rows) * (columns * element_size if held is None else sum(held.array_bytes(columns)))
+    return prod(rows) * (columns * element_size if held_type is None else sum(held_type.array_bytes(columns)))
 
 
 def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
