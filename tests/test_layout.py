@@ -81,7 +81,7 @@ MOST = {
     "two-way pairs of folders in engine": 0,
     "two-way pairs of folders": 1,
     "files that name a task": 2,
-    "files that name synthesis": 7,
+    "files that name synthesis": 4,
     "settings": 179,
     "forms of a chat request": 22,
     "forms of a model at start": 12,

@@ -58,7 +58,7 @@ def test_the_parts_of_a_built_in_task_can_be_imported(name: str) -> None:
     task = tasks()[name]
     parts = {part: load(getattr(task, part)) for part in ("backend", "engine", "needs")}
     assert all(map(callable, parts.values())), parts
-    assert {path for route in task.routes for path in load(route).paths} >= (set(task.paths) if task.routes else set())
+    assert {path for route in task.routes for path in load(route).paths} >= set(task.paths)
     assert load(task.messages).ToEngine
     assert task_of_part(task.messages) is task_of_part(task.engine.partition(":")[0]) is task
     with pytest.raises(LookupError, match="is not a part of a task"):

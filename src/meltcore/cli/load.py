@@ -22,15 +22,6 @@ EXAMPLES = """\
   meltcore load http://127.0.0.1:8000 --fleet --levels 10,100,400   every model of a fleet, alone and mixed
   meltcore load http://127.0.0.1:8000 --fleet --parts interference --interference experiment.yaml
   meltcore load https://api.example.com --model NAME --api-key KEY --workload prompts.jsonl
-
-workloads:
-  problems:short|long|mixed      the bundled arithmetic problems; answers are graded
-  random:in=128-1024,out=128     random token ids (vocab=N: ids below N; eos=1: end tokens end an answer)
-  translate:src=eng_Latn,tgt=kan_Knda       made sentences (words=8-40; sentences=1 a request; file=PATH: own ones)
-  transcribe:language=kn,seconds=5-25       made clips (clips=64; decoder=ctc; manifest=PATH: own ones)
-  speak:voice=NAME,words=8-40               made texts to synthesize (language=kan_Knda; format=wav|pcm; file=PATH)
-  FILE.jsonl                     one object per line: prompt, messages or prompt_token_ids; max_tokens, answer,
-                                 temperature, ignore_eos, skip_special_tokens
 """
 
 GPU_FILE = "gpus.jsonl"  # in the run folder: every sample of --monitor
@@ -41,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from meltcore.common.options import add_options, number
     from meltcore.measure.load.config import LoadConfig
     from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
+    from meltcore.measure.load.tasks.task import tasks
 
+    workloads = [f"  {text:<38} {meaning}" for task in tasks().values() for text, meaning in task.usage]
+    parser.epilog = "\n".join([f"{parser.epilog}\n\nworkloads:", *workloads])
     parser.add_argument("url", metavar="URL", help="Address of the server, with or without /v1.")
     add_options(parser, LoadConfig)
     group = parser.add_argument_group("Fleet")

@@ -27,7 +27,7 @@ class Task:
         name: in fleet.yaml, in GET /v1/models and in metrics.
         paths: the paths of OpenAI's API that it answers, each with the name of the operation in traces.
         settings: a model's settings that only this task, or few tasks, have.
-        title: what its engines do, in errors.
+        title: what its engines do, in errors; its name where it says none.
         backend: the `EngineBackend` of its models in an API server process.
         routes: the endpoints of its paths and others, classes below `meltcore.serve.tasks.exchange.Endpoint`.
         engine: makes an engine, as `engine(config, progress=...)`.
@@ -44,13 +44,13 @@ class Task:
     """
 
     name: str
-    title: str
     paths: Mapping[str, str]
     backend: str
     engine: str
     messages: str
     needs: str
-    concurrency: int
+    title: str = ""
+    concurrency: int = 16
     routes: tuple[str, ...] = ()
     architectures: frozenset[str] = frozenset()
     recognizes: str = ""
@@ -58,6 +58,9 @@ class Task:
     has_context: bool = False
     is_upload: bool = False
     workload: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", self.title or self.name)
 
 
 # The first is the task of a model that names none.
@@ -73,7 +76,6 @@ _BUILT_IN = (
         engine="meltcore.engine.generation.engine:GenerationEngine",
         messages="meltcore.protocol.generation",
         needs="meltcore.engine.generation.memory:generation_needs",
-        concurrency=16,
         paths={"/v1/chat/completions": "chat", "/v1/completions": "text_completion"},
         settings=(
             *("tokenizer", "chat_template", "special_tokens_in_messages"),
@@ -86,7 +88,6 @@ _BUILT_IN = (
     ),
     Task(
         name="translation",
-        title="translation",
         backend="meltcore.serve.tasks.translation.translation_engine:TranslationEngine",
         routes=("meltcore.serve.tasks.translation.translate:TranslateEndpoint",),
         engine="meltcore.engine.translation.engine:translation_engine",
@@ -100,16 +101,14 @@ _BUILT_IN = (
     ),
     Task(
         name="transcription",
-        title="transcription",
         backend="meltcore.serve.tasks.transcription.transcription_engine:TranscriptionEngine",
         routes=(
             "meltcore.serve.tasks.transcription.transcriptions:TranscriptionsEndpoint",
-            "meltcore.serve.tasks.transcription.transcribe_batch:TranscribeBatchEndpoint",
+            "meltcore.serve.tasks.transcription.transcriptions:TranscribeBatchEndpoint",
         ),
         engine="meltcore.engine.transcription.engine:transcription_engine",
         messages="meltcore.protocol.transcription",
         needs="meltcore.engine.transcription.memory:transcription_needs",
-        concurrency=16,
         recognizes="meltcore.models.checkpoints.checkpoint:is_transcription_model",
         paths={"/v1/audio/transcriptions": "transcription"},
         settings=("max_queue_audio_s",),
@@ -122,7 +121,7 @@ _BUILT_IN = (
         backend="meltcore.serve.tasks.synthesis.synthesis_engine:SynthesisEngine",
         routes=(
             "meltcore.serve.tasks.synthesis.speech:SpeechEndpoint",
-            "meltcore.serve.tasks.synthesis.speech_batch:SpeechBatchEndpoint",
+            "meltcore.serve.tasks.synthesis.speech:SpeechBatchEndpoint",
             "meltcore.serve.tasks.synthesis.speech_to_speech:SpeechToSpeechEndpoint",
         ),
         engine="meltcore.engine.synthesis.engine:synthesis_engine",

@@ -4,14 +4,13 @@ from meltcore.common.tasks import Task
 
 TASK = Task(
     name="echo",
-    title="echoing",
     paths={"/v1/echo": "echo"},
     backend="echo_task.serve:EchoBackend",
     routes=("echo_task.serve:EchoEndpoint",),
     engine="echo_task.engine:echo_engine",
     messages="echo_task.messages",
     needs="echo_task.engine:echo_needs",
-    concurrency=4,
+    workload="echo_task.load:TASK",
     architectures=frozenset(("Echo",)),
     settings=("max_queue_chars",),
 )

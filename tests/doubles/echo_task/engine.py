@@ -6,36 +6,26 @@ from time import sleep
 
 from echo_task.messages import Echo, EchoOutputs, EchoReady, Shout
 from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 
 
-class EchoTask(BatchTask[Shout, Echo]):
+class EchoTask(OneStepTask[Shout, Echo]):
     """Echoes texts. The text "wait for PATH" has its echo once there is such a file."""
 
     result, message, max_cost = Echo, EchoOutputs, 1000
 
-    def __init__(self) -> None:
-        self._running: list[Shout] = []
-
     def cost(self, request: Shout) -> int:
         return len(request.text)
 
-    def start(self, requests: Sequence[Shout], shape: int) -> None:
-        self._running += requests
-
-    def step(self) -> list[Echo]:
+    def compute(self, requests: Sequence[Shout], shape: int) -> list[Echo]:
         sleep(0.002)
-        waited = {each: each.text.removeprefix("wait for ") for each in self._running}
+        waited = {each: each.text.removeprefix("wait for ") for each in requests}
         done = [each for each, path in waited.items() if path == each.text or Path(path).exists()]
-        self._running = [each for each in self._running if each not in done]
         return [Echo(request_id=each.request_id, finish_reason="stop", text=each.text) for each in done]
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._running = [each for each in self._running if each.request_id not in request_ids]
 
     def ready(self) -> EchoReady:
         return EchoReady(device="CPU", dtype="float32", weights="real", memory=[], load_s=0.0, max_cost=self.max_cost)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from meltcore.measure.load.record import RequestRecord, TaskWork
-from meltcore.measure.load.tasks.transcription import TranscriptionResponse
 from meltcore.measure.load.tasks.translation import TranslationResponse
 from meltcore.measure.load.wire.response import BaseResponse, error_message, whole_text
 from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse
+from meltcore.measure.load.workloads.json_response import TextResponse
 
 STREAM, JSON = "text/event-stream", "application/json"
 END = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
@@ -44,7 +44,7 @@ def documents(text: bytes) -> list[tuple[Any, bytes]]:
     return [
         (StreamedResponse, event(text) + END + DONE),
         (UnstreamedResponse, b'{"choices": [{"message": {"content": "%s"}, "finish_reason": "stop"}]}' % text),
-        (TranscriptionResponse, b'{"text": "%s"}' % text),
+        (TextResponse, b'{"text": "%s"}' % text),
         (TranslationResponse, b'{"translations": ["%s"]}' % text),
     ]
 

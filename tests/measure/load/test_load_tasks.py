@@ -53,7 +53,7 @@ def open_workload(config, num_requests, clips):
     return Workload(config.workload, prompt, False, TranslationResponse)
 
 load = MeasuredTask(
-    word="echo", path="/v1/translate", open=open_workload, default_workload=lambda model, sizes: "echo:",
+    open=open_workload, default_workload=lambda model, sizes: "echo:",
     work_of=lambda record: 2.0, unit=ThroughputUnit("echoes_per_s", "Echoes per second", "echoes/s", "echo/s"),
 )
 task = Task(

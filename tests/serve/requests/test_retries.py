@@ -26,12 +26,12 @@ from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, Tr
 from meltcore.protocol.translation import Translated, TranslationReady
 from meltcore.serve.engines.engine_backend import EngineBackend
 from meltcore.serve.requests.generation import Echo, Generation
-from meltcore.serve.requests.protocol import TranslateRequest
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import client_disconnected
 from meltcore.serve.tasks.synthesis.forms import SynthesisRequest
 from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
+from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.server_config import ModelConfig

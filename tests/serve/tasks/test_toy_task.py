@@ -1,4 +1,4 @@
-"""A task of another package is served alone and in a fleet, with all that built-in tasks have."""
+"""A task of another package is served alone and in a fleet and loaded, with all that built-in tasks have."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.config import EngineConfig
 
 pytestmark = pytest.mark.slow
+PACKAGE = Path(__file__).parents[2] / "doubles" / "echo_task"
+ENTRY_POINTS = "[meltcore.tasks]\necho = echo_task:TASK\n"
+MAX_LINES = 149  # a new task costs one folder and one line
 
 
 @pytest.fixture
@@ -26,10 +29,9 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     installed = tmp_path / "site" / "echo_task-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-task\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[meltcore.tasks]\necho = echo_task:TASK\n")
-    package = Path(__file__).parents[2] / "doubles"
+    (installed / "entry_points.txt").write_text(ENTRY_POINTS)
     inherited = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed.parent, package, inherited))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (installed.parent, PACKAGE.parent, inherited))))
     folder = tmp_path / "echo"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["Echo"]}))
@@ -54,6 +56,23 @@ def check_served(server: RunningServer, name: str) -> None:
     )
 
 
+def check_loaded(server: RunningServer, name: str, folder: Path) -> None:
+    """Its workloads, its throughput and its page come from the record that the entry point names."""
+    command = [sys.executable, "-m", "meltcore.cli.main", "load", f"http://127.0.0.1:{server.port}", "--model", name]
+    options = ["--workload", "echo:words=2", "--num-prompts", "6", "--concurrency", "2", "--out", str(folder), "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    (level,) = json.loads(done.stdout)["levels"]
+    assert (level["succeeded"], level["task"]["task"], level["task"]["work"]) == (6, "echo", 6.0)
+    (page,) = folder.glob("*/report.html")
+    assert "answers/s" in page.read_text()
+
+
+def test_it_has_few_lines() -> None:
+    lines = [line for file in PACKAGE.glob("*.py") for line in file.read_text().splitlines()]
+    assert len([*lines, *ENTRY_POINTS.splitlines()]) <= MAX_LINES
+
+
 def test_it_is_served_with_its_queue_its_deadline_and_its_documents(checkpoint: Path, tmp_path: Path) -> None:
     config = server_config(
         EngineConfig(model=str(checkpoint), device="cpu"), api_server_count=1, max_queue_chars=1, max_queue=9
@@ -72,6 +91,7 @@ def test_it_is_served_with_its_queue_its_deadline_and_its_documents(checkpoint: 
         for connection in waiting:
             assert b"200 OK" in connection.recv(65_536)
             connection.close()
+        check_loaded(server, "scripted", tmp_path / "runs")
         server.check_no_leak()
 
 

@@ -91,6 +91,32 @@ class BatchTask(ABC, Generic[Request, Result]):
         raise SleepError("the engine has no sleep mode")
 
 
+class OneStepTask(BatchTask[Request, Result]):
+    """What a batch engine computes where one step computes all requests that have begun, such as transcription."""
+
+    _begun: Sequence[Any] = ()
+    _shape = 0  # that the largest of them is padded to
+
+    @abstractmethod
+    def compute(self, requests: Sequence[Request], shape: int) -> list[Result]:
+        """Return the results of requests, padded to `shape`. A request without a result is computed again."""
+
+    def start(self, requests: Sequence[Request], shape: int) -> None:
+        """Take requests into the next step."""
+        self._shape = max(self._shape, shape) if self._begun else shape
+        self._begun = [*self._begun, *requests]
+
+    def step(self) -> list[Result]:
+        """Compute what has begun; nothing where all of it was aborted."""
+        results = self.compute(self._begun, self._shape) if self._begun else []
+        self.abort([result.request_id for result in results])
+        return results
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests that have begun."""
+        self._begun = [request for request in self._begun if request.request_id not in request_ids]
+
+
 # Settings of the generation engine alone
 _GENERATION_SETTINGS = (
     *("tokenizer", "chat_template", "special_tokens_in_messages", "quantization", "kv_cache_dtype"),

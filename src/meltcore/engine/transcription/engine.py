@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from meltcore.common.tasks import task_of_part
 from meltcore.engine.host.device import byte_budget, choose_device, describe_device, has_budget
 from meltcore.engine.host.sleep_memory import SleepableTask
 from meltcore.engine.memory.workspace import graph_node_bytes
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
+from meltcore.engine.tasks.batch_engine import BatchEngine, OneStepTask, check_options
 from meltcore.engine.transcription.ctc import Emissions, ctc_greedy
 from meltcore.engine.transcription.memory import (
     BUDGET_TRANSCRIPTION_GRAPHS,
@@ -42,14 +42,7 @@ _SYNTHETIC_TOKEN_S = 0.25
 _WORD_START = "\u2581"
 
 
-class _Batch(NamedTuple):
-    """Requests that have begun, and the number of encoder frames that they are padded to."""
-
-    requests: Sequence[Transcribe]
-    shape: int
-
-
-class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
+class TranscriptionTask(SleepableTask, OneStepTask[Transcribe, Transcript]):
     """Transcribes clips with an IndicConformer on one device."""
 
     result, message = Transcript, TranscriptionOutputs
@@ -101,7 +94,6 @@ class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
         num_graphs = graphs.encoder + graphs.transducer
         self.outside_bytes = graph_node_bytes(num_graphs, model_config.encoder.num_layers) if is_exact else 0
         self.model.prepare(max_shape)
-        self._batches: list[_Batch] = []
         is_cuda = device.type == "cuda"
         is_dummy = self._weights == "dummy"
         self._frames_per_token = max(1, round(_SYNTHETIC_TOKEN_S / model_config.frame_s)) if is_dummy else None
@@ -131,15 +123,8 @@ class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
             )
         return self.model.encoded_frames(samples)
 
-    def start(self, requests: Sequence[Transcribe], shape: int) -> None:
-        """Queue a batch for the next step."""
-        self._batches.append(_Batch(requests, shape))
-
-    def step(self) -> list[Transcript]:
-        """Transcribe the oldest batch."""
-        requests, shape = self._batches.pop(0)
-        if not requests:
-            return []
+    def compute(self, requests: Sequence[Transcribe], shape: int) -> list[Transcript]:
+        """Transcribe clips."""
         with torch.inference_mode():
             encoded, frames = self._encode(requests, shape)
             emissions: list[Emissions | None] = [None] * len(requests)
@@ -150,14 +135,6 @@ class TranscriptionTask(SleepableTask, BatchTask[Transcribe, Transcript]):
             self._transcript(request, emission, count)
             for request, emission, count in zip(requests, emissions, frames.tolist(), strict=True)
             if emission is not None
-        ]
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Drop requests of batches that have not been computed."""
-        ids = set(request_ids)
-        self._batches = [
-            batch._replace(requests=[request for request in batch.requests if request.request_id not in ids])
-            for batch in self._batches
         ]
 
     def ready(self) -> TranscriptionReady:

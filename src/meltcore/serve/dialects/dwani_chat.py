@@ -9,7 +9,6 @@ import msgspec
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import DWANI, Operation
-from meltcore.serve.requests.protocol import decode_request
 from meltcore.serve.tasks.chat import ask, check_mode
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.translation.translated_chat import answer_in
@@ -65,33 +64,33 @@ class DwaniChatEndpoint(Endpoint):
 
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
-        body, _ = await exchange.body(self.limit_bytes)
         handlers = {INDIC_CHAT: self._indic_chat, CHAT_DIRECT: self._chat_direct, CHAT: self._chat}
-        response = await while_connected(exchange.scope, handlers[exchange.scope["path"]](exchange, body))
-        await exchange.answer(msgspec.json.encode(response), b"application/json")
+        await exchange.answer_json(await handlers[exchange.scope["path"]](exchange))
 
-    async def _indic_chat(self, exchange: Exchange, body: bytes) -> dict[str, str]:
-        request = decode_request(body, IndicChatRequest)
+    async def _indic_chat(self, exchange: Exchange) -> dict[str, str]:
+        request = await self.read(exchange, IndicChatRequest)
         _check(request.prompt, "prompt", MAX_PROMPT)
         exchange.fields["model"] = request.model
         languages = (request.src_lang, request.tgt_lang)
-        return {"response": await answer_in(self.choices, exchange, request.prompt, languages)}
+        work = answer_in(self.choices, exchange, request.prompt, languages)
+        return {"response": await while_connected(exchange.scope, work)}
 
-    async def _chat_direct(self, exchange: Exchange, body: bytes) -> dict[str, str]:
-        request = decode_request(body, DirectChatRequest)
+    async def _chat_direct(self, exchange: Exchange) -> dict[str, str]:
+        request = await self.read(exchange, DirectChatRequest)
         _check(request.prompt, "prompt", MAX_PROMPT)
-        backend = self.choices.chat_model(request.model)
-        exchange.fields["model"] = backend.names[0]
-        answer = await ask(backend, request.system_prompt, request.prompt, exchange.identity)
-        return {"response": answer.text}
+        return {"response": await self._ask(exchange, request.prompt, request.model, request.system_prompt)}
 
-    async def _chat(self, exchange: Exchange, body: bytes) -> dict[str, str]:
-        request = decode_request(body, TalkRequest)
+    async def _chat(self, exchange: Exchange) -> dict[str, str]:
+        request = await self.read(exchange, TalkRequest)
         _check(request.text, "text", MAX_TALK)
         check_mode(request.mode)
-        backend = self.choices.chat_model()
+        return {"user": request.text, "reply": await self._ask(exchange, request.text)}
+
+    async def _ask(self, exchange: Exchange, prompt: str, model: str | None = None, system: str = "") -> str:
+        """Return a language model's answer."""
+        backend = self.choices.chat_model(model)
         exchange.fields["model"] = backend.names[0]
-        return {"user": request.text, "reply": (await ask(backend, "", request.text, exchange.identity)).text}
+        return (await while_connected(exchange.scope, ask(backend, system, prompt, exchange.identity))).text
 
 
 def _check(text: str, name: str, limit: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ ENGINE_DEAD = "the engine has died"
 _Model = TypeVar("_Model")
 
 
-class EngineBackend(ABC):
+class EngineBackend:
     """The engines of one model, one per replica, as one API server process sees them.
 
     `purpose` says in errors what the model does, and where. `unit` is the unit of the second bound of its queue.
@@ -64,7 +63,7 @@ class EngineBackend(ABC):
         """Whether it takes chats."""
         return False
 
-    def load(self) -> Any:  # noqa: B027 - not every model needs something
+    def load(self) -> Any:
         """Return what the model needs beside its engines, such as a tokenizer; in a thread. Raises ConfigError."""
 
     def open(self, text: Any, engine: Any, created: int) -> None:  # noqa: ARG002 - of some tasks
@@ -80,7 +79,7 @@ class EngineBackend(ABC):
         for output in step.outputs:
             self.on_output(replica, output)
 
-    def on_output(self, replica: int, output: Any) -> None:  # noqa: B027 - a task may read steps as a whole
+    def on_output(self, replica: int, output: Any) -> None:
         """Handle the output of a request; what a lost replica sends of one that another works on is to be dropped."""
 
     def on_message(self, replica: int, message: FromEngine) -> None:
@@ -116,9 +115,18 @@ class EngineBackend(ABC):
         """Return what `open` has registered. Raises RequestError (503) while it cannot serve."""
         return self._when_ready(self._ready)
 
-    @abstractmethod
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return an entry of GET /v1/models."""
+        """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
+        self._loaded()
+        engine: EngineReady = self._ready
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
+        common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
+        facts = {"task": self.stats.task, **self.facts(engine)}
+        return card | facts | common | {"replicas": self.config.data_parallel_size}
+
+    def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
+        """Return what a model card says of this task. ready: what the engines have said about the loaded model."""
+        return {}
 
     def connect(
         self, replica: int, folder: Path, client_index: int, on_unreadable: Callable[[int, str], object]
@@ -160,7 +168,7 @@ class EngineBackend(ABC):
         for link in self._links.values():
             link.close()
 
-    async def close_workers(self) -> None:  # noqa: B027 - most have none
+    async def close_workers(self) -> None:
         """End the processes of this backend."""
 
     async def profile(self, action: Literal["start", "stop"], directory: str, profiler: Profiler) -> ProfileDone:
@@ -196,12 +204,6 @@ class EngineBackend(ABC):
             self.check_ready()
             raise self.health.not_ready(ENGINE_DEAD)
         return live
-
-    def _card(self, name: str, engine: EngineReady, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a client and a measurement need, and the facts of its task."""
-        card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
-        common = {"weights": engine.weights, "device": engine.device, "dtype": engine.dtype}
-        return card | {"task": self.stats.task, **facts} | common | {"replicas": self.config.data_parallel_size}
 
     def _when_ready(self, model: _Model | None) -> _Model:
         """Return the loaded model. Raises RequestError (503) while it cannot serve."""

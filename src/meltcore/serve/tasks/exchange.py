@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -22,8 +22,9 @@ from meltcore.serve.http.http import (
     send_error,
 )
 from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.backend import ModelTable, other_task
 from meltcore.serve.requests.log import Log
+from meltcore.serve.requests.protocol import decode_request
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.tasks.model_choice import ModelChoice
 from meltcore.settings.server_config import ServerConfig
@@ -31,6 +32,7 @@ from meltcore.settings.server_config import ServerConfig
 # OpenAI's limit of an upload. A larger --max-body raises it.
 MIN_UPLOAD_BYTES = 25 * 2**20
 EVENTS = b"text/event-stream; charset=utf-8"
+_Form = TypeVar("_Form", bound=msgspec.Struct)
 
 
 class Exchange:
@@ -65,6 +67,10 @@ class Exchange:
         self.content_type = content_type
         await send_bytes(self.send, body, content_type, headers=self.headers)
 
+    async def answer_json(self, value: Any) -> None:
+        """Send a whole answer in JSON."""
+        await self.answer(msgspec.json.encode(value), b"application/json")
+
     async def stream(self, data: bytes, content_type: bytes) -> None:
         """Send the next part of an answer whose length is not known. A slow client makes the caller wait."""
         if self.content_type is None:
@@ -95,14 +101,18 @@ class Exchange:
 class Endpoint(ABC):
     """A route as a raw ASGI application: a client that disconnects ends its work.
 
-    paths: where it answers. dwani_paths: those where errors have dwani.ai's form beside OpenAI's. has_uploads: whether
-    bodies may be as large as OpenAI's uploads. operations: what /openapi.json says of it.
+    operations: what /openapi.json says of it. paths: where it answers, the paths of its operations where it names none.
+    dwani_paths: those where errors have dwani.ai's form beside OpenAI's. has_uploads: whether bodies may be as large as
+    OpenAI's uploads.
     """
 
-    paths: Collection[str]
+    operations: Sequence[Operation] = ()
+    paths: Collection[str] = ()
     dwani_paths: Collection[str] = ()
     has_uploads = False
-    operations: Sequence[Operation] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.paths = cls.paths or tuple(operation.path for operation in cls.operations)
 
     def __init__(self, models: ModelTable, config: ServerConfig, log: Log) -> None:
         self._models = models
@@ -118,6 +128,23 @@ class Endpoint(ABC):
     @abstractmethod
     async def respond(self, exchange: Exchange) -> None:
         """Read the request and answer it. Raises RequestError, ClientDisconnectedError."""
+
+    async def read(self, exchange: Exchange, form: type[_Form]) -> _Form:
+        """Return the form of a JSON request. Raises RequestError (400, 413), ClientDisconnectedError."""
+        body, _ = await exchange.body(self.limit_bytes)
+        return decode_request(body, form)
+
+    def find_model(self, exchange: Exchange, name: str | None) -> Any:
+        """Return the backend of the model that a request names, else of the path's default.
+
+        Raises RequestError: 400 for a model of another task, 404, 503.
+        """
+        path = exchange.scope["path"]
+        backend = self._models.find(name or self._models.default(path))
+        if path not in backend.paths:
+            raise other_task(backend)
+        exchange.fields["model"] = backend.names[0]
+        return backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

@@ -28,6 +28,7 @@ from meltcore.measure.load.tasks.task import (
     Sizes,
     ThroughputUnit,
     percentile,
+    tasks,
 )
 from meltcore.measure.load.wire.stream import StreamedResponse, UnstreamedResponse
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
@@ -120,8 +121,8 @@ def _file_workload(path: Path, max_tokens: int | None) -> Workload:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"workload {path}: cannot be read ({error}); a workload is a JSONL file, problems:short|long|mixed, "
-            f"random:in=128-1024,out=128, translate:..., transcribe:... or speak:..."
+            f"workload {path}: cannot be read ({error}); a workload is a JSONL file or begins with problems:, random:, "
+            f"{', '.join(f'{task.word}:' for task in tasks().values() if task.word)}; see meltcore load --help"
         ) from error
     prompts = [
         _parse_prompt_line(line, f"{path} line {line_number}", max_tokens)
@@ -259,7 +260,12 @@ def _notes(records: Sequence[RequestRecord], result: LevelResult) -> list[str]:
 TASK = MeasuredTask(
     aliases=("text",),
     word="",
-    path=CHAT_PATH,
+    usage=(
+        ("problems:short|long|mixed", "the bundled arithmetic problems; answers are graded"),
+        ("random:in=128-1024,out=128", "random token ids (vocab=N: ids below N; eos=1: end tokens end an answer)"),
+        ("FILE.jsonl", "one object per line: prompt, messages or prompt_token_ids; max_tokens, answer,"),
+        ("", "temperature, ignore_eos, skip_special_tokens"),
+    ),
     share=70.0,
     demo_share=80.0,
     open=_open,
@@ -284,5 +290,6 @@ TASK = MeasuredTask(
         Metric("ITL p99 ms", percentile("itl_ms", "p99"), "lower"),
     ),
     shared_metrics=(E2E_P50, ACCURACY),
+    definitions=(),
     facts=_facts,
 )

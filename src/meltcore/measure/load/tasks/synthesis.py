@@ -11,7 +11,7 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.definitions import Definition
 from meltcore.measure.documents.values.formatting import format_number
-from meltcore.measure.load.config import FIRST_AUDIO, LoadConfig, published_workload, workload_fields
+from meltcore.measure.load.config import LoadConfig, workload_fields
 from meltcore.measure.load.record import RequestRecord, TaskWork
 from meltcore.measure.load.tasks.task import (
     END_TO_END,
@@ -31,7 +31,7 @@ from meltcore.measure.load.tasks.transcription import DEMO_LANGUAGE
 from meltcore.measure.load.tasks.transcription import PATH as READER_PATH
 from meltcore.measure.load.wire.response import BaseResponse
 from meltcore.measure.load.workloads.json_response import COMPLETE, Failure
-from meltcore.measure.load.workloads.sentences import Texts
+from meltcore.measure.load.workloads.sentences import TEXT_OPTIONS, text_workload
 from meltcore.measure.load.workloads.wav import WavReader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 
@@ -102,23 +102,22 @@ class SpeechResponse(BaseResponse):
 
 def _open(config: LoadConfig, _num_requests: int, _clips: Sequence[Clip]) -> Workload:
     spec = config.workload
-    fields = workload_fields(spec, ("voice", "language", "words", "script", "file", "format"))
+    names = ("voice", "language", "format")
+    fields = workload_fields(spec, (*names, *TEXT_OPTIONS))
     speech_format = fields.get("format", "wav")
     if speech_format not in get_args(SpeechFormat):
         raise ConfigError(
             f"workload {spec}: format {speech_format} is not one of {', '.join(get_args(SpeechFormat))}, "
             f"whose length is known without decoding"
         )
-    texts = Texts(spec, fields, fields.get("language", ""))
     reader = partial(SpeechResponse, speech_format=cast(SpeechFormat, speech_format))
     voice = {"voice": fields["voice"]} if "voice" in fields else {}
     common = {**voice, "response_format": speech_format}
 
-    def prompt(index: int) -> Prompt:
-        text = texts.line(index, random.Random(f"{config.seed}/{index}")).text  # noqa: S311 - must repeat for a seed
+    def request(text: str) -> Prompt:
         return Prompt(PATH, {**common, "input": text}, None, TaskWork(source_chars=len(text)))
 
-    return Workload(published_workload(spec), prompt, False, reader)
+    return text_workload(config, request, reader, names=names, language=fields.get("language", ""))
 
 
 def _default_workload(model: ServedModel, _sizes: Sizes) -> str:
@@ -164,12 +163,12 @@ def _heard(problem: Problem, speech: bytes) -> Problem:
 
 TASK = MeasuredTask(
     word="speak",
-    path=PATH,
+    usage=(("speak:voice=NAME,words=8-40", "made texts to speak (language=kan_Knda; format=wav|pcm; file=PATH)"),),
     share=3.0,
     demo_share=0.3,  # on a CPU, speech costs about 400 times as much as a short answer
     open=_open,
     default_workload=_default_workload,
-    slo_metrics=("e2e", FIRST_AUDIO),
+    slo_metrics=("e2e", "first_audio"),
     work_of=lambda record: work(record).audio_s,
     details=_details,
     unit=ThroughputUnit("audio_s_per_s", "Audio seconds per second", "audio s/s", "audio s/s"),

@@ -57,6 +57,12 @@ class ThroughputUnit:
     head: str = ""
 
 
+ANSWERS = ThroughputUnit("answers_per_s", "Answers per second", "answers/s", "answers/s")
+_ANSWERS_DEFINITION = Definition(
+    ANSWERS.key, "Answers/s", "answers/s", "Complete answers divided by the whole level from release to last answer."
+)
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric of a level, one column of a table; `better` says which direction is an improvement."""
@@ -149,8 +155,10 @@ class MeasuredTask:
     Args:
         name: The name of the task in cards of models, in documents and in options, from its declaration.
         aliases: Names that other servers give it in their cards.
-        word: What begins its workloads, as `speak` in `speak:words=8`; empty for the task of all other workloads.
-        path: The route that its requests take.
+        word: What begins its workloads, as `speak` in `speak:words=8`; empty for the task of all other workloads. None
+            takes the name of the task.
+        usage: Its workloads for `meltcore load --help`, each with what it sends.
+        path: The route that its requests take, from its declaration.
         uploads: Whether its requests upload audio, which makes a burst of them work for the client.
         share: Its share of a mixed level of `load --fleet`, in percent.
         demo_share: The same in the demo.
@@ -158,7 +166,8 @@ class MeasuredTask:
             another process has made them. Raises ConfigError for a malformed description and an unreadable file.
         default_workload: Returns what a model gets where no workload is given: short requests for a small model.
         slo_metrics: The latencies that `--goodput` may limit.
-        work_of: Returns what a complete answer has done, in the unit of the throughput; None counts output tokens.
+        work_of: Returns what a complete answer has done, in the unit of the throughput, one answer where it is left
+            out; None counts output tokens.
         details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration.
         notes: Returns the notes on the complete answers of a level.
         may_be_empty: Whether an answer without text may be right.
@@ -177,26 +186,27 @@ class MeasuredTask:
 
     name: str = ""
     aliases: tuple[str, ...] = ()
-    word: str
-    path: str
+    word: str | None = None
+    usage: tuple[tuple[str, str], ...] = ()
+    path: str = ""
     uploads: bool = False
     share: float = 10.0
     demo_share: float = 0.0
     open: Callable[[LoadConfig, int, Sequence[Clip]], Workload]
     default_workload: Callable[[ServedModel, Sizes], str]
     slo_metrics: tuple[str, ...] = ("e2e",)
-    work_of: Callable[[RequestRecord], float] | None
+    work_of: Callable[[RequestRecord], float] | None = lambda _record: 1.0
     details: Callable[[Sequence[RequestRecord], float], dict[str, Any]] = lambda _records, _duration_s: {}
     notes: Callable[[Sequence[RequestRecord], LevelResult], list[str]] = lambda _records, _result: []
     may_be_empty: bool = False
-    unit: ThroughputUnit
+    unit: ThroughputUnit = ANSWERS
     first_key: str | None = None
     first_word: str = "first audio"
     latencies: tuple[Latency, ...] = (END_TO_END._replace(console=("E2E\np50 ms", "\np99")),)
     distributions: tuple[str, ...] = ("e2e_ms", "queue_delay_ms")
     metrics: tuple[Metric, ...] = ()
     shared_metrics: tuple[Metric, ...] = (E2E_P50, E2E_P99, ACCURACY)
-    definitions: tuple[Definition, ...] = ()
+    definitions: tuple[Definition, ...] = (_ANSWERS_DEFINITION,)
     facts: Callable[[LevelResult], list[tuple[str, str]]] = lambda _level: []
     step: DemoStep | None = None
     read_back: ReadBack | None = None
@@ -210,8 +220,13 @@ class MeasuredTask:
 @cache
 def tasks() -> Mapping[str, MeasuredTask]:
     """Return the record of each task by its name. The first one is the default: levels of it have no TaskLoad."""
-    records = {name: task.workload for name, task in declared.tasks().items() if task.workload}
-    return {name: replace(resolve_name(path), name=name) for name, path in records.items()}
+    found = {}
+    for name, task in declared.tasks().items():
+        if task.workload:
+            record: MeasuredTask = resolve_name(task.workload)
+            word = name if record.word is None else record.word
+            found[name] = replace(record, name=name, word=word, path=next(iter(task.paths)))
+    return found
 
 
 def default_task() -> MeasuredTask:

@@ -7,8 +7,6 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.documents.values.definitions import Definition
@@ -25,8 +23,7 @@ from meltcore.measure.load.tasks.task import (
     task_load,
     work,
 )
-from meltcore.measure.load.wire.response import decode_json
-from meltcore.measure.load.workloads.json_response import COMPLETE, Failure, JsonResponse
+from meltcore.measure.load.workloads.json_response import TextResponse
 from meltcore.measure.load.workloads.sentences import make_grader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 
@@ -36,22 +33,6 @@ MAX_NUM_CLIPS = 10_000
 _SMALL_SECONDS, _SMALL_NUM_CLIPS = "2-4", 16
 DEMO_LANGUAGE = "en"
 _DEMO_CLIP_S = (3.0, 8.0)
-
-
-class _Transcript(msgspec.Struct):
-    text: str
-
-
-class TranscriptionResponse(JsonResponse):
-    """Reads the answer of POST /v1/audio/transcriptions in the format `json`. An empty transcript is complete."""
-
-    __slots__ = ()
-
-    def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        return [decode_json(_transcript_decoder, data).text], COMPLETE
-
-
-_transcript_decoder = msgspec.json.Decoder(_Transcript)
 
 
 def _open(config: LoadConfig, num_requests: int, clips: Sequence[Clip]) -> Workload:
@@ -73,7 +54,7 @@ def _open(config: LoadConfig, num_requests: int, clips: Sequence[Clip]) -> Workl
         return Prompt(PATH, form, make_grader([clip.transcript]), TaskWork(audio_s=clip.seconds), clip_idx)
 
     is_graded = all(clip.transcript is not None for clip in clips)
-    return Workload(published_workload(spec), prompt, is_graded, TranscriptionResponse, tuple(clips))
+    return Workload(published_workload(spec), prompt, is_graded, TextResponse, tuple(clips))
 
 
 def _make_pool(spec: str, fields: dict[str, str], num_requests: int, seed: int) -> list[Clip]:
@@ -130,7 +111,7 @@ def _write_clips(folder: Path, problems: Sequence[Problem]) -> str:
 
 TASK = MeasuredTask(
     word="transcribe",
-    path=PATH,
+    usage=(("transcribe:language=kn,seconds=5-25", "made clips (clips=64; decoder=ctc; manifest=PATH)"),),
     uploads=True,
     share=12.0,
     demo_share=7.7,

@@ -28,7 +28,7 @@ from meltcore.measure.load.tasks.task import (
 )
 from meltcore.measure.load.wire.response import decode_json, whole_count
 from meltcore.measure.load.workloads.json_response import COMPLETE, Failure, JsonResponse
-from meltcore.measure.load.workloads.sentences import DEFAULT_WORDS, Texts, make_grader
+from meltcore.measure.load.workloads.sentences import DEFAULT_WORDS, TEXT_OPTIONS, Texts, make_grader
 from meltcore.measure.load.workloads.workload import Clip, Prompt, Workload
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases
 
@@ -72,7 +72,7 @@ _translations_decoder = msgspec.json.Decoder(_Translations)
 
 def _open(config: LoadConfig, _num_requests: int, _clips: Sequence[Clip]) -> Workload:
     spec = config.workload
-    fields = workload_fields(spec, ("src", "tgt", "words", "sentences", "script", "file"))
+    fields = workload_fields(spec, ("src", "tgt", "sentences", *TEXT_OPTIONS))
     if "src" not in fields or "tgt" not in fields:
         raise ConfigError(f"workload {spec}: needs src=LANGUAGE and tgt=LANGUAGE, such as src=eng_Latn,tgt=kan_Knda")
     counts = parse_range(fields.get("sentences", "1"), f"workload {spec}: sentences")
@@ -154,7 +154,12 @@ def _write_texts(folder: Path, problems: Sequence[Problem]) -> str:
 
 TASK = MeasuredTask(
     word="translate",
-    path=PATH,
+    usage=(
+        (
+            "translate:src=eng_Latn,tgt=kan_Knda",
+            "made sentences (words=8-40; sentences=1 a request; file=PATH: own ones)",
+        ),
+    ),
     share=15.0,
     demo_share=12.0,
     open=_open,

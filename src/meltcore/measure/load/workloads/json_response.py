@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.wire.response import BadJsonError, BaseResponse, whole_text
+from meltcore.measure.load.wire.response import BadJsonError, BaseResponse, decode_json, whole_text
 
 MAX_JSON_BYTES = 16 * 2**20  # a transcript of three hours has 0.2 MB
 
@@ -71,3 +73,19 @@ class JsonResponse(BaseResponse):
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
         """Return the texts of the answer and its failure. Raises BadJsonError for another document."""
         raise NotImplementedError
+
+
+class _Text(msgspec.Struct):
+    text: str
+
+
+class TextResponse(JsonResponse):
+    """Reads an answer with the field `text`, which may be empty."""
+
+    __slots__ = ()
+
+    def _read(self, data: bytes) -> tuple[list[str], Failure]:
+        return [decode_json(_text_decoder, data).text], COMPLETE
+
+
+_text_decoder = msgspec.json.Decoder(_Text)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.load.config import IntRange, parse_range
+from meltcore.measure.load.config import IntRange, LoadConfig, parse_range, published_workload, workload_fields
+from meltcore.measure.load.workloads.workload import MakeResponse, Prompt, Workload
 
 DEFAULT_SCRIPT = "Latn"
 DEFAULT_WORDS = "8-40"
+TEXT_OPTIONS = ("words", "script", "file")  # of a workload that has texts
 
 _ENGLISH_TEXT = (
     "a about after all also and any are as at back because before between book boy bread bring by call came can "
@@ -114,6 +116,31 @@ class Texts:
         if self._lines:
             return self._lines[index % len(self._lines)]
         return _Line(make_sentence(rng, rng.randint(*self._words), self._script), None)
+
+
+def text_workload(
+    config: LoadConfig,
+    request: Callable[[str], Prompt],
+    reader: MakeResponse,
+    *,
+    names: tuple[str, ...] = (),
+    language: str = "",
+) -> Workload:
+    """Return the workload of requests with one text each, whose answers have no right one. Raises ConfigError.
+
+    Args:
+        config: of the run, with the workload's description.
+        request: makes the request of a text.
+        reader: makes the readers of the answers.
+        names: options of the description beside those of the texts.
+        language: FLORES code of the texts; "" for Latin letters.
+    """
+    texts = Texts(config.workload, workload_fields(config.workload, (*names, *TEXT_OPTIONS)), language)
+
+    def prompt(index: int) -> Prompt:
+        return request(texts.line(index, random.Random(f"{config.seed}/{index}")).text)  # noqa: S311 - must repeat
+
+    return Workload(published_workload(config.workload), prompt, False, reader)
 
 
 def _read_lines(path: Path) -> list[_Line]:

@@ -7,9 +7,9 @@ import asyncio
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import Headers, error_json
 from meltcore.serve.http.operation import Operation
-from meltcore.serve.requests.backend import language_backend
+from meltcore.serve.requests.backend import LanguageBackend
 from meltcore.serve.requests.generation import Generation
-from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions, decode_request
+from meltcore.serve.requests.protocol import ChatRequest, CompletionRequest, StreamOptions
 from meltcore.serve.tasks.exchange import EVENTS, Endpoint, Exchange
 from meltcore.serve.tasks.generation.responses import DONE, ChatResponseWriter, CompletionResponseWriter, ResponseWriter
 
@@ -35,12 +35,9 @@ class _GenerationEndpoint(Endpoint):
 
         Raises RequestError, in which case nothing was started, and ClientDisconnectedError.
         """
-        body, _ = await exchange.body(self.limit_bytes)
-        request = decode_request(body, self.form)
+        request = await self.read(exchange, self.form)
         exchange.fields["user"] = request.user
-        name = request.model or self._models.default(exchange.scope["path"])
-        backend = language_backend(self._models.find(name))
-        exchange.fields["model"] = backend.names[0]
+        backend: LanguageBackend = self.find_model(exchange, request.model)
         if request.stream_options is not None and not request.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         options = request.stream_options or StreamOptions()
@@ -77,10 +74,10 @@ class _GenerationEndpoint(Endpoint):
 class ChatEndpoint(_GenerationEndpoint):
     """POST /v1/chat/completions."""
 
-    paths, form, writer_type = ("/v1/chat/completions",), ChatRequest, ChatResponseWriter
+    form, writer_type = ChatRequest, ChatResponseWriter
     operations = (
         Operation(
-            *("post", paths[0], "Answer a chat, streamed or not", ChatRequest),
+            *("post", "/v1/chat/completions", "Answer a chat, streamed or not", ChatRequest),
             example={
                 "model": "NAME",
                 "messages": [{"role": "user", "content": "What is 7 * 8?"}],
@@ -93,10 +90,10 @@ class ChatEndpoint(_GenerationEndpoint):
 class CompletionsEndpoint(_GenerationEndpoint):
     """POST /v1/completions."""
 
-    paths, form, writer_type = ("/v1/completions",), CompletionRequest, CompletionResponseWriter
+    form, writer_type = CompletionRequest, CompletionResponseWriter
     operations = (
         Operation(
-            *("post", paths[0], "Continue texts or token ids", CompletionRequest),
+            *("post", "/v1/completions", "Continue texts or token ids", CompletionRequest),
             example={"model": "NAME", "prompt": "7 * 8 =", "max_tokens": 16},
         ),
     )

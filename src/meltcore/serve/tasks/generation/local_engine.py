@@ -51,7 +51,7 @@ class LocalEngine(EngineBackend):
 
     def open(self, text: TextModel, engine: GenerationReady, created: int) -> None:
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
-        self._created = created
+        super().open(text, engine, created)
         self._model = ReadyModel(text, engine)
         queue = self._new_queue(engine.max_num_seqs, lambda: self.stats.total("waiting_prompt_tokens"))
         self.tickets = OpenRequests(self.stats, self._send, queue, self._time_limit.limit_s)
@@ -127,22 +127,21 @@ class LocalEngine(EngineBackend):
         model = self._loaded()
         return {"prompt": await decode(model.text.tokenizer, request.tokens, model.engine.vocab_size)}
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a measurement must record."""
-        model = self._loaded()
-        facts: dict[str, Any] = {
-            "max_model_len": model.engine.max_model_len,
-            "vocab_size": model.engine.vocab_size,
-            "chat": model.text.template.is_usable,
+    def facts(self, ready: GenerationReady) -> dict[str, Any]:
+        """Return the facts that a measurement must record."""
+        text = self._loaded().text
+        return {
+            "max_model_len": ready.max_model_len,
+            "vocab_size": ready.vocab_size,
+            "chat": text.template.is_usable,
             "special_tokens_in_messages": self.config.engine.special_tokens_in_messages,
-            "tokenizer": "synthetic" if model.text.tokenizer.is_synthetic else "real",
-            "weight_dtypes": model.engine.weight_dtypes,
-            "kv_cache_dtype": model.engine.kv_cache_dtype,
-            "speculative_decoding": model.engine.speculative_decoding,
+            "tokenizer": "synthetic" if text.tokenizer.is_synthetic else "real",
+            "weight_dtypes": ready.weight_dtypes,
+            "kv_cache_dtype": ready.kv_cache_dtype,
+            "speculative_decoding": ready.speculative_decoding,
             "debug": list(self.config.engine.debug_options),
             "hf_overrides": self.config.engine.hf_overrides,
         }
-        return self._card(name, model.engine, facts)
 
     def _loaded(self) -> ReadyModel:
         return self._when_ready(self._model)

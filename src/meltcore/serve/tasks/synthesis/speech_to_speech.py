@@ -113,8 +113,7 @@ class SpeechToSpeechEndpoint(Endpoint):
             await send_speech(exchange, speaker, speech)
             return
         audio = base64.b64encode(await speak_whole(speaker, speech)).decode()
-        whole = _Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio)
-        await exchange.answer(msgspec.json.encode(whole), b"application/json")
+        await exchange.answer_json(_Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio))
 
 
 async def _read_form(

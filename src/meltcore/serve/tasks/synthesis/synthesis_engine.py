@@ -201,10 +201,9 @@ class SynthesisEngine(AudioBackend[_Speech]):
             )
         return samples.tobytes()
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a client and a measurement need."""
-        ready: SynthesisReady = self._loaded()
-        facts = {
+    def facts(self, ready: SynthesisReady) -> dict[str, Any]:
+        """Return the facts that a client and a measurement need."""
+        return {
             "languages": self.languages,
             "voices": ready.voices,
             "sample_rate": ready.sample_rate,
@@ -213,7 +212,6 @@ class SynthesisEngine(AudioBackend[_Speech]):
             "steps": ready.steps,
             "tokenizer": ready.tokens,
         }
-        return self._card(name, ready, facts)
 
 
 def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:

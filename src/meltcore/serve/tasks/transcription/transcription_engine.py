@@ -160,13 +160,11 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         on_words(words)
         return words
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a measurement must record."""
-        ready: TranscriptionReady = self._loaded()
-        facts = {
+    def facts(self, ready: TranscriptionReady) -> dict[str, Any]:
+        """Return the facts that a measurement must record."""
+        return {
             "languages": ready.languages,
             "max_clip_s": ready.max_samples / ready.sample_rate,
             "tokenizer": ready.tokens,
             "output_lengths": ready.output_lengths,
         }
-        return self._card(name, ready, facts)

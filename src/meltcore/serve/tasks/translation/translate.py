@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import DWANI, Operation
-from meltcore.serve.requests.protocol import decode_request
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.translation.choice import translator
@@ -33,8 +30,7 @@ class TranslateEndpoint(Endpoint):
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         arrived_s = time.monotonic()
-        body, _ = await exchange.body(self.limit_bytes)
-        request = decode_request(body, TranslateRequest)
+        request = await self.read(exchange, TranslateRequest)
         if not 1 <= len(request.sentences) <= MAX_SENTENCES:
             raise RequestError(
                 f"sentences must have 1 to {MAX_SENTENCES} texts; got {len(request.sentences)}", param="sentences"
@@ -49,5 +45,4 @@ class TranslateEndpoint(Endpoint):
             "completion_tokens": translated.completion_tokens,
             "total_tokens": translated.prompt_tokens + translated.completion_tokens,
         }
-        answer = {"translations": translated.texts, "usage": usage}
-        await exchange.answer(msgspec.json.encode(answer), b"application/json")
+        await exchange.answer_json({"translations": translated.texts, "usage": usage})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meltcore.protocol.translation import Translated, TranslationReady
-from meltcore.serve.engines.engine_backend import EngineBackend
+from meltcore.protocol.translation import TranslationReady
+from meltcore.serve.engines.batch_backend import BatchBackend
 from meltcore.serve.requests.admission import CHARS
 from meltcore.serve.tasks.generation.text_model import find_checkpoint
 from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 
 
-class TranslationEngine(EngineBackend):
+class TranslationEngine(BatchBackend):
     """Holds the open translations of a model, once it is loaded."""
 
     purpose = "translates, with POST /v1/translate; it generates no text"
@@ -31,17 +31,12 @@ class TranslationEngine(EngineBackend):
         """Register the loaded model. Requests are accepted once the status is set to "ready"."""
         from meltcore.serve.tasks.translation.translations import Translations  # needs meltcore[translate]
 
-        self._created = created
+        self._ready, self._created = engine, created
         self.tickets = Translations(
             self._new_queue(engine.slots),
             *(self.config, text, engine, self.stats, self._send, self._live_replicas),
             request_timeout_s=self._limit_s,
         )
-
-    def on_output(self, replica: int, output: Translated) -> None:
-        """Give a request its new translation."""
-        if self.tickets is not None:
-            self.tickets.on_output(replica, output)
 
     def _loaded(self) -> Translations:
         return self._when_ready(self.tickets)
@@ -62,16 +57,15 @@ class TranslationEngine(EngineBackend):
         """
         return await self._loaded().translate(request, request_id, arrived_s)
 
-    def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a measurement must record."""
-        translations = self._loaded()
-        engine, (sources, targets) = translations.engine, translations.text.languages
-        facts: dict[str, Any] = {
-            "direction": translations.text.direction,
+    def facts(self, ready: TranslationReady) -> dict[str, Any]:
+        """Return the facts that a measurement must record."""
+        text = self._loaded().text
+        sources, targets = text.languages
+        return {
+            "direction": text.direction,
             "source_languages": sources,
             "target_languages": targets,
-            "num_beams": engine.num_beams,
-            "tokenizer": engine.tokens,
-            "output_lengths": engine.output_lengths,
+            "num_beams": ready.num_beams,
+            "tokenizer": ready.tokens,
+            "output_lengths": ready.output_lengths,
         }
-        return self._card(name, engine, facts)

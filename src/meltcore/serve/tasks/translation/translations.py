@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from meltcore.common.errors import RequestError
 from meltcore.models.checkpoints.checkpoint import Checkpoint
 from meltcore.models.configs.config_fields import Fields
 from meltcore.protocol.engines import ToEngine
 from meltcore.protocol.translation import Translate, Translated, TranslationReady
+from meltcore.serve.engines.batch_backend import BatchPart, BatchTicket, BatchTickets
 from meltcore.serve.requests.request_queue import RequestQueue
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
 from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateRequest
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.languages import LANGUAGES, Language
@@ -32,7 +32,6 @@ from meltcore.text.translation.tokenizer import (
 MAX_REQUEST_CHARS = 262_144
 # Prepared by one call of the thread: 50 ms. Then other requests have their turn, and a client may have left.
 _TURN_CHARS = 8_192
-_ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
 
 
 @dataclass(frozen=True)
@@ -65,40 +64,7 @@ def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> Transl
     return TranslationText(tokenizer, is_synthetic, direction_of(config.engine.model))
 
 
-class _Sentence(Child):
-    """A sentence of a request."""
-
-    ticket: _Job
-
-    def __init__(self, job: _Job, request_id: str, token_ids: list[int], max_new_tokens: int) -> None:
-        super().__init__(job, len(token_ids) + max_new_tokens, len(token_ids))
-        self.request_id = f"{request_id}-{self.request_id}"
-        self.token_ids = token_ids
-        self.output: list[int] = []
-
-    def messages(self) -> Sequence[Translate]:
-        """Return the sentence."""
-        job = self.ticket
-        return [
-            Translate(
-                request_id=self.request_id, token_ids=self.token_ids, priority=job.priority, arrived_s=job.arrived_s
-            )
-        ]
-
-    def open_ids(self) -> Sequence[str]:
-        """Return its id."""
-        return [self.request_id]
-
-
-class _Job(Ticket[_Sentence]):
-    """One request, and the future that the last output of its sentences resolves."""
-
-    def __init__(self, arrived_s: float) -> None:
-        super().__init__(arrived_s)
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
-class Translations(OpenTickets[_Sentence]):
+class Translations(BatchTickets):
     """Prepares texts, sends their sentences to the replicas, and puts the translations together."""
 
     def __init__(
@@ -152,14 +118,17 @@ class Translations(OpenTickets[_Sentence]):
         if not sentences:
             return TranslatedTexts([finish(document, [], tokenizer, target) for document in documents])
         self._live_replicas()
-        job = _Job(arrived_s)
-        work = [_Sentence(job, request_id, each.token_ids, self.engine.max_new_tokens) for each in sentences]
-        async with self.admitted(job, self._priority_class, units=num_chars, cost=num_chars):
-            await job.done
-        texts = await asyncio.to_thread(lambda: list(self._texts(documents, work, target)))
-        num_source_tokens = sum(len(sentence.token_ids) for sentence in work)
-        num_output_tokens = sum(len(sentence.output) for sentence in work)
-        job.terms.charge(num_source_tokens + num_output_tokens)
+        ticket = BatchTicket(arrived_s)
+        for sentence in sentences:
+            num_tokens, message = len(sentence.token_ids), partial(Translate, token_ids=sentence.token_ids)
+            part = BatchPart(ticket, message, num_tokens + self.engine.max_new_tokens, num_tokens)
+            part.request_id = f"{request_id}-{part.request_id}"
+        results = await self.results(ticket, self._priority_class, units=num_chars, cost=num_chars)
+        outputs = [list(result.token_ids) for result in results]
+        texts = await asyncio.to_thread(lambda: list(self._texts(documents, outputs, target)))
+        num_source_tokens = sum(len(sentence.token_ids) for sentence in sentences)
+        num_output_tokens = sum(map(len, outputs))
+        ticket.terms.charge(num_source_tokens + num_output_tokens)
         return TranslatedTexts(texts, num_source_tokens, num_output_tokens)
 
     async def _documents(self, texts: Sequence[str], source: Language, target: Language) -> list[Document]:
@@ -189,11 +158,9 @@ class Translations(OpenTickets[_Sentence]):
                         await asyncio.wait({work})
         return documents
 
-    def on_output(self, replica: int, output: Translated) -> None:
-        """Give a request its new translation."""
-        sentence = self.find(output.request_id, replica)
-        if sentence is not None and output.finish_reason is not None:
-            self._on_output(sentence, output)
+    def num_output_tokens(self, output: Translated) -> int:
+        """Return the tokens of a translation."""
+        return len(output.token_ids)
 
     def _languages(self, request: TranslateRequest) -> tuple[Language, Language]:
         source, target = find_language(request.src_lang, "src_lang"), find_language(request.tgt_lang, "tgt_lang")
@@ -208,33 +175,8 @@ class Translations(OpenTickets[_Sentence]):
         check_tags(self.text.tokenizer.tags, source, target)
         return source, target
 
-    def _on_output(self, sentence: _Sentence, output: Translated) -> None:
-        job, stats = sentence.ticket, self._stats
-        if output.finish_reason != "stop":
-            status, code = _ENDED[output.finish_reason or "error"]
-            error = RequestError(output.error or "the engine ended the request", status=status, code=code)
-            self.close(sentence, "failed")
-            self.end(job, error, "failed")
-            return
-        sentence.output = list(output.token_ids)
-        stats.add("generation_tokens", len(output.token_ids))
-        stats.finish(
-            "stop",
-            prompt_tokens=len(sentence.token_ids),
-            arrived_s=job.arrived_s,
-            first_token_s=None,
-            now_s=time.monotonic(),
-            times=None,
-        )
-        if output.times is not None:
-            queued_s = output.times.started_s - output.times.arrived_s
-            stats.histograms["request_queue_time_seconds"].observe(queued_s)
-        self.close(sentence, "finished")
-        if not job.open_children:
-            job.done.set_result(None)
-
-    def _texts(self, documents: list[Document], work: list[_Sentence], target: Language) -> Iterator[str]:
-        sentences = iter(work)
+    def _texts(self, documents: list[Document], outputs: list[list[int]], target: Language) -> Iterator[str]:
+        remaining = iter(outputs)
         for document in documents:
-            tokens = [sentence.output for sentence in itertools.islice(sentences, len(document.sentences))]
+            tokens = list(itertools.islice(remaining, len(document.sentences)))
             yield finish(document, tokens, self.text.tokenizer, target)

@@ -1,0 +1,130 @@
+"""Requests whose answers come whole: one or several messages to a batch engine, and the last result of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meltcore.common.errors import RequestError
+from meltcore.protocol.batch import TaskRequest, TaskResult
+from meltcore.serve.engines.engine_backend import EngineBackend
+from meltcore.serve.requests.ticket import Child, OpenTickets, Ticket
+from meltcore.settings.config import PriorityClass
+
+_ENDED = {"deadline": (504, "request_timeout"), "error": (500, None), "abort": (500, None)}
+
+
+class BatchPart(Child):
+    """One message of a request, and its result once the engine has sent it."""
+
+    ticket: BatchTicket
+    result: Any
+
+    def __init__(
+        self, ticket: BatchTicket, message: Callable[..., TaskRequest], cost: int, waiting_tokens: int = 0
+    ) -> None:
+        """Add a message to a request. message: makes it from its request_id, priority and arrived_s."""
+        super().__init__(ticket, cost, waiting_tokens)
+        self._message = message
+
+    def messages(self) -> Sequence[TaskRequest]:
+        """Return the message."""
+        ticket = self.ticket
+        return [self._message(request_id=self.request_id, priority=ticket.priority, arrived_s=ticket.arrived_s)]
+
+    def open_ids(self) -> Sequence[str]:
+        """Return its id."""
+        return [self.request_id]
+
+
+class BatchTicket(Ticket[BatchPart]):
+    """One request, and the future that the last of its results resolves."""
+
+    def __init__(self, arrived_s: float) -> None:
+        super().__init__(arrived_s)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class BatchTickets(OpenTickets[BatchPart]):
+    """The open requests of one model of a batch engine."""
+
+    async def results(
+        self, ticket: BatchTicket, default_class: PriorityClass, *, units: float, cost: float
+    ) -> list[Any]:
+        """Return the result of each message of a request. Cancelling it ends the work in the engines.
+
+        units, cost: as `admit` takes them. Raises RequestError (429, 500, 503, 504).
+        """
+        parts = list(ticket.children)
+        async with self.admitted(ticket, default_class, units=units, cost=cost):
+            await ticket.done
+        return [part.result for part in parts]
+
+    def on_output(self, replica: int, output: TaskResult) -> None:
+        """Give a message its last result; what a lost replica sends of one that another works on is dropped."""
+        part = self.find(output.request_id, replica)
+        if part is None or output.finish_reason is None:
+            return
+        ticket, stats = part.ticket, self._stats
+        if output.finish_reason != "stop":
+            status, code = _ENDED[output.finish_reason]
+            error = RequestError(output.error or "the engine ended the request", status=status, code=code)
+            self.close(part, "failed")
+            self.end(ticket, error, "failed")
+            return
+        part.result = output
+        stats.add("generation_tokens", self.num_output_tokens(output))
+        stats.finish(
+            "stop",
+            prompt_tokens=part.waiting_tokens,
+            arrived_s=ticket.arrived_s,
+            first_token_s=None,
+            now_s=time.monotonic(),
+            times=None,
+        )
+        if output.times is not None:
+            stats.histograms["request_queue_time_seconds"].observe(output.times.started_s - output.times.arrived_s)
+        self.close(part, "finished")
+        if not ticket.open_children:
+            ticket.done.set_result(None)
+
+    def num_output_tokens(self, _output: Any) -> int:
+        """Return the tokens of a result, for the statistics."""
+        return 0
+
+
+class BatchBackend(EngineBackend):
+    """The engines of a model whose answers come whole. slots: messages that a replica runs together, for the queue."""
+
+    slots = 64
+    tickets: BatchTickets | None = None
+
+    def open(self, text: Any, engine: Any, created: int) -> None:
+        """Register the loaded model. Requests are accepted once the status is set to "ready"."""
+        super().open(text, engine, created)
+        self.tickets = BatchTickets(self.stats, self._send, self._new_queue(self.slots), self._limit_s)
+
+    def on_output(self, replica: int, output: TaskResult) -> None:
+        """Give a request its result."""
+        if self.tickets is not None:
+            self.tickets.on_output(replica, output)
+
+    async def results(self, messages: Sequence[Callable[..., TaskRequest]], costs: Sequence[int], units: float) -> Any:
+        """Return the results of a request's messages, in order. Cancelling it ends the work.
+
+        Raises RequestError (429, 500, 503, 504).
+
+        Args:
+            messages: make the messages from their request_id, priority and arrived_s.
+            costs: what each message counts for in the choice of a replica.
+            units: of the queue's second bound.
+        """
+        self._loaded()
+        self._live_replicas()
+        assert self.tickets is not None
+        ticket = BatchTicket(time.monotonic())
+        for message, cost in zip(messages, costs, strict=True):
+            BatchPart(ticket, message, cost)
+        return await self.tickets.results(ticket, self.config.priority_class, units=units, cost=sum(costs))
