@@ -7,14 +7,19 @@ import torch
 from test_ggml import random_weight, stacked, there
 from test_ggml_skinny_gemm import FORMATS, TYPES, expected
 
+from meltcore.kernels.activation import swiglu
 from meltcore.kernels.architectures import ARCHITECTURES, shared_kib
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.fp8.block_fp8 import BlockFp8Tensor
+from meltcore.kernels.fp8.block_fp8_experts import add_block_fp8_experts
+from meltcore.kernels.moe.routing import RouterLogits, Routing, select_experts_reference
+from meltcore.kernels.norm import Norm, rms_norm, rms_norm_reference
 from meltcore.kernels.nvrtc import compile_source
 from meltcore.kernels.quant.ggml import BlockType, Fp8Type
 from meltcore.kernels.quant.ggml_expert_gemv import (
     KERNEL,
     MAX_TOKENS,
     SUM_KERNEL,
+    can_select,
     ggml_expert_gemv,
     ggml_expert_sum,
     select_config,
@@ -67,9 +72,10 @@ def test_compiles(block_type: BlockType, architecture: int) -> None:
     gemv = [select_config(tokens, 2048, block_type, limit, from_tokens=True) for tokens in (1, 8)]
     whole = sum_config(1024, block_type, limit)
     assert whole is not None
-    for config, is_sum in ((gemv[0], 0), (gemv[1], 0), (whole, 1)):
-        macros = dict(config.macros(block_type, 2048, torch.bfloat16, architecture >= 90)) | {"SUM": is_sum, "EARLY": 1}
+    for config, is_sum, logits in ((gemv[0], 0, 0), (gemv[0], 0, 4), (gemv[1], 0, 0), (whole, 1, 0), (whole, 1, 9)):
+        macros = dict(config.macros(block_type, 2048, torch.bfloat16, architecture >= 90))
         kernel = SUM_KERNEL if is_sum else KERNEL
+        macros |= {"SUM": is_sum, "EARLY": 1, "LOGITS": logits}
         assert compile_source(kernel.source(), kernel.name, macros, architecture)
 
 
@@ -102,7 +108,7 @@ def test_multiplies_each_pair_as_in_float64(
                     hidden,
                     weight,
                     kept[:, :outputs],
-                    topk_ids=ids,
+                    routing=Routing(ids, ids.float()),
                     from_tokens=from_tokens,
                     gated=gated,
                     config=config,
@@ -141,6 +147,71 @@ def test_sums_over_the_experts_of_a_token_as_in_float64(block_type: BlockType, t
                 rtol=1.01 * torch.finfo(torch.bfloat16).eps / 2,
                 atol=2e-5 * float(total.abs().amax()),
             )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("block_type", "dtype", "experts", "top_k", "shared_expert"),
+    [
+        *((each, torch.bfloat16, 40, 9, True) for each in TYPES),
+        (GgmlType.Q8_0, torch.float16, 3, 3, False),
+        (GgmlType.Q8_0, torch.bfloat16, 128, 8, False),
+        (GgmlType.Q8_0, torch.float16, 512, 31, True),
+    ],
+)
+def test_selects_the_experts_of_a_token(
+    block_type: BlockType, dtype: torch.dtype, experts: int, top_k: int, shared_expert: bool
+) -> None:
+    """By logits of which many are equal, some of them zero or minus zero, with the norm or of a normalized token."""
+    device, width, columns = torch.device("cuda"), 256 if experts < 512 else 32, 256
+    gate_up = there(stacked(random_weight(1, experts * 2 * width, columns, block_type), experts), device)
+    down = there(stacked(random_weight(2, experts * columns, width, block_type), experts), device)
+    for norm_topk_prob in (True, False):
+        values = (torch.randn(1, experts, device=device) * 2).round().to(dtype) / 2
+        values[0, ::5] = -values[0, ::5]
+        hidden = 3 * torch.randn(1, columns, device=device).to(dtype)
+        norm = Norm((1 + 0.1 * torch.randn(columns, device=device)).to(dtype), 1e-6) if norm_topk_prob else None
+        assert can_select(hidden, norm, top_k, [gate_up], down)
+        logits = RouterLogits(values, norm, top_k - shared_expert, norm_topk_prob, shared_expert)
+        residual = torch.randn(1, columns, device=device).to(dtype)
+        result = add_ggml_experts(residual.clone(), hidden, logits, [gate_up], down)
+        routing = select_experts_reference(
+            values, top_k - shared_expert, norm_topk_prob=norm_topk_prob, shared_expert=shared_expert
+        )
+        tokens = hidden.double()
+        if norm:
+            tokens = tokens * (tokens.square().mean() + norm.eps).rsqrt() * norm.weight.double()
+        outputs = ggml_expert_outputs_reference(tokens, routing, [gate_up], down)
+        exact = residual.double() + (outputs * routing.topk_weights[0, :, None].double()).sum(0)
+        # Minima of a format give outputs a common part, which has the errors of all activations.
+        assert (result.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.gpu
+def test_a_token_in_fp8_selects_its_experts() -> None:
+    """The kernels that are given the same experts and the normalized token, which they quantize to the same values."""
+    device, experts, top_k, width, columns = torch.device("cuda"), 64, 8, 256, 512
+    gate_up, down = (
+        BlockFp8Tensor(
+            torch.randn(experts, rows, size, device=device).to(torch.float8_e4m3fn),
+            torch.rand(experts, rows // 128, size // 128, device=device) / size**0.5,
+        )
+        for rows, size in ((2 * width, columns), (columns, width))
+    )
+    values, hidden = (torch.randn(1, size, device=device).bfloat16() for size in (experts, columns))
+    logits = RouterLogits(values, None, top_k, True, False)
+    routing = select_experts_reference(values, top_k, norm_topk_prob=True)
+    result, given = (add_block_fp8_experts(None, hidden, each, gate_up, down) for each in (logits, routing))
+    assert (result - given).norm() <= 4e-3 * given.norm()
+    # A normalized token that is rounded first may be quantized to neighboring values: errors of one size.
+    norm = Norm((1 + 0.1 * torch.randn(columns, device=device)).bfloat16(), 1e-6)
+    result = add_block_fp8_experts(None, hidden, logits._replace(norm=norm), gate_up, down)
+    given = add_block_fp8_experts(None, rms_norm(hidden, *norm), routing, gate_up, down)
+    token, exact = rms_norm_reference(hidden.float(), norm.weight.float(), norm.eps), torch.zeros_like(hidden.float())
+    for expert, weight in zip(routing.topk_ids[0].tolist(), routing.topk_weights[0], strict=True):
+        up, out = (BlockFp8Tensor(each.values[expert], each.scales[expert]).dequantize() for each in (gate_up, down))
+        exact += weight * (swiglu(token @ up.t()) @ out.t())
+    assert (result - exact).norm() <= 1.3 * (given - exact).norm() <= 0.1 * exact.norm()
 
 
 @pytest.mark.gpu

@@ -104,6 +104,19 @@ def test_decode_attention_of_an_h100(choose: Choose) -> None:
     assert stream_k_for(64, HEADS, KV_HEADS, HEAD_DIM, META) == StreamK(2 * 132 * 2 // 8, key_heads=2)
 
 
+@pytest.mark.parametrize(("kv_heads", "head_dim", "splits"), [(4, 128, 32), (1, 128, 32), (2, 256, 64)])
+def test_few_key_heads_of_one_sequence_combine_their_splits_at_once(
+    choose: Choose, kv_heads: int, head_dim: int, splits: int
+) -> None:
+    choose(90)
+    limits = sm_count(META), shared_memory_bytes(META)
+    launch = decode_launch(1, kv_heads, head_dim, 2, 640, *limits)
+    assert launch == DecodeLaunch(splits, 1, 64 if head_dim == 128 else 32, 8, 2, prefetch=True, combined=32)
+    assert decode_launch(1, kv_heads, head_dim, 2, 9, *limits).splits == 8
+    assert decode_launch(1, kv_heads, head_dim, 1, 640, *limits).combined == 8
+    assert decode_launch(5, kv_heads, head_dim, 2, 640, *limits).warps == 4
+
+
 @pytest.mark.parametrize(("capability", "packs"), [(80, False), (89, False), (90, True), (100, False), (120, False)])
 def test_packed_prefill_heads_are_for_hopper(choose: Choose, capability: int, packs: bool) -> None:
     choose(capability)

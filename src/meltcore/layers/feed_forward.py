@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from meltcore.kernels.activation import geglu
+from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.router import route_tokens
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
 from meltcore.layers.linear import ColumnParallelLinear, RowParallelLinear
 from meltcore.layers.norm import NormFactory
@@ -118,19 +119,22 @@ class SparseMoeBlock(nn.Module):
     def forward(self, residual: ResidualStream) -> None:
         """Add the block's output to the residual stream."""
         hidden, routing = self._route(*residual.read(self.norm))
-        if len(hidden) > 1:
+        if isinstance(routing, Routing) and len(hidden) > 1:
             residual.add_experts(self.experts.outputs(hidden, routing), routing.topk_weights, self._group)
         elif self._group is None:  # the kernel for one token sums over its experts itself
             self.experts.add_outputs(residual.values, hidden, routing)
         else:
             residual.add_all_reduce(self._group, self.experts.add_outputs(None, hidden, routing))
 
-    def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing]:
+    def _route(self, inputs: torch.Tensor, norm: Norm | None) -> tuple[torch.Tensor, Routing | RouterLogits]:
         """Normalize `inputs` [tokens, hidden_size] and select experts. Returns both.
 
-        Without `norm` they are normalized already.
+        Without `norm` they are normalized already. Kernels for one token that do both themselves get logits.
         """
         seed = uniform_routing_seed()
+        if seed is None and self.experts.selects(inputs, norm, self.top_k + self.shared_expert):
+            logits = linear(inputs, self.router, norm)
+            return inputs, RouterLogits(logits, norm, self.top_k, self.norm_topk_prob, self.shared_expert)
         hidden, routing = route_tokens(
             inputs,
             norm,

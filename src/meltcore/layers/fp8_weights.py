@@ -18,8 +18,9 @@ from meltcore.kernels.fp8.block_fp8_experts import add_block_fp8_experts, block_
 from meltcore.kernels.fp8.block_fp8_linear import block_fp8_linear
 from meltcore.kernels.fp8.fp8 import FP8, Fp8Tensor, quantize
 from meltcore.kernels.fp8.fp8_linear import fp8_linear
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
+from meltcore.kernels.quant.ggml_expert_gemv import can_select
 from meltcore.layers.quantization import DenseWeight, QuantizationMethod
 from meltcore.layers.weight_loader import (
     ConvertingLoader,
@@ -195,7 +196,17 @@ class Fp8Experts(nn.Module):
         gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
         return block_fp8_expert_outputs(hidden, routing, gate_up, BlockFp8Tensor(self.down_values, self.down_scales))
 
-    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def selects(self, hidden: torch.Tensor, norm: Norm | None, pairs: int) -> bool:
+        """Return whether the kernels of few tokens select a token's experts. See `ExpertsWeight.selects`."""
+        up, down = (
+            BlockFp8Tensor(self.gate_up_values, self.gate_up_scales).as_bytes(),
+            BlockFp8Tensor(self.down_values, self.down_scales).as_bytes(),
+        )
+        return up is not None and down is not None and can_select(hidden, norm, pairs, [up], down)
+
+    def add_outputs(
+        self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
+    ) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
         gate_up = BlockFp8Tensor(self.gate_up_values, self.gate_up_scales)
         down = BlockFp8Tensor(self.down_values, self.down_scales)

@@ -13,10 +13,11 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
 from meltcore.kernels.quant.ggml import BlockType, GgmlTensor, empty, pack
 from meltcore.kernels.quant.ggml_decode import ggml_embedding
+from meltcore.kernels.quant.ggml_expert_gemv import can_select
 from meltcore.kernels.quant.ggml_experts import add_ggml_experts, experts_scratch_values, ggml_expert_outputs
 from meltcore.kernels.quant.ggml_linear import ggml_linear
 from meltcore.kernels.quant.ggml_types import GgmlType
@@ -152,7 +153,14 @@ class GgmlExperts(nn.Module):
         """Compute the unweighted outputs of each token's experts. See `ExpertsWeight.outputs`."""
         return ggml_expert_outputs(hidden, routing, [part.tensor for part in self._parts], self.down_proj.tensor)
 
-    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def selects(self, hidden: torch.Tensor, norm: Norm | None, pairs: int) -> bool:
+        """Return whether the kernels of few tokens select a token's experts. See `ExpertsWeight.selects`."""
+        parts = [part.tensor for part in self._parts]
+        return can_select(hidden, norm, pairs, parts, self.down_proj.tensor)
+
+    def add_outputs(
+        self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
+    ) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
         parts = [part.tensor for part in self._parts]
         return add_ggml_experts(residual, hidden, routing, parts, self.down_proj.tensor)

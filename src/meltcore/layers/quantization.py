@@ -16,7 +16,7 @@ from meltcore.common.errors import ShardError
 from meltcore.kernels.embedding import sharded_embedding
 from meltcore.kernels.gemm.linear import linear
 from meltcore.kernels.moe.experts import add_experts, expert_outputs
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.moe.routing import RouterLogits, Routing
 from meltcore.kernels.norm import Norm
 from meltcore.layers.weight_loader import (
     MatrixPart,
@@ -84,7 +84,12 @@ class ExpertsWeight(Protocol):
         [tokens, hidden_size] -> [tokens * top_k, hidden_size].
         """
 
-    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def selects(self, hidden: torch.Tensor, norm: Norm | None, pairs: int, /) -> bool:
+        """Return whether `add_outputs` normalizes `hidden` and selects its experts itself, by `RouterLogits`."""
+
+    def add_outputs(
+        self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
+    ) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:
@@ -180,8 +185,15 @@ class DenseExperts(nn.Module):
         """
         return expert_outputs(hidden, routing, self.gate_up_proj, self.down_proj)
 
-    def add_outputs(self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def selects(self, *_: object) -> bool:
+        """Return False: these kernels are given the experts."""
+        return False
+
+    def add_outputs(
+        self, residual: torch.Tensor | None, hidden: torch.Tensor, routing: Routing | RouterLogits
+    ) -> torch.Tensor:
         """Add the weighted sum of each token's expert outputs to `residual` in place; without it return the sum."""
+        assert isinstance(routing, Routing), "see selects"
         return add_experts(residual, hidden, routing, self.gate_up_proj, self.down_proj)
 
     def gate_tensors(self, expert: int) -> dict[str, WeightLoader]:

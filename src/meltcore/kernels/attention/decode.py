@@ -38,13 +38,15 @@ from meltcore.kernels.launch import pdl_launch_dependents, pdl_options, pdl_wait
 _PROGRAM_BYTES = {3: 72 * 2**10, 4: 104 * 2**10}
 # KV splits of a sequence. More would take longer to combine than they save.
 _MAX_SPLITS = 64
+# So few pairs of a sequence and a key head leave most SMs idle: combining their splits takes as long as attending.
+_FEW_PAIRS_WARPS, _FEW_PAIRS_STAGES, _FEW_PAIRS_COMBINED = 8, 2, 32
 
 
 class DecodeLaunch(NamedTuple):
     """Launch parameters of a decode step, which say how its work is divided. See `decode_launch`.
 
-    A sequence has at most `splits` KV splits, a power of two. With `prefetch` a split starts, and loads its first
-    blocks, before the previous kernel has ended.
+    A sequence has at most `splits` KV splits, a power of two, of which `combined` are combined at a time. With
+    `prefetch` a split starts, and loads its first blocks, before the previous kernel has ended.
     """
 
     splits: int
@@ -53,6 +55,7 @@ class DecodeLaunch(NamedTuple):
     warps: int
     stages: int
     prefetch: bool
+    combined: int = 8
 
 
 def decode_attention(
@@ -129,9 +132,23 @@ def decode_launch(
     % of read bandwidth, 89 % in two splits each; H200, 2026-11-21), except very long ones among them, which would delay
     the rest: a second program per sequence costs next to nothing where it finds no split. With heads of 256 it does:
     206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
+
+    A sequence of 4 key heads, or 2 of 256 dims, has 8 warps, which combine most of its splits at once: 2.3 us less for
+    a layer of Qwen3-30B-A3B, and 5 for a layer of Qwen3.5-35B-A3B, of 1,166 tokens (2026-11-29).
     """
     num_pairs = sequences * kv_heads
     prefetch = num_pairs < sms
+    few_pairs_splits = 32 if head_dim <= 128 else _MAX_SPLITS
+    if num_pairs * few_pairs_splits <= sms and element_bytes > 1:
+        return DecodeLaunch(
+            splits=1 << (min(few_pairs_splits, max_pages).bit_length() - 1),
+            split_pages=1,
+            block_keys=block_keys(head_dim, element_bytes),
+            warps=_FEW_PAIRS_WARPS,
+            stages=_FEW_PAIRS_STAGES,
+            prefetch=prefetch,
+            combined=_FEW_PAIRS_COMBINED,
+        )
     if prefetch:
         split_pages = 1
         stages, launch_max_splits = _splits_for_small_batch(num_pairs, sms, shared_bytes)
@@ -203,6 +220,7 @@ def _decode_split_kv(
         BLOCK_KEYS=launch.block_keys,
         SPLIT=splits > 1,
         PREFETCH=launch.prefetch,
+        COMBINED=launch.combined,
         num_warps=launch.warps,
         num_stages=launch.stages,
         **pdl_options(qkv.device, launch.prefetch),
@@ -239,6 +257,7 @@ def _decode_kernel(
     BLOCK_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
     PREFETCH: tl.constexpr,
+    COMBINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Each program computes one KV split of one sequence and key head, whose query heads are the rows of a tile."""
@@ -314,5 +333,5 @@ def _decode_kernel(
         first_row = pair * GROUP * max_splits
         finish_split(
             *(out, partial, lse, arrivals, acc, l_i, m_i, pair, split, splits, first_row, max_splits, 1),
-            *(ROWS, GROUP, HEAD_DIM, 8),
+            *(ROWS, GROUP, HEAD_DIM, COMBINED),
         )

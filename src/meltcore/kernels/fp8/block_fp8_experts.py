@@ -16,8 +16,9 @@ from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
-from meltcore.kernels.moe.routing import Routing, sort_by_expert
+from meltcore.kernels.moe.routing import RouterLogits, Routing, sort_by_expert
 from meltcore.kernels.quant import ggml_expert_gemv
+from meltcore.kernels.quant.ggml_experts import add_ggml_experts
 
 MIN_CAPABILITY = FP8_CAPABILITY  # of this file's kernels
 _MAX_STAGES = 4
@@ -160,29 +161,19 @@ def block_fp8_grouped_gemm(
 def add_block_fp8_experts(
     residual: torch.Tensor | None,
     hidden: torch.Tensor,
-    routing: Routing,
+    routing: Routing | RouterLogits,
     gate_up: BlockFp8Tensor,
     down: BlockFp8Tensor,
 ) -> torch.Tensor:
     """Add each token's weighted sum of `block_fp8_expert_outputs` to `residual` in place and return it.
 
     Without a residual the sum alone is returned. A single token has the kernels of block-quantized weights, which
-    quantize its inputs to the same values.
+    quantize its inputs to the same values. routing: logits where `ggml_expert_gemv.can_select` allows them.
     """
-    if len(hidden) == 1 and use_triton(hidden):
-        up_bytes, down_bytes = gate_up.as_bytes(), down.as_bytes()
-        pairs = routing.topk_ids.numel()
-        if (
-            up_bytes
-            and down_bytes
-            and ggml_expert_gemv.supports(hidden, pairs, (up_bytes, down_bytes))
-            and ggml_expert_gemv.can_sum(down_bytes)
-        ):
-            activated = hidden.new_empty(pairs, down.values.shape[2])
-            ggml_expert_gemv.ggml_expert_gemv(
-                hidden, up_bytes, activated, topk_ids=routing.topk_ids, from_tokens=True, gated=True
-            )
-            return ggml_expert_gemv.ggml_expert_sum(residual, activated, down_bytes, routing)
+    up_bytes, down_bytes = gate_up.as_bytes(), down.as_bytes()
+    if up_bytes and down_bytes and ggml_expert_gemv.can_sum(hidden, routing.pairs, [up_bytes], down_bytes):
+        return add_ggml_experts(residual, hidden, routing, [up_bytes], down_bytes)
+    assert isinstance(routing, Routing), "the caller asks can_select"
     return combine(block_fp8_expert_outputs(hidden, routing, gate_up, down), routing.topk_weights, residual)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from meltcore.kernels.jit import tl, triton
 from meltcore.kernels.launch import pdl_options, pdl_sync, use_triton
+from meltcore.kernels.norm import Norm
 
 _MASKED_KEY = tl.constexpr(-(2**63)) if tl else None  # below the keys of all experts that can still be selected
 
@@ -24,6 +25,30 @@ class Routing(NamedTuple):
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return self.topk_ids.numel()
+
+
+class RouterLogits(NamedTuple):
+    """The logits of one token, for kernels that select its experts themselves, as `select_experts` does.
+
+    values: [1, experts + shared_expert], contiguous, of a 16-bit type; norm: what the kernels apply to the token first,
+    None if it is normalized.
+    """
+
+    values: torch.Tensor
+    norm: Norm | None
+    top_k: int
+    norm_topk_prob: bool
+    shared_expert: bool
+
+    @property
+    def pairs(self) -> int:
+        """Number of the token's experts."""
+        return self.top_k + self.shared_expert
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

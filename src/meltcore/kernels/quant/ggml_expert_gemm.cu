@@ -115,21 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       else
         multiply<FORMAT, TOKEN_TILES>(acc, raw, tokens, k - step * CHUNK, t);
     }
-#pragma unroll
-    for (int each = 0; each < TOKEN_TILES; each++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int slot = 8 * each + 2 * t + j;
-        if (slot >= valid) continue;
-        u16* out = output + (i64)pair_ids[tile * TILE_PAIRS + slot] * output_stride;
-#pragma unroll
-        for (int which = 0; which < 2; which++) {
-          const int column = gated ? row_tile * 8 + g : row_tile * 16 + which * 8 + g;
-          if (column >= outputs || (gated && which)) continue;
-          float value = acc[each][2 * which + j];
-          if (gated) value = value / (1.0f + __expf(-value)) * acc[each][2 + j];
-          out[column] = from_float(value);
-        }
-      }
+    store_pairs(acc, output, [&](int slot) { return pair_ids[tile * TILE_PAIRS + slot]; }, valid, row_tile, outputs,
+                output_stride, gated, g, t);
   }
 }

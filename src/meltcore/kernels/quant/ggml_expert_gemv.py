@@ -1,6 +1,7 @@
 """Multiplies few tokens by the block-quantized weights of their experts, in CUDA C++ (ggml_expert_gemv.cu).
 
 It takes two launches: gate and up, then down, which for a single token also computes the weighted sum over its experts.
+Both can normalize a single token and select its experts by the router's logits, which saves the launches of that.
 The grouped GEMM (ggml_expert_gemm.py) needs an alignment before, and reads the rows of an expert by too few blocks to
 keep the memory busy. It takes 20 and 9 us for one token of Qwen3-30B-A3B in Q8_0 on an H200, whose bytes take 6 and 3.
 """
@@ -13,13 +14,15 @@ from pathlib import Path
 import torch
 
 from meltcore.kernels.capability import capability, shared_memory_bytes, sm_count
-from meltcore.kernels.launch import pdl_options
-from meltcore.kernels.moe.routing import Routing
+from meltcore.kernels.launch import pdl_options, use_triton
+from meltcore.kernels.moe.routing import RouterLogits, Routing
+from meltcore.kernels.norm import Norm
 from meltcore.kernels.nvrtc import CudaKernel
 from meltcore.kernels.quant.ggml import BlockType, Fp8Type, GgmlTensor
 from meltcore.kernels.quant.ggml_skinny_gemm import (
     GATED,
     MAX_WEIGHT_BYTES,
+    NORMALIZED,
     RESIDUAL,
     THREADS,
     SkinnyConfig,
@@ -32,6 +35,9 @@ from meltcore.kernels.quant.ggml_skinny_gemm import (
 MAX_TOKENS = 8  # 16 tokens take 125 us, and 122 in the grouped GEMM with its alignment (docs/decisions)
 MAX_PAIRS = THREADS  # a thread of a block has a pair
 _TILE_PAIRS, _SLOTS, _MAX_STAGED_TOKENS = 8, 8, 4
+_WARP = 32  # a lane has an expert that was selected, and the logits of up to 16 experts
+_MAX_SELECTABLE = 16 * _WARP
+_NORM_TOPK_PROB, _SHARED_EXPERT = 16, 32  # flags of a launch, beside those of the skinny GEMM
 
 _FILES = "ggml_bits", "ggml_tile", "ggml_expert_gemv"
 _PATHS = [Path(__file__).with_name(f"{name}.cu") for name in _FILES]
@@ -52,6 +58,30 @@ def supports(hidden: torch.Tensor, pairs: int, weights: Sequence[GgmlTensor]) ->
         and hidden.is_contiguous()
         and all(is_decoded(weight.type) for weight in weights)
         and all(array.nbytes < MAX_WEIGHT_BYTES for weight in weights for array in weight.arrays)
+    )
+
+
+def can_sum(hidden: torch.Tensor, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> bool:
+    """Return whether both kernels support a token's experts, `ggml_expert_sum` for down [experts, rows, K]."""
+    return (
+        len(hidden) == 1
+        and use_triton(hidden)
+        and supports(hidden, pairs, (*gate_up, down))
+        and sum_config(down.columns, down.type, shared_memory_bytes(hidden.device)) is not None
+    )
+
+
+def can_select(
+    hidden: torch.Tensor, norm: Norm | None, pairs: int, gate_up: Sequence[GgmlTensor], down: GgmlTensor
+) -> bool:
+    """Return whether both kernels can normalize a token, which they stage, and select its experts by `RouterLogits`."""
+    limit = shared_memory_bytes(hidden.device)
+    return (
+        can_sum(hidden, pairs, gate_up, down)
+        and (norm is None or norm.weight.dtype == hidden.dtype)
+        and len(down.values) <= _MAX_SELECTABLE
+        and pairs <= _WARP
+        and all(select_config(1, each.columns, each.type, limit, from_tokens=True).staged_values for each in gate_up)
     )
 
 
@@ -94,11 +124,6 @@ def sum_config(columns: int, block_type: BlockType, limit: int) -> SkinnyConfig 
     return next((config for config in staging if _fits(config, block_type, limit)), None)
 
 
-def can_sum(weight: GgmlTensor) -> bool:
-    """Return whether `ggml_expert_sum` has a configuration for a weight [experts, rows, K]."""
-    return sum_config(weight.columns, weight.type, shared_memory_bytes(weight.values.device)) is not None
-
-
 def _fits(config: SkinnyConfig, block_type: BlockType, limit: int) -> bool:
     return config.blocks_per_sm * (config.shared_bytes(block_type) + static_bytes(config)) <= limit
 
@@ -114,32 +139,36 @@ def ggml_expert_gemv(
     weight: GgmlTensor,
     output: torch.Tensor,
     *,
-    topk_ids: torch.Tensor,
+    routing: Routing | RouterLogits,
     from_tokens: bool,
     gated: bool = False,
     config: SkinnyConfig | None = None,
 ) -> None:
     """Multiply each pair by its expert's weight [experts, rows, K] and write the result to `output`, [pairs, N].
 
-    The other arguments are explained at `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, the kernel
-    that computed them must be this one or one after it: weights are read before it has ended.
+    The routing holds logits for a single token that `can_select` allows. The other arguments are explained at
+    `ggml_grouped_gemm`. Weights are not rounded. If inputs are pairs, the kernel that computed them must be this one or
+    one after it: weights are read before it has ended.
     """
-    (tokens, top_k), rows, device = topk_ids.shape, weight.values.shape[1], output.device
+    tokens, rows, device = len(routing[0]), weight.values.shape[1], output.device
+    pairs, norm = routing.pairs, routing.norm if isinstance(routing, RouterLogits) else None
+    experts, flags = _selection(routing, weight)
     limit = shared_memory_bytes(device)
     config = config or select_config(tokens, weight.columns, weight.type, limit, from_tokens=from_tokens)
     assert config.staged_values or not isinstance(weight.type, Fp8Type), (
         "tokens in FP8 are quantized as they are staged"
     )
     outputs = rows // 2 if gated else rows
-    items = min(topk_ids.numel(), tokens * len(weight.values)) * -(-rows // config.block_rows)
+    items = min(pairs, tokens * len(weight.values)) * -(-rows // config.block_rows)
     pdl = pdl_options(device)["PDL"]
     KERNEL.launch(
         (min(items, sm_count(device) * config.blocks_per_sm),),
         config.threads,
-        _macros(config, weight, inputs, pdl, is_sum=False, is_early=not from_tokens),
+        _macros(config, weight, inputs, pdl, experts, is_sum=False, is_early=not from_tokens),
         [
-            *(inputs, *weight.arrays, output, topk_ids, topk_ids.numel(), outputs, weight.columns, output.stride(0)),
-            *(top_k if from_tokens else 1, GATED * gated),
+            *(inputs, *weight.arrays, output, routing[0], *(norm or (inputs, 0.0)), experts, pairs),
+            *(outputs, weight.columns, output.stride(0), pairs // tokens if from_tokens else 1),
+            GATED * gated | NORMALIZED * (norm is not None) | flags,
         ],
         device,
         shared_bytes=config.shared_bytes(weight.type),
@@ -151,7 +180,7 @@ def ggml_expert_sum(
     residual: torch.Tensor | None,
     activated: torch.Tensor,
     weight: GgmlTensor,
-    routing: Routing,
+    routing: Routing | RouterLogits,
     config: SkinnyConfig | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of one token's expert outputs, [1, rows]. Adds it to `residual` if that is given.
@@ -163,14 +192,16 @@ def ggml_expert_sum(
     output = activated.new_empty(1, rows) if residual is None else residual
     config = config or sum_config(k, weight.type, shared_memory_bytes(device))
     assert config is not None, "the caller asks can_sum"
+    experts, flags = _selection(routing, weight)
+    weights = routing.topk_weights if isinstance(routing, Routing) else activated  # unused
     pdl = pdl_options(device)["PDL"]
     SUM_KERNEL.launch(
         (min(-(-rows // 16), sm_count(device) * config.blocks_per_sm),),
         config.threads,
-        _macros(config, weight, activated, pdl, is_sum=True, is_early=True),
+        _macros(config, weight, activated, pdl, experts, is_sum=True, is_early=True),
         [
-            *(activated, *weight.arrays, output, routing.topk_ids, routing.topk_weights),
-            *(top_k, rows, k, RESIDUAL * (residual is not None)),
+            *(activated, *weight.arrays, output, routing[0], weights),
+            *(experts, top_k, rows, k, RESIDUAL * (residual is not None) | flags),
         ],
         device,
         shared_bytes=config.shared_bytes(weight.type),
@@ -179,8 +210,23 @@ def ggml_expert_sum(
     return output
 
 
+def _selection(routing: Routing | RouterLogits, weight: GgmlTensor) -> tuple[int, int]:
+    """Return the number of experts that a kernel selects from, and its flags. Both are 0 if they are selected."""
+    if isinstance(routing, Routing):
+        return 0, 0
+    flags = _NORM_TOPK_PROB * routing.norm_topk_prob | _SHARED_EXPERT * routing.shared_expert
+    return len(weight.values) - routing.shared_expert, flags
+
+
 def _macros(
-    config: SkinnyConfig, weight: GgmlTensor, inputs: torch.Tensor, pdl: bool, *, is_sum: bool, is_early: bool
+    config: SkinnyConfig,
+    weight: GgmlTensor,
+    inputs: torch.Tensor,
+    pdl: bool,
+    experts: int,
+    *,
+    is_sum: bool,
+    is_early: bool,
 ) -> tuple[tuple[str, int], ...]:
     macros = config.macros(weight.type, weight.columns, inputs.dtype, pdl)
-    return (*macros, ("SUM", int(is_sum)), ("EARLY", int(is_early)))
+    return (*macros, ("SUM", int(is_sum)), ("EARLY", int(is_early)), ("LOGITS", -(-experts // _WARP)))

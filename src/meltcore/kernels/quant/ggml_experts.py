@@ -22,7 +22,7 @@ from meltcore.kernels.moe.align import moe_align_block_size
 from meltcore.kernels.moe.combine import combine
 from meltcore.kernels.moe.grouped_gemm import INDIRECT_TOKENS, Dispatch, default_config, pairs_of_program
 from meltcore.kernels.moe.grouped_gemm_tma import WeightSlice, expert_outputs_of_slices, supports_shape
-from meltcore.kernels.moe.routing import Routing, sort_by_expert
+from meltcore.kernels.moe.routing import RouterLogits, Routing, sort_by_expert
 from meltcore.kernels.quant import ggml_expert_gemm, ggml_expert_gemv
 from meltcore.kernels.quant.ggml import GgmlTensor, dequantize_reference
 from meltcore.kernels.quant.ggml_decode import block_k, dequantize
@@ -189,19 +189,20 @@ def _select_and_multiply(
 def add_ggml_experts(
     residual: torch.Tensor | None,
     hidden: torch.Tensor,
-    routing: Routing,
+    routing: Routing | RouterLogits,
     gate_up: Sequence[GgmlTensor],
     down: GgmlTensor,
 ) -> torch.Tensor:
     """Add each token's weighted sum of `ggml_expert_outputs` to `residual` in place and return it.
 
-    Without a residual the sum alone is returned. For one token, the kernel of down computes the sum.
+    Without a residual the sum alone is returned. For one token, the kernel of down computes the sum. routing: logits
+    where `ggml_expert_gemv.can_select` allows them.
     """
-    pairs = routing.topk_ids.numel()
-    is_single = len(hidden) == 1 and use_triton(hidden)
-    if is_single and ggml_expert_gemv.supports(hidden, pairs, (*gate_up, down)) and ggml_expert_gemv.can_sum(down):
-        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, topk_ids=routing.topk_ids)
-        return ggml_expert_gemv.ggml_expert_sum(residual, _activate(hidden, pairs, gate_up, multiply), down, routing)
+    if ggml_expert_gemv.can_sum(hidden, routing.pairs, gate_up, down):
+        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, routing=routing)
+        activated = _activate(hidden, routing.pairs, gate_up, multiply)
+        return ggml_expert_gemv.ggml_expert_sum(residual, activated, down, routing)
+    assert isinstance(routing, Routing), "the caller asks can_select"
     return combine(ggml_expert_outputs(hidden, routing, gate_up, down), routing.topk_weights, residual)
 
 
@@ -225,7 +226,7 @@ def ggml_expert_outputs(
         return dequantized_expert_outputs(hidden, topk_ids, gate_up[0], down)
     multiply: Callable[..., None]
     if body == "gemv":
-        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, topk_ids=topk_ids)
+        multiply = partial(ggml_expert_gemv.ggml_expert_gemv, routing=routing)
     elif body == "cuda":
         config = ggml_expert_gemm.config_of(pairs, (*gate_up, down))
         alignment = moe_align_block_size(topk_ids, config.block_m, experts)

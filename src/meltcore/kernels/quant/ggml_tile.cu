@@ -614,3 +614,26 @@ __device__ __forceinline__ void multiply(Sums& acc, const Raw<KIND> (&raw)[2],
     }
   }
 }
+
+// Stores the sums of a tile of (token, expert) pairs. pair_of: the row of `output` that a slot of the tile has. gated: the
+// result is silu(gate) * up, and rows g and g + 8 of the tile are gate and up of one column.
+template <typename PairOf>
+__device__ __forceinline__ void store_pairs(const Sums& acc, u16* output, const PairOf& pair_of, int valid, int row_tile,
+                                            int outputs, int output_stride, bool gated, int g, int t) {
+#pragma unroll
+  for (int each = 0; each < TOKEN_TILES; each++)
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int slot = 8 * each + 2 * t + j;
+      if (slot >= valid) continue;
+      u16* out = output + (i64)pair_of(slot) * output_stride;
+#pragma unroll
+      for (int which = 0; which < 2; which++) {
+        const int column = gated ? row_tile * 8 + g : row_tile * 16 + which * 8 + g;
+        if (column >= outputs || (gated && which)) continue;
+        float value = acc[each][2 * which + j];
+        if (gated) value = value / (1.0f + __expf(-value)) * acc[each][2 + j];
+        out[column] = from_float(value);
+      }
+    }
+}
