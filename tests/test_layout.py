@@ -85,7 +85,7 @@ MOST = {
     "settings": 179,
     "forms of a chat request": 22,
     "forms of a model at start": 12,
-    "branches by mode": 2,
+    "branches by mode": 0,
     "server starters": 3,
     "HTTP clients": 2,
     "NVML readers": 1,

@@ -219,6 +219,27 @@ def test_restarted_api_server_serves_restarted_engines() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damaged", [None, "{"], ids=["missing", "cut short"])
+def test_restarted_api_server_that_cannot_read_a_model_serves_the_others(damaged: str | None) -> None:
+    with fleet({"first": {}, "second": {}}) as (server, folder):
+        wait_models(server, "first", "second")
+        file = folder / "first" / "config.json"
+        file.unlink() if damaged is None else file.write_text(damaged)
+        servers = server.api_server_pids()
+        for pid in servers:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: server.stderr.count("it serves the other models") == 2, "two API servers that have failed")
+        assert complete(server, "second").status == 200
+        refused = complete(server, "first")
+        assert refused.status == 503
+        assert "first could not be loaded by this API server process" in refused.error["message"]
+        assert str(file.parent) in refused.error["message"]
+        health = server.request("GET", "/health")
+        assert (health.status, health.json["status"]) == (200, "degraded")
+        server.check_no_leak()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loading", [False, True])
 def test_no_process_outlives_a_killed_supervisor(loading: bool) -> None:
     with fleet({"first": {}, "second": {"load_s": 60 if loading else 0}}) as (server, _):

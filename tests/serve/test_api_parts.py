@@ -367,7 +367,7 @@ def test_record_of_a_dead_server_is_removed(monkeypatch: pytest.MonkeyPatch, tmp
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     reused = DaemonRecord(os.getpid(), 1, 8000, "http://127.0.0.1:8000", "m", "log")  # our id, another start time
-    path = state_dir() / "8000.json"
+    path = state_dir() / "serve-8000.json"
     path.write_bytes(msgspec.json.encode(reused))
     assert running() == []
     assert not path.exists()

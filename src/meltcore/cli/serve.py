@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.cli.start_options import start_daemon
     from meltcore.common.options import from_options
     from meltcore.common.process import loading_modules
+    from meltcore.fleet.daemon import OneModel
     from meltcore.settings.config import EngineConfig
     from meltcore.settings.server_config import ModelConfig, ServerConfig
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         from meltcore.serve.tasks.generation.servable import check_servable
 
     check_servable(model)  # before a process starts, and before anything is printed
-    if (status := start_daemon(args, config)) is not None:
+    if (status := start_daemon(args, config, OneModel())) is not None:
         return status
     with loading_modules():
         from meltcore.fleet.supervisor import serve

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meltcore.fleet.plan.planned import FleetPlanner
+    from meltcore.fleet.daemon import OneModel, PlannedFleet
     from meltcore.measure.documents.schema import RunResult
     from meltcore.measure.experiments.compare.starts import OnStart, PlannedStart, StartOptions
     from meltcore.settings.server_config import ServerConfig
@@ -28,11 +28,10 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "FleetPlanner | None" = None) -> int | None:
-    """Start a server in the background where --daemon asks for it. Returns its exit status, or None without --daemon.
+def start_daemon(args: argparse.Namespace, config: "ServerConfig", source: "OneModel | PlannedFleet") -> int | None:
+    """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
 
-    `planner` has planned the fleet, and is None for a server of one model. Raises ConfigError for options that need
-    --daemon.
+    Raises ConfigError for options that need --daemon.
     """
     from meltcore.cli.signals import signals_as_ctrl_c
     from meltcore.common.errors import ConfigError
@@ -40,7 +39,7 @@ def start_daemon(args: argparse.Namespace, config: "ServerConfig", planner: "Fle
 
     if args.daemon:
         with signals_as_ctrl_c():  # or a half-started server would be left, in a session of its own
-            return start(config, log=args.log, limit_s=args.start_timeout, planner=planner)
+            return start(config, source, log=args.log, limit_s=args.start_timeout)
     if args.log is not None or args.start_timeout is not None:
         raise ConfigError("--log and --start-timeout are for a server in the background: add --daemon")
     return None

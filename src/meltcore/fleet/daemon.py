@@ -1,13 +1,13 @@
 """Servers that other commands find by port: those started with `serve --daemon` and all fleets.
 
-Each has a record (`PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or `~/.local/state/meltcore`.
+Each has a record (`COMMAND-PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or
+`~/.local/state/meltcore`.
 `python -m meltcore.fleet.daemon` is the server itself. What it serves comes as JSON on standard input, so that an API
 key never shows in the list of processes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import signal
@@ -17,11 +17,9 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, cast
 
 import msgspec
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from meltcore.fleet.supervisor import FleetOptions
 
 POLL_S = 0.1
-HEALTH_TIMEOUT_S = 5.0
 
 
 class DaemonRecord(msgspec.Struct, frozen=True):
@@ -50,8 +47,7 @@ class DaemonRecord(msgspec.Struct, frozen=True):
     url: str
     model: str
     log: str  # "": the terminal
-    fleet: str = ""  # the path of its fleet.yaml; "": it has none
-    admin: str = ""  # the path of the admin socket of one that has a fleet.yaml
+    admin: str = ""  # the path of its admin socket
 
     @property
     def alive(self) -> bool:
@@ -59,11 +55,42 @@ class DaemonRecord(msgspec.Struct, frozen=True):
         return start_ticks(self.pid) == self.start_ticks
 
 
+class OneModel(msgspec.Struct, frozen=True, tag="serve"):
+    """A server of one model, which nothing was planned for."""
+
+    command: ClassVar[str] = "serve"
+
+    def options(self, _log: Path) -> FleetOptions:
+        """Return how its server differs from others. Its log is kept whole."""
+        with loading_modules():
+            from meltcore.fleet.supervisor import SERVE
+        return SERVE
+
+
+class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
+    """A fleet, with what its planner plans from."""
+
+    planned: msgspec.Raw
+    command: ClassVar[str] = "up"
+
+    @classmethod
+    def of(cls, planner: FleetPlanner) -> Self:
+        """Return the fleet of a planner."""
+        return cls(msgspec.Raw(msgspec.json.encode(planner.planned_from)))
+
+    def options(self, log: Path) -> FleetOptions:
+        """Return how its server differs from others, whose output is in this file. Raises ConfigError."""
+        with loading_modules():
+            from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
+        planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannedFrom))
+        return dataclasses.replace(fleet_options(planner), server_log=log)
+
+
 class _Served(msgspec.Struct, frozen=True):
-    """What a server in the background is given on standard input. planned: of a fleet, which has a plan."""
+    """What a server in the background is given on standard input."""
 
     config: ServerConfig
-    planned: msgspec.Raw = msgspec.Raw(b"null")
+    source: OneModel | PlannedFleet
 
 
 def state_dir() -> Path:
@@ -85,30 +112,28 @@ def _unusable(folder: Path, reason: str | None) -> str:
 
 def start(
     config: ServerConfig,
+    source: OneModel | PlannedFleet,
     *,
     log: Path | str | None = None,
     limit_s: float | None = None,
-    planner: FleetPlanner | None = None,
 ) -> int:
     """Start a server, wait until it is ready, print its address. It outlives this process.
 
-    `log`: file for the server's output; None creates one in the state folder. `planner`: that has planned it, for a
-    fleet. That is ready when each model is ready, has failed, or is pending, and the result is 1 where one has failed
-    or is pending. Raises ConfigError where the port is in use, or where the server is not ready within `limit_s` (None:
-    no limit); the message gives the cause. Ctrl-C stops a server that is still starting.
+    `log`: file for the server's output; None creates one in the state folder. The server is ready when each model is
+    ready, has failed, or is pending, and the result is 1 where one has failed or is pending. Raises ConfigError where
+    the port is in use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause.
+    Ctrl-C stops a server that is still starting.
     """
     for record in running():
         if record.port == config.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
-    kind = "serve" if planner is None else "up"
-    log = Path(log or state_dir() / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
+    log = Path(log or state_dir() / f"{source.command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     with _open_log(log) as output:
-        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log), *([] if planner is None else ["up"])]
+        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log)]
         process = start_process(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
     try:
         assert process.stdin is not None
-        planned = msgspec.Raw(msgspec.json.encode(None if planner is None else planner.planned_from))
-        process.stdin.write(msgspec.json.encode(_Served(config, planned)))
+        process.stdin.write(msgspec.json.encode(_Served(config, source)))
         process.stdin.close()
         record, rows = _wait_ready(process, log, limit_s)
     except BaseException:
@@ -133,10 +158,10 @@ def start(
     return 1 if failed or pending else 0
 
 
-def running() -> list[DaemonRecord]:
-    """Return the servers that are up, by port. Removes the records of servers that have exited."""
+def running(command: str = "*") -> list[DaemonRecord]:
+    """Return the servers that are up, by port: all, or those of one command. Removes the records of others."""
     records = []
-    for path in state_dir().glob("*.json"):
+    for path in state_dir().glob(f"{command}-*.json"):
         record = _read(path)
         if record is not None and record.alive:
             records.append(record)
@@ -174,7 +199,7 @@ def _open_log(path: Path) -> BinaryIO:
 def _wait_ready(
     process: subprocess.Popen[bytes], log: Path, limit_s: float | None
 ) -> tuple[DaemonRecord, list[dict[str, Any]]]:
-    """Return the server's record, and of a fleet the rows of `ps` that say that it has answered."""
+    """Return the server's record, and the rows of `ps` that say that it has answered."""
     record: DaemonRecord | None = None
     started_s = time.monotonic()
     while True:
@@ -184,16 +209,19 @@ def _wait_ready(
             raise ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
         if record is None:
             record = next((record for record in running() if record.pid == process.pid), None)
-        elif (rows := _answered_rows(record)) is not None:
+        elif _has_answered(rows := _rows(record)):
             return record, rows
         time.sleep(POLL_S)
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
+    """Return the rows of `ps`, none before it is answered."""
     from meltcore.fleet.admin.admin import call_admin
 
-    rows: list[dict[str, Any]] = call_admin(record.admin, "GET", "/ps")
-    return rows
+    with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
+        rows: list[dict[str, Any]] = call_admin(record.admin, "GET", "/ps")
+        return rows
+    return []
 
 
 def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -206,31 +234,11 @@ def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _has_answered(rows: list[dict[str, Any]]) -> bool:
-    """Return whether each model of a fleet serves, has failed, or is pending, which may take any time."""
+    """Return whether each model serves, has failed, or is pending, which may take any time."""
     pending = _pending(rows)
     return bool(rows) and all(
         row["status"] in ("ready", "sleeping", "failed") or row["model"] in pending for row in rows
     )
-
-
-def _answered_rows(record: DaemonRecord) -> list[dict[str, Any]] | None:
-    """Return the rows of a fleet that has answered, no rows for a ready server of one model, and None before."""
-    if record.fleet:
-        try:
-            rows = _rows(record)
-        except ConfigError:  # not up yet
-            return None
-        return rows if _has_answered(rows) else None
-    from meltcore.serve.upstream.http_connection import UpstreamError, ask, connect
-
-    parts = urlsplit(record.url)
-    opened = connect((parts.hostname or "", parts.port or 80), None, HEALTH_TIMEOUT_S)
-    request = f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
-    try:
-        answer = asyncio.run(ask(opened, request, HEALTH_TIMEOUT_S))
-    except UpstreamError:
-        return None  # not up yet, or just gone: the caller looks at the process
-    return [] if answer.status == HTTPStatus.OK else None
 
 
 def _last_line(log: Path) -> str:
@@ -265,7 +273,7 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
     def record(port: int, sockets: Path) -> None:
         ticks = start_ticks(os.getpid())
         assert ticks is not None
-        path = state_dir() / f"{port}.json"
+        path = state_dir() / f"{options.command}-{port}.json"
         own = map(options.model_title, config.models)
         written = DaemonRecord(
             pid=os.getpid(),
@@ -274,7 +282,6 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
             url=_connect_url(config.host, port),
             model=", ".join([*own, *config.upstream]),
             log=log,
-            fleet=options.file,
             admin=str(sockets / ADMIN_SOCKET),
         )
         unfinished = path.with_suffix(".tmp")
@@ -298,7 +305,6 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
 
     server, local = load_fleet(planner.path).server, cast(MakeLauncher, LocalLauncher)
     return FleetOptions(
-        file=str(planner.path),
         log_folder=state_dir(),
         planner=planner,
         launcher=planner.site.launched_by(local, lambda address: partial(RayLauncher, address, planner)),
@@ -309,7 +315,7 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
 
 def find_fleet(port: int | None) -> DaemonRecord:
     """Return the fleet on a port, by default the only one. Raises ConfigError when there is none, or several."""
-    fleets = [record for record in running() if record.fleet and port in (None, record.port)]
+    fleets = [record for record in running(PlannedFleet.command) if port in (None, record.port)]
     if not fleets:
         raise ConfigError("no fleet is running" + ("" if port is None else f" on port {port}"))
     if len(fleets) > 1:
@@ -319,21 +325,12 @@ def find_fleet(port: int | None) -> DaemonRecord:
 
 
 def main() -> int:
-    """Serve what is read as JSON from stdin. Arguments: the path of the log, and "up" for a fleet."""
+    """Serve what is read as JSON from stdin. Argument: the path of the log."""
     served = msgspec.json.decode(sys.stdin.buffer.read(), type=_Served)
-    is_fleet = len(sys.argv) > 2
     try:
-        with loading_modules():
-            from meltcore.fleet.supervisor import SERVE
-        if not is_fleet:
-            return serve_recorded(served.config, sys.argv[1], SERVE)
-        with loading_modules():
-            from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
-        planner = FleetPlanner.of(msgspec.json.decode(served.planned, type=PlannedFrom))
-        options = dataclasses.replace(fleet_options(planner), server_log=Path(sys.argv[1]))
-        return serve_recorded(served.config, sys.argv[1], options)
+        return serve_recorded(served.config, sys.argv[1], served.source.options(Path(sys.argv[1])))
     except MeltcoreError as error:
-        print(f"meltcore {'up' if is_fleet else 'serve'}: {error}", file=sys.stderr)
+        print(f"meltcore {served.source.command}: {error}", file=sys.stderr)
         return 2
 
 

@@ -15,10 +15,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 
@@ -36,6 +35,7 @@ from meltcore.fleet.plan.placement import (
     place_replicas,
     placed_gpus,
 )
+from meltcore.fleet.plan.planned import FleetPlanner, NoFile
 from meltcore.fleet.plan.running_fleet import Running, planned_places
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
@@ -63,9 +63,6 @@ from meltcore.settings.config import ModelStatus, PriorityClass
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.server_config import ModelConfig, ServerConfig
 
-if TYPE_CHECKING:
-    from meltcore.fleet.plan.planned import FleetPlanner
-
 DEAD_LINGER_S = 1.0  # the death of the last engine is reported to requests and at /health for this long
 SAME_SIGNAL_S = 0.25  # `timeout` and process managers signal a process and its group: one intention, two signals
 PROGRESS_S = 0.2
@@ -78,14 +75,11 @@ EXIT_FORCED = 130
 class FleetOptions:
     """What differs between the servers of `meltcore up`, whose values are the defaults, and `meltcore serve`."""
 
-    command: str = "meltcore up"  # as which it prints lines
-    file: str = ""  # the path of its fleet.yaml; "": it has none
+    command: str = "up"  # as which it prints lines
     model_title: Callable[[ModelConfig], str] = lambda model: model.names[0]  # in the list of servers
     policy: RestartPolicy = field(default_factory=RestartAfterPause)
-    keeps_api_servers: bool = True  # starts one again that dies before any model is open
     log_folder: Path | None = None  # with a folder of logs per port and a file per engine; None: our standard error
-    planner: FleetPlanner | None = None  # plans the changed fleet.yaml of a reload
-    admin: Callable[..., AbstractAsyncContextManager[Any]] = AdminServer  # answers commands such as `ps`
+    planner: FleetPlanner = NoFile()  # noqa: RUF009 - plans the changed fleet.yaml of a reload
     admin_port: int | None = None  # on 127.0.0.1; None: the admin socket alone
     server_log: Path | None = None  # the file that has our output, where we may empty it
     log_limit_bytes: int = LOG_LIMIT_BYTES  # of each of these files; one that has more begins anew
@@ -93,11 +87,9 @@ class FleetOptions:
 
 
 SERVE = FleetOptions(
-    command="meltcore serve",
+    command="serve",
     model_title=lambda model: model.engine.model,
     policy=NeverRestart(),
-    keeps_api_servers=False,
-    admin=lambda *_: nullcontext(),
 )
 
 
@@ -176,7 +168,8 @@ class Supervisor:
             config,
             stats,
             folder.path,
-            restart_early=options.keeps_api_servers,
+            policy=options.policy,
+            report=self._report,
             on_lost=self._on_worker_lost,
             on_unreadable=self._on_unreadable,
         )
@@ -229,7 +222,7 @@ class Supervisor:
         metrics = Metrics(self._stats, lambda: {model.name: model.stats for model in self.models.values()})
         operations = FleetOperations(self, self._options.planner)
         try:
-            async with self._options.admin(operations, metrics, self._folder.path, admin_listener):
+            async with AdminServer(operations, metrics, self._folder.path, admin_listener):
                 announce()
                 return await self._load_and_serve()
         finally:
@@ -433,7 +426,7 @@ class Supervisor:
             model.set_status(status, reason)
 
     def _report(self, text: str) -> None:
-        print_line(f"{self._options.command}: {text}", sys.stderr)
+        print_line(f"meltcore {self._options.command}: {text}", sys.stderr)
 
     def _on_unreadable(self, model: int, replica: int, reason: str) -> None:
         self.models[model].engines[replica].fail(reason)

@@ -48,7 +48,7 @@ from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import set_own_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
 from meltcore.serve.http.listener import raise_file_limit
-from meltcore.serve.requests.backend import ModelTable
+from meltcore.serve.requests.backend import SERVING, ModelTable
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
@@ -127,7 +127,8 @@ class APIServer:
         model = self._models[message.model]
         backend = model.backend
         if isinstance(message, StatusChanged):
-            backend.health.set(message.status, message.reason)
+            if not (model.failed and message.status in SERVING):
+                backend.health.set(message.status, message.reason)
             if isinstance(backend, HttpBackend):
                 backend.check_health()
         elif isinstance(message, EndRequests):
@@ -229,6 +230,7 @@ class APIServer:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:
             model.failed = True
+            backend.health.set("failed", f"{backend.names[0]} could not be loaded by this API server process: {error}")
             self._channel.send(ModelFailed(number, str(error)))
         return None
 

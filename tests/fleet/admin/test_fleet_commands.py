@@ -301,7 +301,7 @@ def test_reload_follows_the_file(fleet: Fleet, capsys: pytest.CaptureFixture[str
     assert main(["reload"]) == 0
     assert rows(capsys)["third"]["pid"] == after["third"]["pid"], "an unchanged model keeps its engine"
     assert fleet.complete("third") == 200
-    assert len(fleet.server.engine_pids()) == 3
+    wait_until(lambda: len(fleet.server.engine_pids()) == 3, "the engine of the fourth")
     fleet.write({"fourth": {}, "second": {"max_model_len": 256}, "third": {}}, **sections)
     assert main(["reload"]) == 0
     wait_until(lambda: {row["state"] for row in rows(capsys).values()} == {"ready"}, "the changed model")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
+from meltcore.common.process import start_ticks
 from meltcore.fleet import daemon
 from meltcore.fleet.admin.operations import FleetOperations
+from meltcore.fleet.plan.planned import NoFile
 
 
 def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,12 +29,31 @@ def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: p
         return SimpleNamespace(loading=loading, status="draining", reason="")
 
     async def restart() -> None:
-        operations = FleetOperations(supervisor, None)
+        operations = FleetOperations(supervisor, NoFile())
         monkeypatch.setattr(operations, "_replace", replace)
         await asyncio.wait_for(operations.restart("a"), WAIT_S)
 
     with pytest.raises(ConfigError, match="a was ended while it was loading"):
         asyncio.run(restart())
+
+
+def test_reload_without_a_fleet_yaml_says_what_to_do() -> None:
+    operations = FleetOperations(SimpleNamespace(read_running=None), NoFile())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"started without a fleet\.yaml: end it, and start it with other options"):
+        asyncio.run(operations.reload())
+
+
+def test_down_finds_fleets_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ticks = start_ticks(os.getpid())
+    assert ticks is not None
+    for command, port in (("serve", 8000), ("up", 8001)):
+        record = daemon.DaemonRecord(os.getpid(), ticks, port, f"http://127.0.0.1:{port}", "m", "")
+        (daemon.state_dir() / f"{command}-{port}.json").write_bytes(msgspec.json.encode(record))
+    assert [record.port for record in daemon.running()] == [8000, 8001]
+    assert daemon.find_fleet(None).port == 8001
+    with pytest.raises(ConfigError, match="no fleet is running on port 8000"):
+        daemon.find_fleet(8000)
 
 
 def test_down_of_a_fleet_that_has_just_ended_succeeds(

@@ -179,7 +179,7 @@ def test_fleet_in_the_background_is_up_with_a_model_that_is_pending(
 
     def start_scripted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         assert command[:3] == [sys.executable, "-m", "meltcore.fleet.daemon"]
-        return start([sys.executable, scripted_cluster.__file__, *command[3:]], **options)
+        return start([sys.executable, scripted_cluster.__file__, *command[3:], "background"], **options)
 
     monkeypatch.setattr(daemon, "start_process", start_scripted)
     # The plan sees room on b, and as the engine starts, another job has it.

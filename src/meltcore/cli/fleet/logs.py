@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the logs. Raises ConfigError without a log."""
-    from meltcore.fleet.daemon import find_fleet, running, state_dir
+    from meltcore.fleet.daemon import PlannedFleet, find_fleet, running, state_dir
     from meltcore.fleet.run.logs import find_logs, log_folder, print_logs
 
     port, server_log = args.port, ""
-    if port is None or any(record.fleet and record.port == port for record in running()):
+    if port is None or any(record.port == port for record in running(PlannedFleet.command)):
         record = find_fleet(port)
         port, server_log = record.port, record.log
     logs = find_logs(log_folder(state_dir(), port), server_log, args.model)

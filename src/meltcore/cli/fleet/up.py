@@ -47,13 +47,13 @@ def run(args: argparse.Namespace, **site: Any) -> int:
     with loading_modules():
         from meltcore.cli.start_options import start_daemon
         from meltcore.fleet.admin.operations import check_startable
-        from meltcore.fleet.daemon import fleet_options, serve_recorded
+        from meltcore.fleet.daemon import PlannedFleet, fleet_options, serve_recorded
         from meltcore.fleet.plan.planned import FleetPlanner, print_unplanned
 
     path = Path(args.file).absolute()
     planner = FleetPlanner(path, **site)
     config = planner.config(print_unplanned)
     check_startable(config)  # also where a process in the background makes them again: its errors are in a log
-    if (status := start_daemon(args, config, planner)) is not None:
+    if (status := start_daemon(args, config, PlannedFleet.of(planner))) is not None:
         return status
     return serve_recorded(config, "", fleet_options(planner))

@@ -90,8 +90,8 @@ class FleetModels(Protocol):
 class FleetOperations:
     """Changes a running fleet, one operation at a time."""
 
-    def __init__(self, supervisor: FleetModels, planner: FleetPlanner | None) -> None:
-        """`planner`: of the fleet.yaml; None: there is none."""
+    def __init__(self, supervisor: FleetModels, planner: FleetPlanner) -> None:
+        """`planner`: of the fleet.yaml."""
         self._supervisor = supervisor
         self._planner = planner
         self._lock = asyncio.Lock()
@@ -155,8 +155,7 @@ class FleetOperations:
         Raises ConfigError, in which case nothing has changed, for an invalid file and for settings of the server, which
         cannot change while it runs.
         """
-        if (planner := self._planner) is None:
-            raise ConfigError("this fleet was started without a file")
+        planner = self._planner
         async with self._lock:
             supervisor = self._supervisor
             running = await supervisor.read_running(await asyncio.to_thread(planner.checkpoints))

@@ -172,6 +172,17 @@ class FleetPlanner:
         return f"device: GPU {', '.join(map(str, pinned))} has not {size}"
 
 
+class NoFile(FleetPlanner):
+    """The planner of a server that no fleet.yaml has described."""
+
+    def __init__(self) -> None:
+        """Plan nothing."""
+
+    def checkpoints(self) -> list[str]:
+        """Raise ConfigError: there is no file to read again."""
+        raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
+
+
 def print_unplanned(line: str) -> None:
     """Print a line about a model that is not in the plan."""
     print(f"meltcore: {line}", file=sys.stderr, flush=True)

@@ -53,7 +53,13 @@ class StartingServer(Protocol):
 
 
 class RestartPolicy(ABC):
-    """Decides what the starts and the ends of engines mean to their model and to the server."""
+    """Decides what the starts and the ends of engines mean to their model and to the server.
+
+    max_early_deaths: how often in a row an API server process that was started again may end before it can serve; then
+    the server ends.
+    """
+
+    max_early_deaths: int
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
@@ -62,6 +68,13 @@ class RestartPolicy(ABC):
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Wait until the server ends with its engines. An event is set once its model has none and gets none."""
+
+    @abstractmethod
+    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+        """Return whether the server goes on with an API server process that has ended, or cannot read a model.
+
+        is_serving: whether any model can be served.
+        """
 
     @abstractmethod
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
@@ -116,6 +129,8 @@ class NeverRestart(RestartPolicy):
     All engines have to start: the first error ends the server, and is its message.
     """
 
+    max_early_deaths = 0
+
     async def start(self, server: StartingServer) -> bool:
         """Load all models before requests are answered."""
         return await server.start_together()
@@ -123,6 +138,10 @@ class NeverRestart(RestartPolicy):
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Wait until no model has an engine."""
         await asyncio.gather(*(ended.wait() for ended in models))
+
+    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+        """Return whether a model is served."""
+        return is_serving
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
         """Return the first error, with the replica's name."""
@@ -179,6 +198,7 @@ class RestartAfterPause(RestartPolicy):
     max_node_deaths: int = 3  # within `window_s` on a node of a cluster; then another node is tried
     window_s: float = 600.0
     probe_limit_s: float = 120.0  # for the answer to the readiness request
+    max_early_deaths: int = 3
 
     async def start(self, server: StartingServer) -> bool:
         """Begin to load each model."""
@@ -188,6 +208,10 @@ class RestartAfterPause(RestartPolicy):
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
         """Wait forever: a reload may add a model."""
         await asyncio.get_running_loop().create_future()
+
+    def keeps_api_servers(self, *, is_serving: bool) -> bool:
+        """Return True."""
+        return True
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
         """Return the first error where all replicas have failed: one is enough. Its report has named the engine."""

@@ -23,6 +23,7 @@ import msgspec
 from meltcore.common.errors import ConfigError
 from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.common.process import STDERR, describe_exit, start_async
+from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.protocol.channel import (
     AddForeign,
     AddModel,
@@ -54,7 +55,6 @@ _COMMAND = (sys.executable, "-m", "meltcore.serve.api_server_main")
 _ALLOCATOR = {"PYTHONMALLOC": "malloc"}
 _EXIT_LIMIT_S = 4.0  # from asking a worker to exit until it is killed; it closes its connections meanwhile
 _RETRY_S = 0.05
-_MAX_EARLY_DEATHS = 3  # in a row, of a worker of a fleet that has served before
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 4
 ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded
@@ -124,13 +124,14 @@ class WorkerPool:
         stats: ServerStats,
         directory: Path,
         *,
-        restart_early: bool = False,
+        policy: RestartPolicy,
+        report: Callable[[str], None],
         on_lost: Callable[[int, str, int], None],
         on_unreadable: Callable[[int, int, str], None],
     ) -> None:
         """Create the pool.
 
-        `restart_early`: whether a worker is restarted that dies before any model is open; else the server ends.
+        `policy`: says when a worker is restarted, and when the server ends. `report`: prints a line.
 
         `on_lost(worker_id, exit_reason, open_requests)`: called when a worker died. `on_unreadable(model, replica,
         reason)`: called when a worker could not decode a message of that engine.
@@ -144,7 +145,7 @@ class WorkerPool:
         self._watches: set[asyncio.Task[None]] = set()
         self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
         self._models: dict[int, _Model] = {}
-        self._restart_early = restart_early
+        self._policy, self._report = policy, report
         self._exiting = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -320,12 +321,18 @@ class WorkerPool:
         if not opened.done():
             opened.set_exception(ConfigError(message.message))
         elif _is_open(opened):  # the others have loaded it
-            self._fail(f"API server process {worker.worker_id}: {message.message}")
+            text = f"API server process {worker.worker_id}: {message.message}"
+            if not self._policy.keeps_api_servers(is_serving=False):
+                self._fail(text)
+                return
+            self._report(f"{text}; it serves the other models")
+            worker.opened.add(message.model)  # it refuses requests for this one
+            self._assign_pending()
 
     async def _watch(self, worker: APIServerWorker) -> None:
         """Wait for the end of a worker. It is restarted, unless it ended before it could serve.
 
-        In a fleet a restarted one may do that `_MAX_EARLY_DEATHS` times: one fault must not end all models.
+        In a fleet a restarted one may do that a few times: one fault must not end all models.
         """
         assert worker.process is not None
         exit_text = describe_exit(await worker.process.wait())
@@ -334,11 +341,11 @@ class WorkerPool:
         if self._exiting:
             return
         any_open = any(_is_open(model.opened) for model in self._models.values())
-        has_served = self._is_available(worker) and (any_open or self._restart_early)
+        has_served = self._is_available(worker) and self._policy.keeps_api_servers(is_serving=any_open)
         worker.started, worker.opened = False, set()
         if has_served:
             worker.has_served, worker.early_deaths = True, 0
-        elif self._restart_early and worker.has_served and worker.early_deaths < _MAX_EARLY_DEATHS:
+        elif worker.has_served and worker.early_deaths < self._policy.max_early_deaths:
             worker.early_deaths += 1
         else:
             self._fail(f"API server process {worker.worker_id} ended while starting ({exit_text})")
@@ -348,10 +355,11 @@ class WorkerPool:
             exit_text,
             sum(model.fail_process_requests(worker.worker_id) for model in self._stats.models),
         )
-        if self._restart_early or any(
+        is_serving = any(
             model.status is not None and model.status.status == "ready" and model.stats.live_replicas()
             for model in self._models.values()
-        ):
+        )
+        if self._policy.keeps_api_servers(is_serving=is_serving):
             await self._start(worker)
 
     def _fail(self, reason: str) -> None:
