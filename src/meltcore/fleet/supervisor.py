@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from meltcore.fleet.run.console import LoadingProgress, print_line, print_listen
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
 from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
+from meltcore.fleet.run.replica import ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
@@ -181,6 +182,7 @@ class Supervisor:
             cpu_engines=lambda node: sum(place == Place(node, ()) for place in self._places().values()),
             gpu_ranks=lambda node: gpu_ranks(self.config, node),
             on_moved=lambda: self.turns.update_devices(),
+            held_places=lambda: self._places(without=("pending", "failed")),
             sharing=config.sharing,
         )
         self._launcher = options.launcher(settings, self._report)
@@ -298,12 +300,16 @@ class Supervisor:
         """
         return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
 
-    def _places(self) -> dict[tuple[str, int], Place]:
-        """Return where engines with a budget are: as planned, or where the cluster has started them since."""
+    def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
+        """Return where engines with a budget are or will be: as planned, or where the cluster has started them since.
+
+        without: states of replicas whose place is free for others.
+        """
         places = planned_places(self.config)
         for model in self.models.values():
-            for replica in model.replicas if isinstance(model, ServedModel) else ():
-                if (key := (model.name, replica.index)) in places:
+            is_leaving = model.status == "draining"  # its successor is where the plan says
+            for replica in model.replicas if isinstance(model, ServedModel) and not is_leaving else ():
+                if places.pop(key := (model.name, replica.index), None) and replica.state not in without:
                     places[key] = Place(replica.placement.node, replica.placement.gpus)
         return places
 

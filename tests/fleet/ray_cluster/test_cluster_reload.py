@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted_cluster import Node, ScriptedCluster
+from scripted_cluster import ROOM_POLL_S, Node, ScriptedCluster
 from scripted_fleet import fleet, rows, states
 from waiting import wait_until
 
@@ -19,9 +19,12 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 10 * ROOM_POLL_S], ids=["at once", "late"])
 def test_reload_reads_the_cluster_anew_and_leaves_what_did_not_change(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pause_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Late: a pending engine is tried again in the gap between the end of a changed model and its new engine."""
+    monkeypatch.setenv("PAUSE_BEFORE_ADDING_S", str(pause_s))
     cluster = ScriptedCluster(tmp_path, b=Node("b", [40]))
     first = "  one: {LOAD, memory: 20GiB}\n"
     with fleet(tmp_path, cluster, first) as server:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import Placement, shared_engine
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
 from meltcore.fleet.run.replica import Replica
@@ -33,6 +34,7 @@ class LaunchSettings:
     cpu_engines: Callable[[str], int]  # that share the cores of a node
     gpu_ranks: Callable[[str], int]  # of all engines on GPUs of a node
     on_moved: Callable[[], None]  # an engine of a cluster has another place
+    held_places: Callable[[], dict[tuple[str, int], Place]]  # that a pending engine must leave free, by model, replica
     sharing: SharingSection  # of engines among each other
 
     def engine(self, placement: Placement) -> EngineConfig:
@@ -124,6 +126,10 @@ class RayLauncher(ClusterDriver, Launcher):
     ) -> None:
         super().__init__(address, planner, report)
         self._settings = settings
+
+    def places(self) -> dict[tuple[str, int], Place]:
+        """Return where engines run or are being started, and where others will be again, by model and replica."""
+        return super().places() | self._settings.held_places()
 
     def new_engine(
         self,
