@@ -29,7 +29,8 @@ from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import Asleep, Awake, Sleep
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ForeignConfig, ModelConfig, ResidencyConfig
+from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
+from meltcore.settings.server_config import ModelConfig, ResidencyConfig
 
 LIMITS = GenerationReady("CPU", "float32", "dummy", [], 0.0, 64, 8, 300, 64, 64, ["float32"], "float32", "none")
 ROWS = [(state, event) for state, events in LIFE.items() for event in events]
@@ -135,12 +136,13 @@ class Life:
             next_engine=itertools.count().__next__,
             launcher=SimpleNamespace(problem="", new_engine=lambda *call: self.new_process(call[3])),  # type: ignore[arg-type]
             policy=self.policy,
+            timeouts=TimeoutsSection(),
             log_folder=folder,
         )
         self.model: ServedModel | ForeignModel
         if foreign:
-            command = ForeignConfig(served_model_name=("far",), command="x {port}", sleepable=True, sleep_mode="vllm")
-            self.model = ForeignModel(0, command, self.stats, parts)
+            command = ModelSection(command="x {port}", residency="sleepable", sleep_mode="vllm")
+            self.model = ForeignModel(0, "far", command, self.stats, parts)
         else:
             engine = EngineConfig(model="near", device="cpu")
             near = ModelConfig(engine=engine, sleepable=True)
