@@ -47,7 +47,6 @@ class Cluster(Site, frozen=True, tag="cluster"):
     address: str = ""
 
     title = "the cluster"
-    in_turns = False  # Ray counts the memory of engines that sleep
 
     @classmethod
     def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = (), address: str = "") -> Self:
@@ -124,6 +123,16 @@ class Cluster(Site, frozen=True, tag="cluster"):
         return msgspec.structs.replace(
             found, before=tuple(before[node.name] for node in found.left_out if node.name in before)
         )
+
+    def taking_turns(self, _sleepable: tuple[str, ...]) -> tuple[str, ...]:
+        """Return which of these models leave their memory to others while they sleep: none, as Ray counts it."""
+        return ()
+
+    def why_no_turns(self, spec: FleetSpec) -> tuple[str, ...]:
+        """Return why sleepable models do not take turns, where the fleet has some."""
+        if any(model.residency == "sleepable" for model in spec.models.values()):
+            return ("on Ray, which counts the memory of engines that sleep, models do not take turns",)
+        return ()
 
     def check_numbers(self, spec: FleetSpec, kept: Collection[str]) -> None:
         """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""

@@ -6,7 +6,7 @@ Nothing is started and no weights are read: `engine_needs` says what each engine
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -76,17 +76,17 @@ def plan_fleet(
     contexts: ContextMemory = ASSUMED,
     host_bytes: int | Mapping[str, int] | None = None,
     gpu_nodes: Sequence[str] | None = None,
-    in_turns: bool = True,
+    in_turns: Callable[[tuple[str, ...]], tuple[str, ...]] = tuple,
     kept: Kept | None = None,
     lacking: Lacking | None = None,
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
 
     gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
-    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster, where models take no turns, as Ray counts
-    the memory of engines that sleep; kept: engines that stay there; lacking: nodes that are no place for a model, as
-    they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be
-    known, and for tensor parallelism over nodes.
+    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster. in_turns: returns those of the
+    sleepable models that take turns, by default all. kept: engines that stay there; lacking: nodes that are no place
+    for a model, as they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose
+    memory cannot be known, and for tensor parallelism over nodes.
     """
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
@@ -127,16 +127,16 @@ def _try(
     kept: Kept,
     lacking: Lacking,
     *,
-    in_turns: bool,
+    in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
-    """Return the plan with all models awake, else, in_turns, with sleepable ones asleep, None where neither fits.
+    """Return the plan with all models awake, else with those asleep that take turns, None where neither fits.
 
     known: needs of models, kept from one fleet to the next.
     """
     needs = fleet_needs(spec, known)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
     sleepable = tuple(name for name, model in spec.models.items() if model.residency == "sleepable")
-    for sleeping in dict.fromkeys(((), sleepable if in_turns else ())):
+    for sleeping in dict.fromkeys(((), in_turns(sleepable))):
         to_place, beside = keep(gpu_engines(spec, needs, sleeping, contexts, lacking), gpus, kept)
         if sleeping == sleepable:  # what runs there does so: only others may lack room
             beside = [gpu._replace(total_bytes=max(gpu.total_bytes, gpu.used_bytes)) for gpu in beside]

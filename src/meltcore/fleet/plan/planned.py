@@ -202,8 +202,8 @@ class FoundPlan(NamedTuple):
 
     spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
     the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
-    that run and stay as they are, by name. in_turns: sleepable models may share memory. left_out: which nodes of the
-    cluster are, and why; lacking: which cannot load a model that fits nowhere else, and why.
+    that run and stay as they are, by name. obstacles: why a cluster holds less, as texts: models that take no turns,
+    nodes that cannot load a model, and nodes that are left out.
     """
 
     spec: FleetSpec
@@ -214,9 +214,7 @@ class FoundPlan(NamedTuple):
     gpus: tuple[VisibleGpu, ...]
     gpu_bytes: list[int]
     kept: Mapping[str, ModelConfig]
-    in_turns: bool = True
-    left_out: str = ""
-    lacking: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
 
     @property
     def others_bytes(self) -> dict[int, int]:
@@ -261,7 +259,7 @@ def find_plan(
             contexts=contexts,
             host_bytes=site.host_bytes,
             gpu_nodes=site.gpu_nodes,
-            in_turns=site.in_turns,
+            in_turns=site.taking_turns,
             kept={(name, at): places.get((name, at)) for name in kept for at in range(kept[name].data_parallel_size)},
             lacking={name: frozenset(node.name for node in nodes) for name, nodes in lacking.items()},
         )
@@ -280,7 +278,8 @@ def find_plan(
         config = server_config(spec)
         stay = tuple(kept.get(model.names[0], model) for model in config.models)
         config = site.placed(dataclasses.replace(config, models=stay), plan, kept)
-    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, site.in_turns, left_out, lacking_texts)
+    obstacles = (*site.why_no_turns(known), *lacking_texts, *filter(None, [left_out]))
+    return FoundPlan(spec, known, plan, nearest, config, gpus, gpu_bytes, kept, obstacles)
 
 
 def _contexts(machine: Machine) -> ContextMemory:
@@ -446,11 +445,7 @@ def does_not_fit(found: FoundPlan, machine: Machine) -> str:
         advice = f"The nearest plan that fits{cut}: {'; '.join(nearest.changes)}"
         if nearest.other_changes:
             advice += f". Or, {other_changes_text(nearest.other_changes)}: {'; '.join(nearest.other_changes)}"
-    if not found.in_turns and any(model.residency == "sleepable" for model in spec.models.values()):
-        parts.append("on Ray, which counts the memory of engines that sleep, models do not take turns")
     if found.kept:
         advice = f"Models that did not change stay where they are ({', '.join(found.kept)}). {advice}"
-    parts += found.lacking
-    if found.left_out:
-        parts.append(found.left_out)
+    parts += found.obstacles
     return f"the fleet does not fit: {'; '.join(parts)}. {advice}"

@@ -33,7 +33,6 @@ class Site(msgspec.Struct, frozen=True):
     left_out: tuple[ClusterNode, ...] = ()
 
     title: ClassVar[str]  # in messages
-    in_turns: ClassVar[bool]  # whether models that sleep leave their memory to others
 
     @property
     def gpus(self) -> tuple[tuple[str, int], ...]:
@@ -71,7 +70,6 @@ class OneMachine(Site, frozen=True, tag="machine"):
     """This machine. Its memory counts as it was when the fleet was started."""
 
     title = "this machine"
-    in_turns = True
 
     @classmethod
     def of(cls, machine: Machine) -> Self:
@@ -100,6 +98,14 @@ class OneMachine(Site, frozen=True, tag="machine"):
     def now(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
         """Return the site as it was before its engines."""
         return self
+
+    def taking_turns(self, sleepable: tuple[str, ...]) -> tuple[str, ...]:
+        """Return which of these models leave their memory to others while they sleep: all."""
+        return sleepable
+
+    def why_no_turns(self, _spec: FleetSpec) -> tuple[str, ...]:
+        """Return no reason."""
+        return ()
 
     def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
         """Return: no GPU has gone since the start."""

@@ -242,11 +242,10 @@ class ForeignModel(SupervisedModel[ForeignServer]):
                 self.set_status("sleeping", f"{self.name} sleeps; requests wait until it is woken")
         elif not states or "ready" in states or "draining" in states:
             self.set_status("ready", "ready")
-        elif "loading" in states or "waiting" in states or "pausing" in states:
-            if reason:
-                self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
-        else:
+        elif set(states) == {"failed"}:
             self.set_status(*self._parts.policy.ended_status(f"the server of {self.name} has ended", reason))
+        elif reason:
+            self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
 
 
 def check_foreign(name: str, config: ModelSection) -> None:
