@@ -20,7 +20,7 @@ from meltcore.fleet.plan.planned import NoFile
 
 
 def test_restart_of_a_model_whose_loading_is_cancelled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SimpleNamespace(name="a", config=SimpleNamespace(names=("a",)), status="loading", limits=None)
+    model = SimpleNamespace(name="a", names=("a",), config=None, status="loading", limits=None)
     supervisor: Any = SimpleNamespace(models={0: model})
 
     async def replace(*_: object) -> Any:

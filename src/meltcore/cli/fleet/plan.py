@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--vram",
         action=ActOption,
-        const=lambda args: _show_plan(args, _plan_for_sizes),
+        const=partial(run, find=_plan_for_sizes),
         type=sizes,
         metavar="GIB,...",
         help="Memory of each GPU in GiB (default: the GPUs of this machine).",
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--ray",
         action=ActOption,
-        const=lambda args: _show_plan(args, _plan_for_cluster),
+        const=partial(run, find=_plan_for_cluster),
         type=not_empty,
         metavar="ADDRESS",
         help="Plan for a Ray cluster: auto, local or HOST:PORT.",
@@ -68,54 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Write the fleet with the changes of the nearest plan, without comments, as a new file. "
         "FLEET itself is replaced where FILE names it.",
     )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the plan for this machine; returns 0 where the file fits as it is, else 1."""
-    return _show_plan(args, _plan_for_machine)
-
-
-def _show_plan(
-    args: argparse.Namespace, find: "Callable[[argparse.Namespace, FleetSpec], tuple[FoundPlan, Machine]]"
-) -> int:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
-    from pathlib import Path
-
-    import msgspec
-    from rich.console import Console
-
-    from meltcore.fleet.plan.plan import describe_plan
-    from meltcore.fleet.plan.planned import does_not_fit
-    from meltcore.measure.report.nodes.fleet_plan import plan_page
-    from meltcore.measure.report.page.console import print_page
-    from meltcore.measure.report.page.html import write_page
-    from meltcore.settings.fleet_file import load_fleet
-
-    spec = load_fleet(args.fleet)
-    if args.write is not None:
-        _check_writable(args)
-    found, machine = find(args, spec)
-    shown = found.plan or found.nearest
-    reason = "" if shown else does_not_fit(found, machine)
-    document = describe_plan(
-        found.known,
-        shown,
-        source=args.fleet,
-        fits=found.plan is not None,
-        reason=reason[:1].upper() + reason[1:],
-        others_bytes=found.others_bytes,
-    )
-    page = plan_page(document)
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
-    else:
-        print_page(page, Console())
-    written = sys.stderr if args.json else sys.stdout
-    if args.html is not None:
-        print(f"written: {write_page(Path(args.html), page)}", file=written)
-    if args.write is not None:
-        print(_write_fleet(args, shown), file=written)
-    return 0 if found.plan is not None else 1
 
 
 def _plan_for_sizes(args: argparse.Namespace, spec: "FleetSpec") -> tuple["FoundPlan", "Machine"]:
@@ -180,6 +133,51 @@ def _plan_for_site(site: "Cluster | OneMachine", spec: "FleetSpec") -> tuple["Fo
             "name the memory of a GPU in GiB to plan for one, as --vram 141"
         )
     return find_plan(spec, site, print_unplanned), site.machine
+
+
+def run(
+    args: argparse.Namespace,
+    find: "Callable[[argparse.Namespace, FleetSpec], tuple[FoundPlan, Machine]]" = _plan_for_machine,
+) -> int:
+    """Print the plan, by default for this machine; returns 0 where the file fits as it is, else 1."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a plan downloads nothing: headers that are here, or published shapes
+    from pathlib import Path
+
+    import msgspec
+    from rich.console import Console
+
+    from meltcore.fleet.plan.plan import describe_plan
+    from meltcore.fleet.plan.planned import does_not_fit
+    from meltcore.measure.report.nodes.fleet_plan import plan_page
+    from meltcore.measure.report.page.console import print_page
+    from meltcore.measure.report.page.html import write_page
+    from meltcore.settings.fleet_file import load_fleet
+
+    spec = load_fleet(args.fleet)
+    if args.write is not None:
+        _check_writable(args)
+    found, machine = find(args, spec)
+    shown = found.plan or found.nearest
+    reason = "" if shown else does_not_fit(found, machine)
+    document = describe_plan(
+        found.known,
+        shown,
+        source=args.fleet,
+        fits=found.plan is not None,
+        reason=reason[:1].upper() + reason[1:],
+        others_bytes=found.others_bytes,
+    )
+    page = plan_page(document)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    else:
+        print_page(page, Console())
+    written = sys.stderr if args.json else sys.stdout
+    if args.html is not None:
+        print(f"written: {write_page(Path(args.html), page)}", file=written)
+    if args.write is not None:
+        print(_write_fleet(args, shown), file=written)
+    return 0 if found.plan is not None else 1
 
 
 def _check_writable(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 HELP = (
@@ -67,45 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", default="runs", metavar="DIR", help="Parent of the run folder (default: runs).")
     parser.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
-    add_ray_options(parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours", _run_on_nodes)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Certify this node."""
-    return _status(_certify, args)
-
-
-def _run_on_nodes(args: argparse.Namespace) -> int:
-    return _status(_certify_nodes, args)
-
-
-def _status(certify: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Return the exit status. Every failure is UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
-    import traceback
-
-    from pynvml import NVMLError
-
-    from meltcore.cli.output import OutputError
-    from meltcore.cli.signals import signals_as_ctrl_c
-    from meltcore.common.errors import MeltcoreError
-    from meltcore.common.gpus.driver import GpuLostError
-    from meltcore.measure.documents.verdicts import MEANINGS
-
-    try:
-        with signals_as_ctrl_c():
-            return certify(args)
-    except GpuLostError as error:
-        print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
-        return MEANINGS["FAIL"].exit_code
-    except (MeltcoreError, NVMLError) as error:
-        print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
-    except KeyboardInterrupt:  # with --ray, or before anything was measured
-        print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
-    except OutputError:
-        raise
-    except Exception:
-        traceback.print_exc()
-    return EXIT_UNKNOWN
+    add_ray_options(
+        parser, "600, 1800 and 5400 by tier; soak: 5400 and its hours", partial(run, certify=_certify_nodes)
+    )
 
 
 def _certify_nodes(args: argparse.Namespace) -> int:
@@ -165,3 +130,32 @@ def _certify(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(certificate), indent=2).decode())
     return certificate.exit_code
+
+
+def run(args: argparse.Namespace, certify: Callable[[argparse.Namespace], int] = _certify) -> int:
+    """Run the command. Every failure exits with UNKNOWN: a monitor would read status 1 as WARN, and 2 as FAIL."""
+    import traceback
+
+    from pynvml import NVMLError
+
+    from meltcore.cli.output import OutputError
+    from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.common.errors import MeltcoreError
+    from meltcore.common.gpus.driver import GpuLostError
+    from meltcore.measure.documents.verdicts import MEANINGS
+
+    try:
+        with signals_as_ctrl_c():
+            return certify(args)
+    except GpuLostError as error:
+        print(f"meltcore certify: FAIL: {error}", file=sys.stderr)
+        return MEANINGS["FAIL"].exit_code
+    except (MeltcoreError, NVMLError) as error:
+        print(f"meltcore certify: UNKNOWN: {error}", file=sys.stderr)
+    except KeyboardInterrupt:  # with --ray, or before anything was measured
+        print("meltcore certify: UNKNOWN: interrupted", file=sys.stderr)
+    except OutputError:
+        raise
+    except Exception:
+        traceback.print_exc()
+    return EXIT_UNKNOWN
