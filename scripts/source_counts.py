@@ -136,9 +136,10 @@ def settings() -> list[str]:
     seen = set(pending)
     while pending:
         path, name = pending.pop()
-        for field in _fields(classes[path][name]):
-            found.append(f"{name}.{ast.unparse(field.target)}")
-            types = {_last(each) for each in ast.walk(field.annotation)}
+        node = classes[path][name]
+        found += [f"{name}.{ast.unparse(field.target)}" for field in _fields(node)]
+        for part in [*node.bases, *(field.annotation for field in _fields(node))]:
+            types = {_last(each) for each in ast.walk(part)}
             reached = {(_origin(path, each), each) for each in types if each in classes[_origin(path, each)]} - seen
             pending += sorted(reached)
             seen |= reached

@@ -30,4 +30,4 @@ def test_ready_names_the_types_of_weights_and_cache(settings: dict[str, str], we
 
 def test_no_option_turns_on_speculative_decoding() -> None:
     """An engine that gains one must report its method instead of "none" (GenerationEngine.ready)."""
-    assert [name for name in EngineConfig.__dataclass_fields__ if "specul" in name or "draft" in name] == []
+    assert [name for name in EngineConfig.__struct_fields__ if "specul" in name or "draft" in name] == []

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from open_tickets import open_requests, start
 from server_harness import MODEL, RunningServer, chat_body, running, scripted_server
@@ -225,7 +226,7 @@ def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: 
     def threads(*models: ModelConfig) -> list[int]:
         config = ServerConfig(models=models)
         placements = [place_replicas(each)[0] for each in models]
-        with_sharing = [dataclasses.replace(each.engine, sharing=EngineSharing()) for each in placements]
+        with_sharing = [msgspec.structs.replace(each.engine, sharing=EngineSharing()) for each in placements]
         in_use = [each._replace(engine=engine) for each, engine in zip(placements, with_sharing, strict=True)]
         return [int(cpu_environment(config, each)["OMP_NUM_THREADS"]) for each in in_use]
 

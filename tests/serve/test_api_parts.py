@@ -351,7 +351,7 @@ def test_switches_of_vllm_are_read_and_stated(
 ) -> None:
     parser = argparse.ArgumentParser()
     serve_cli.add_arguments(parser)
-    config = from_options(EngineConfig, parser.parse_args(["m", *flags.split()]))
+    config = from_options(EngineConfig, parser.parse_args(["m", *flags.split()]), model="m")
     assert (config.enable_prefix_caching, config.async_scheduling) == (prefix_caching, async_scheduling)
     assert config.debug_options == stated
 

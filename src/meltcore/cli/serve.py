@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.settings.config import EngineConfig
     from meltcore.settings.server_config import ModelConfig, ServerConfig
 
-    model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args))
+    model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args, model=args.model))
     config = from_options(ServerConfig, args, models=(model,))
     with loading_modules():
         from meltcore.serve.tasks.generation.servable import check_servable

@@ -7,9 +7,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.engine.core.request import TokenMask
@@ -60,7 +62,7 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         if config.max_num_batched_tokens is None:
             tokens = default_batched_tokens(choose_device(config.device), is_offline=True)
-            config = replace(config, max_num_batched_tokens=tokens)
+            config = msgspec.structs.replace(config, max_num_batched_tokens=tokens)
         self.engine = GenerationEngine(config)
         self.engine.scheduler.long_prompt = self.engine.max_model_len  # offline, no prompt is paced
         checkpoint, hf_config = self.engine.checkpoint, self.engine.checkpoint.config

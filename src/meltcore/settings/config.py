@@ -1,14 +1,14 @@
-"""Defines the settings of an engine. `option` makes a field a flag of `serve`."""
+"""Defines the settings of an engine. `setting` makes a field a flag of `serve`, and a key of fleet.yaml too."""
 
 from argparse import BooleanOptionalAction
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.options import json_object, not_empty, number, option
-from meltcore.settings.field_types import FleetSection
+from meltcore.common.options import json_object, not_empty, number, setting
+from meltcore.settings.field_types import ContextTokens, FleetSection, Sequences, Text, Tokens
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -27,7 +27,6 @@ DebugSwitch = Literal[
     "uniform-routing",
 ]
 ENGINE_GROUP = "engine"
-_AT_LEAST_ONE = {"minimum": 1}
 
 
 class SharingSection(FleetSection, frozen=True, kw_only=True):
@@ -69,117 +68,157 @@ class EngineSharing(SharingSection, frozen=True, kw_only=True):
     marks: tuple[str, ...] = ()  # the file of step marks of each of its GPUs
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Holds the settings that an engine process needs to start.
+class EngineSettings(FleetSection, frozen=True, kw_only=True):
+    """Holds what fleet.yaml and the flags of `serve` alike say of a model's engines.
 
     A field that is None is decided from the checkpoint and the device, and printed.
     """
 
+    tokenizer: Annotated[
+        Text | None,
+        setting(
+            "Folder or hub id whose tokenizer and chat template replace the checkpoint's.",
+            group=ENGINE_GROUP,
+            type=not_empty,
+            metavar="PATH",
+        ),
+    ] = None
+    chat_template: Annotated[
+        Text | None,
+        setting(
+            "Jinja file with the chat template, instead of the checkpoint's.",
+            group=ENGINE_GROUP,
+            type=not_empty,
+            metavar="FILE",
+        ),
+    ] = None
+    special_tokens_in_messages: Annotated[
+        bool,
+        setting(
+            "Read special tokens in the text of messages, as vLLM and llama.cpp do.",
+            help="Read special tokens such as <|im_end|> in the text of messages, as vLLM and llama.cpp do "
+            "(default: as text).",
+            group=ENGINE_GROUP,
+        ),
+    ] = False
+    load_format: Annotated[
+        LoadFormat, setting("dummy: random weights of the configured shapes.", group=ENGINE_GROUP)
+    ] = "auto"
+    dtype: Annotated[
+        DType,
+        setting("Type of weights and activations (default: the checkpoint's; CPU: float32).", group=ENGINE_GROUP),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        setting(
+            "fp8: linear layers in e4m3, quantized while loading; a GPU needs compute capability 8.9.",
+            group=ENGINE_GROUP,
+        ),
+    ] = "none"
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        setting(
+            "fp8: keys and values in e4m3, twice as many tokens; a GPU needs compute capability 8.9.",
+            group=ENGINE_GROUP,
+        ),
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        Literal[1, 2, 4, 8],
+        setting(
+            "GPUs per replica; each holds a shard of the model.",
+            group=ENGINE_GROUP,
+            short="-tp",
+            metavar="N",
+            type=number(int),
+        ),
+    ] = 1
+    max_model_len: Annotated[
+        ContextTokens | None,
+        setting(
+            "Context length in tokens: prompt and output; of a translation model a sentence, and its translation "
+            "(default: the model's).",
+            help="Context length: prompt and output tokens (default: the model's); above it, see --hf-overrides.",
+            group=ENGINE_GROUP,
+            metavar="TOKENS",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        Sequences | None,
+        setting(
+            "Sequences, sentences or clips per step: the concurrency to plan for. An engine of another task than "
+            "generation has as many as its `memory` holds.",
+            help="Sequences per step (default: 1024; CPU: 256; fewer when recurrent states would take half of the "
+            "memory).",
+            group=ENGINE_GROUP,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        Tokens | None,
+        setting(
+            "Tokens per step.",
+            help="Tokens per step (default: 8192; offline from 32 GiB on: 16384; CPU, and GPUs below 16 GiB: 2048).",
+            group=ENGINE_GROUP,
+            metavar="TOKENS",
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool, setting("Launch every kernel by itself, without CUDA graphs.", group=ENGINE_GROUP)
+    ] = False
+    enable_prefix_caching: Annotated[
+        bool,
+        setting(
+            "Reuse the KV cache of equal prompt prefixes (default: on).",
+            group=ENGINE_GROUP,
+            action=BooleanOptionalAction,
+        ),
+    ] = True
+
+
+class EngineConfig(EngineSettings, frozen=True, kw_only=True):
+    """Holds the settings that an engine process needs to start. `memory_bytes` None takes what is free."""
+
     model: str  # local folder or hub id
-    tokenizer: str | None = option(
-        None,
-        "Folder or hub id whose tokenizer and chat template replace the checkpoint's.",
-        group=ENGINE_GROUP,
-        type=not_empty,
-        metavar="PATH",
-    )
-    chat_template: str | None = option(
-        None,
-        "Jinja file with the chat template, instead of the checkpoint's.",
-        group=ENGINE_GROUP,
-        type=not_empty,
-        metavar="FILE",
-    )
-    special_tokens_in_messages: bool = option(
-        False,
-        "Read special tokens such as <|im_end|> in the text of messages, as vLLM and llama.cpp do (default: as text).",
-        group=ENGINE_GROUP,
-    )
-    load_format: LoadFormat = option("auto", "dummy: random weights of the configured shapes.", group=ENGINE_GROUP)
-    dtype: DType = option(
-        "auto", "Type of weights and activations (default: the checkpoint's; CPU: float32).", group=ENGINE_GROUP
-    )
-    quantization: Quantization = option(
-        "none",
-        "fp8: linear layers in e4m3, quantized while loading; a GPU needs compute capability 8.9.",
-        group=ENGINE_GROUP,
-    )
-    kv_cache_dtype: KVCacheDType = option(
-        "auto",
-        "fp8: keys and values in e4m3, twice as many tokens; a GPU needs compute capability 8.9.",
-        group=ENGINE_GROUP,
-    )
-    device: str = option("auto", "auto, cpu, cuda or cuda:N.", group=ENGINE_GROUP)
-    tensor_parallel_size: int = option(
-        1,
-        "GPUs per replica; each holds a shard of the model.",
-        group=ENGINE_GROUP,
-        short="-tp",
-        choices=(1, 2, 4, 8),
-        metavar="N",
-        type=number(int),
-    )
+    device: Annotated[str, setting("auto, cpu, cuda or cuda:N.", group=ENGINE_GROUP)] = "auto"
     rank_timeout_s: float = 10.0  # with several ranks a step that takes longer is stuck
-    max_model_len: int | None = option(
-        None,
-        "Context length: prompt and output tokens (default: the model's); above it, see --hf-overrides.",
-        group=ENGINE_GROUP,
-        limits=_AT_LEAST_ONE,
-        metavar="TOKENS",
-    )
-    hf_overrides: dict[str, Any] = option(
-        {},
-        'rope_parameters instead of the checkpoint\'s, like \'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, '
-        '"original_max_position_embeddings": 32768}}\'.',
-        group=ENGINE_GROUP,
-        metavar="JSON",
-        type=json_object,
-    )
-    max_num_seqs: int | None = option(
-        None,
-        "Sequences per step (default: 1024; CPU: 256; fewer when recurrent states would take half of the memory).",
-        group=ENGINE_GROUP,
-        limits=_AT_LEAST_ONE,
-    )
-    max_num_batched_tokens: int | None = option(
-        None,
-        "Tokens per step (default: 8192; offline from 32 GiB on: 16384; CPU, and GPUs below 16 GiB: 2048).",
-        group=ENGINE_GROUP,
-        limits=_AT_LEAST_ONE,
-        metavar="TOKENS",
-    )
-    memory_bytes: int | None = option(
-        None,
-        "Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; a GPU "
-        "enforces it (default: all that is free; CPU: what the context and --max-num-seqs need, and at most a quarter "
-        "of available memory beside the weights).",
-        group=ENGINE_GROUP,
-    )
-    enforce_eager: bool = option(False, "Launch every kernel by itself, without CUDA graphs.", group=ENGINE_GROUP)
-    enable_sleep_mode: bool = option(
-        False, "Let the idle engine give its memory back and take it again (one GPU, or a CPU).", group=ENGINE_GROUP
-    )
-    enable_prefix_caching: bool = option(
-        True,
-        "Reuse the KV cache of equal prompt prefixes (default: on).",
-        group=ENGINE_GROUP,
-        action=BooleanOptionalAction,
-    )
-    async_scheduling: bool | None = option(
-        None, "Schedule the next step while the device computes one (default: on; CPU: off).", group=ENGINE_GROUP
-    )
-    seed: int = option(
-        0,
-        "Seed of dummy weights and of requests without one.",
-        group=ENGINE_GROUP,
-        limits={"minimum": 0, "maximum": 2**63 - 1},
-    )
+    hf_overrides: Annotated[
+        dict[str, Any],
+        setting(
+            'rope_parameters instead of the checkpoint\'s, like \'{"rope_parameters": {"rope_type": "yarn", '
+            '"factor": 4.0, "original_max_position_embeddings": 32768}}\'.',
+            group=ENGINE_GROUP,
+            metavar="JSON",
+            type=json_object,
+        ),
+    ] = msgspec.field(default_factory=dict)
+    memory_bytes: Annotated[
+        int | None,
+        setting(
+            "Memory of an engine on each GPU, or of the host on a CPU, like 40GiB: weights, caches and workspace; a "
+            "GPU enforces it (default: all that is free; CPU: what the context and --max-num-seqs need, and at most a "
+            "quarter of available memory beside the weights).",
+            group=ENGINE_GROUP,
+        ),
+    ] = None
+    enable_sleep_mode: Annotated[
+        bool,
+        setting("Let the idle engine give its memory back and take it again (one GPU, or a CPU).", group=ENGINE_GROUP),
+    ] = False
+    async_scheduling: Annotated[
+        bool | None,
+        setting("Schedule the next step while the device computes one (default: on; CPU: off).", group=ENGINE_GROUP),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)],
+        setting("Seed of dummy weights and of requests without one.", group=ENGINE_GROUP),
+    ] = 0
     sharing: EngineSharing | None = None  # None: the engine waits for no other
     node_ranks: int = 0  # of all engines on GPUs of this machine, which may start together; 0: the engine is alone
-    debug: tuple[DebugSwitch, ...] = option(
-        (), "Disables one optimization, or routes experts uniformly; can be given several times.", group=ENGINE_GROUP
-    )
+    debug: Annotated[
+        tuple[DebugSwitch, ...],
+        setting(
+            "Disables one optimization, or routes experts uniformly; can be given several times.", group=ENGINE_GROUP
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         valid_switches = get_args(DebugSwitch)

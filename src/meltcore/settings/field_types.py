@@ -51,6 +51,7 @@ Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra=
 # Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
 Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]
+ContextTokens: TypeAlias = Annotated[int, Meta(ge=2, le=16_777_216)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16_777_216)]
 QueueUnits: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
 QueueRequests: TypeAlias = Annotated[int, Meta(ge=0, le=100_000_000)]

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from meltcore.common.tasks import DEFAULT, tasks
-from meltcore.settings.config import DType, KVCacheDType, LoadFormat, PriorityClass, Quantization, SharingSection
+from meltcore.settings.config import EngineSettings, PriorityClass, SharingSection
 from meltcore.settings.field_types import (
     AudioSeconds,
     Bytes,
@@ -29,11 +29,9 @@ from meltcore.settings.field_types import (
     QueueRequests,
     QueueUnits,
     Seconds,
-    Sequences,
     Share,
     TaskName,
     Text,
-    Tokens,
     Url,
     VariableName,
 )
@@ -101,7 +99,7 @@ class GpuSection(FleetSection, frozen=True, kw_only=True):
     ] = None
 
 
-class ModelSection(FleetSection, frozen=True, kw_only=True):
+class ModelSection(EngineSettings, frozen=True, kw_only=True):
     """One model: a checkpoint for an engine of Meltcore's own, or another server by `url` or `command`."""
 
     checkpoint: Annotated[
@@ -153,40 +151,9 @@ class ModelSection(FleetSection, frozen=True, kw_only=True):
         ),
     ] = DEFAULT.name
     aliases: Annotated[tuple[Name, ...], Meta(description="Further names in the API.")] = ()
-    tokenizer: Annotated[
-        Text | None, Meta(description="Folder or hub id whose tokenizer replaces the checkpoint's.")
-    ] = None
-    chat_template: Annotated[
-        Text | None, Meta(description="Jinja file with the chat template, instead of the checkpoint's.")
-    ] = None
-    special_tokens_in_messages: Annotated[
-        bool, Meta(description="Read special tokens in the text of messages, as vLLM and llama.cpp do.")
-    ] = False
-    load_format: Annotated[LoadFormat, Meta(description="dummy: random weights of the configured shapes.")] = "auto"
-    dtype: Annotated[DType, Meta(description="Type of weights and activations.")] = "auto"
-    quantization: Annotated[Quantization, Meta(description="fp8: linear layers are quantized while loading.")] = "none"
-    kv_cache_dtype: Annotated[KVCacheDType, Meta(description="fp8: keys and values in e4m3.")] = "auto"
-    max_model_len: Annotated[
-        Annotated[int, Meta(ge=2, le=16_777_216)] | None,
-        Meta(
-            description="Context length in tokens: prompt and output; of a translation model a sentence, and its "
-            "translation (default: the model's)."
-        ),
-    ] = None
-    max_num_seqs: Annotated[
-        Sequences | None,
-        Meta(
-            description="Sequences, sentences or clips per step: the concurrency to plan for. An engine of another "
-            "task than generation has as many as its `memory` holds."
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[Tokens | None, Meta(description="Tokens per step.")] = None
     memory: Annotated[
         Bytes | None, Meta(description="Bytes of each GPU, or of the host (default: what `meltcore plan` computes).")
     ] = None
-    enforce_eager: Annotated[bool, Meta(description="Launch every kernel by itself, without CUDA graphs.")] = False
-    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV cache of equal prompt prefixes.")] = True
-    tensor_parallel_size: Annotated[Literal[1, 2, 4, 8], Meta(description="GPUs per replica.")] = 1
     replicas: Annotated[int, Meta(ge=1, le=64, description="Engines with the same weights.")] = 1
     device: Annotated[
         Device, Meta(description="auto: where the plan puts it; cpu; or GPU numbers, tensor_parallel_size per replica.")

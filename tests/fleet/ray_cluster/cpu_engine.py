@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import sys
 
@@ -13,6 +12,6 @@ from meltcore.settings.config import EngineConfig
 
 if __name__ == "__main__":
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    on_cpu = dataclasses.replace(config, device="cpu")
+    on_cpu = msgspec.structs.replace(config, device="cpu")
     sys.stdin = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(on_cpu) + b"\n"))
     sys.exit(main())

@@ -205,7 +205,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
             for node in self.nodes:
                 if node.name in nodes:
                     _check_node(node, gpus)
-            engine = model.engine if path is None else dataclasses.replace(model.engine, model=path)
+            engine = model.engine if path is None else msgspec.structs.replace(model.engine, model=path)
             models.append(dataclasses.replace(model, engine=engine, replica_nodes=nodes, replica_gpus=gpus))
         return dataclasses.replace(config, models=tuple(models))
 

@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
-from meltcore.settings.config import EngineConfig
+from meltcore.settings.config import EngineConfig, EngineSettings
 from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection
 from meltcore.settings.server_config import KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
-
-_ENGINE_FIELDS = (
-    *("tokenizer", "chat_template", "special_tokens_in_messages"),
-    *("load_format", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"),
-    *("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
-)
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
@@ -107,7 +101,7 @@ def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
     return EngineConfig(
         model=checkpoint,
         device=device,
-        memory_bytes=None if model.memory is None else int(model.memory),
+        memory_bytes=model.memory,
         enable_sleep_mode=model.residency == "sleepable" and model.tensor_parallel_size == 1,
-        **{field: getattr(model, field) for field in _ENGINE_FIELDS if field not in planned_fields},
+        **{field: getattr(model, field) for field in EngineSettings.__struct_fields__ if field not in planned_fields},
     )

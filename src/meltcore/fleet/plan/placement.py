@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -62,7 +61,7 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
             f"{option} needs {replicas * gpus_per_replica} GPUs ({gpus_per_replica} each); {len(gpus)} are visible"
         )
     # By name: an engine left to choose would silently use the CPU when its GPU cannot be used.
-    on_gpus = dataclasses.replace(engine, device="cuda")
+    on_gpus = msgspec.structs.replace(engine, device="cuda")
     first_gpus = range(0, replicas * gpus_per_replica, gpus_per_replica)
     return [Placement(on_gpus, gpu_environment(gpus[first : first + gpus_per_replica])) for first in first_gpus]
 
@@ -70,7 +69,7 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
 def _on_nodes(config: ModelConfig) -> list[Placement]:
     """Return the placements of a model on the nodes of a cluster, which has no GPUs of its own on the CPU."""
     gpus = config.replica_gpus or ((),) * len(config.replica_nodes)
-    engine = dataclasses.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
+    engine = msgspec.structs.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
     name = config.names[0]
     placed = zip(config.replica_nodes, gpus, strict=True)
     return [Placement(engine, {}, node, numbers, name) for node, numbers in placed]
@@ -86,7 +85,7 @@ def _on_named_gpus(config: ModelConfig) -> list[Placement]:
                 f"models.{config.names[0]}.device: got GPU {missing[0]}; {len(gpus)} are visible, numbered from 0"
             )
         environment = gpu_environment([gpus[number] for number in numbers])
-        placements.append(Placement(dataclasses.replace(config.engine, device="cuda"), environment, gpus=numbers))
+        placements.append(Placement(msgspec.structs.replace(config.engine, device="cuda"), environment, gpus=numbers))
     return placements
 
 
@@ -105,8 +104,8 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
     ]
     resident = sum(model.data_parallel_size for model in on_cpu if not model.sleepable)
     in_turns = [model for model in on_cpu if model.sleepable]
-    own = dataclasses.replace(placement.engine, sharing=None)
-    member = next((each for each in in_turns if dataclasses.replace(each.engine, sharing=None) == own), None)
+    own = msgspec.structs.replace(placement.engine, sharing=None)
+    member = next((each for each in in_turns if msgspec.structs.replace(each.engine, sharing=None) == own), None)
     num_engines = max(1, resident + _most_awake(in_turns, member))
     return {_THREADS: str(max(1, len(os.sched_getaffinity(0)) // num_engines))}
 
@@ -172,4 +171,4 @@ def shared_engine(
         make_marks_file(path)
     section = msgspec.structs.asdict(sharing)
     own = EngineSharing(**section, priority_class=priority_class, marks=tuple(map(str, marks)))
-    return dataclasses.replace(placement.engine, sharing=own)
+    return msgspec.structs.replace(placement.engine, sharing=own)

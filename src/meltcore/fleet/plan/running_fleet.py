@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from meltcore.fleet.plan.cluster import absolute_path
 from meltcore.fleet.plan.context_memory import ContextMemory
 from meltcore.fleet.plan.first_fit import FilledGpu, Host, Place, keep, place, place_on_hosts
@@ -102,7 +104,7 @@ def place_engine(
 
 def _without_place(model: ModelConfig) -> ModelConfig:
     device = "cpu" if model.engine.device == "cpu" else "cuda"
-    engine = dataclasses.replace(
+    engine = msgspec.structs.replace(
         model.engine, device=device, model=absolute_path(model.engine.model) or model.engine.model
     )
     return dataclasses.replace(model, engine=engine, replica_nodes=(), replica_gpus=())

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from meltcore.fleet.plan.first_fit import Place
 from meltcore.fleet.plan.placement import Placement, shared_engine
 from meltcore.fleet.ray.cluster_driver import ClusterDriver
@@ -39,7 +41,7 @@ class LaunchSettings:
 
     def engine(self, placement: Placement) -> EngineConfig:
         """Return the settings of a placed engine with the number of ranks that may compile there at the same time."""
-        return dataclasses.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
+        return msgspec.structs.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
 
 
 class Launcher(ABC):

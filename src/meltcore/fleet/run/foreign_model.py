@@ -136,11 +136,13 @@ class ForeignModel(SupervisedModel[ForeignServer]):
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
         """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
-        gpus, memory_bytes = tuple(map(str, self.config.replica_gpus[replica])), self.config.memory
-        if not gpus:
+        if not (gpus := self.config.replica_gpus[replica]):
             return nullcontext()
-        engine = EngineConfig(model=self.name, device="cuda", tensor_parallel_size=len(gpus), memory_bytes=memory_bytes)
-        return self._parts.gate.loading(Placement(engine, gpu_environment(gpus)))
+        size = self.config.tensor_parallel_size
+        engine = EngineConfig(
+            model=self.name, device="cuda", tensor_parallel_size=size, memory_bytes=self.config.memory
+        )
+        return self._parts.gate.loading(Placement(engine, gpu_environment(tuple(map(str, gpus)))))
 
     def _on_ready(self, server: ForeignServer, load_s: float) -> None:
         server.apply("loaded")

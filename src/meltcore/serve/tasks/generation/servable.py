@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from meltcore.common.errors import ConfigError, UnservableModelError
 from meltcore.common.host_memory import trim_memory
 from meltcore.common.tasks import DEFAULT
@@ -57,7 +59,7 @@ def _reasons_of_files(config: ModelConfig) -> tuple[str | None, list[str]]:
 
 def _with_good_tokenizer(config: ModelConfig) -> ModelConfig:
     """Return the settings with a tokenizer without faults, so that faults of the model's other files are found."""
-    return replace(config, engine=replace(config.engine, tokenizer=BUNDLED_MODEL))
+    return replace(config, engine=msgspec.structs.replace(config.engine, tokenizer=BUNDLED_MODEL))
 
 
 def _reasons_of_folder(checkpoint: Checkpoint, engine: EngineConfig) -> list[str]:
