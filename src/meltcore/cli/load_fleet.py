@@ -92,7 +92,10 @@ def _measure(
 
 @contextmanager
 def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool]:
-    """Record the GPUs during the block; yields whether they are. Raises NoDriverError where --monitor asks for them."""
+    """Record the GPUs during the block. Yields whether they are recorded.
+
+    Raises NoDriverError where --monitor asks for a recording.
+    """
     from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import NoDriverError
     from meltcore.measure.load.wire.connection import parse_target

@@ -134,7 +134,7 @@ def add_options(
     group: str | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add the options of `config`, a dataclass or a struct, to `parser`: all, or those of the fields `names`.
+    """Add the options of `config`, a dataclass or a struct, to `parser`: all, or only the fields `names`.
 
     `group` replaces the headings of the fields, and `defaults` replaces their defaults. Options with one heading stand
     together, also when they come from several classes.
@@ -335,7 +335,7 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:
-    """Return what is wrong with the names in braces of a text, "" where all of them are in `names`."""
+    """Return what is wrong with the names in braces of a text, or "" where all of them are in `names`."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (LookupError, ValueError, AttributeError):

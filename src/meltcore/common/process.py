@@ -48,7 +48,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a program. Pipes are unbuffered.
 
-    environment: the child's whole environment; None lets it inherit ours. new_session: whether the child leads a
+    `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
     session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
     knows the process. Raises ProcessError where the program cannot be started.
     """
@@ -79,8 +79,8 @@ async def start_async(
 ) -> asyncio.subprocess.Process:
     """Start a program whose pipes and exit are awaited on the event loop.
 
-    environment: the child's whole environment; None lets it inherit ours. new_session: whether the child leads a
-    session and a process group. pass_fds: file descriptors that the child inherits. Raises ProcessError where the
+    `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
+    session and a process group. The child inherits the file descriptors `pass_fds`. Raises ProcessError where the
     program cannot be started.
     """
     try:
@@ -100,7 +100,7 @@ async def start_async(
 class CompletedRun(NamedTuple):
     """Describes how a program ended.
 
-    returncode: None where the program exceeded its time limit. is_alive: whether even SIGKILL could not end it.
+    `returncode` is None where the program exceeded its time limit. With `is_alive` even SIGKILL could not end it.
     """
 
     returncode: int | None
@@ -120,9 +120,9 @@ def run(
 ) -> CompletedRun:
     """Run a program to its end. After `limit_s` or on an exception, end the program and its process group.
 
-    Output goes through files: what a killed program had written is kept, and no pipe can fill up. terminate_limit_s:
-    time from SIGTERM to SIGKILL. on_start: called with the process once it runs. Raises ProcessError where it cannot
-    start.
+    Output goes through files: what a killed program had written is kept, and no pipe can fill up. SIGKILL follows
+    SIGTERM after `terminate_limit_s`. `on_start` is called with the process once it runs. Raises ProcessError where it
+    cannot start.
     """
     with TemporaryFile() as stdin_file, TemporaryFile() as stdout_file, TemporaryFile() as stderr_file:
         stdin_file.write(stdin)
@@ -182,7 +182,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None where it has ended.
+    """Return when a process started, in clock ticks since boot, or None where it has ended.
 
     The start time distinguishes two processes that had the same id.
     """
@@ -216,9 +216,9 @@ class LoggedProcess:
     ) -> None:
         """Store the command, which `with` starts.
 
-        name: the process's name in messages, such as "the server". report: receives lines for the user while the
-        process is being stopped. environment: the whole environment; None lets it inherit ours. stop_limit_s: time
-        from SIGTERM to SIGKILL. stdin: a file descriptor.
+        Messages call the process `name`, such as "the server". `report` receives lines for the user while the process
+        is being stopped. `environment` is the whole environment; None lets it inherit ours. SIGKILL follows SIGTERM
+        after `stop_limit_s`. `stdin` is a file descriptor.
         """
         self.command = list(command)
         self._log_path = log_path
@@ -281,7 +281,7 @@ class LoggedProcess:
     def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, goal: str) -> _Result:
         """Call `poll` until it returns a value, and return the value.
 
-        goal: completes the error "it did not ...". Raises ProcessError after `limit_s`, or where the process ends
+        `goal` completes the error "it did not ...". Raises ProcessError after `limit_s`, or where the process ends
         first.
         """
         deadline_s = time.monotonic() + limit_s
@@ -337,8 +337,9 @@ def end_group(
 ) -> bool:
     """End the group that `process` leads with SIGTERM, then SIGKILL after `limit_s`. Returns whether all ended.
 
-    on_timeout: called before SIGKILL. False only where a process cannot be killed within `kill_limit_s`, such as in a
-    driver call. Signals are blocked, since a second Ctrl-C would leave processes without a parent.
+    `on_timeout` is called before SIGKILL. False is returned only where a process cannot be killed within
+    `kill_limit_s`, such as in a driver call. Signals are blocked, since a second Ctrl-C would leave processes without a
+    parent.
     """
     with block_signals():
         if _wait_group_ended(process, signal.SIGTERM, limit_s):

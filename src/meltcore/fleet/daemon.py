@@ -119,10 +119,10 @@ def start(
 ) -> int:
     """Start a server, wait until it is ready, print its address. It outlives this process.
 
-    `log`: file for the server's output; None creates one in the state folder. The server is ready when each model is
-    ready, has failed, or is pending, and the result is 1 where one has failed or is pending. Raises ConfigError where
-    the port is in use, or where the server is not ready within `limit_s` (None: no limit); the message gives the cause.
-    Ctrl-C stops a server that is still starting.
+    The server's output goes to the file `log`; None creates one in the state folder. The server is ready when each
+    model is ready, has failed, or is pending, and the result is 1 where one has failed or is pending. Raises
+    ConfigError where the port is in use, or where the server is not ready within `limit_s`, which is unlimited for
+    None; the message gives the cause. Ctrl-C stops a server that is still starting.
     """
     for record in running():
         if record.port == config.port:
@@ -171,7 +171,7 @@ def running(command: str = "*") -> list[DaemonRecord]:
 
 
 def stop(records: list[DaemonRecord], timeout_s: float) -> int:
-    """Ask each server to drain and leave; 0 where all have left within `timeout_s`."""
+    """Ask each server to drain and leave. Returns 0 where all have left within `timeout_s`."""
     for record in records:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(record.pid, signal.SIGTERM)
@@ -261,9 +261,9 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Serve, with a record for as long as the server is up. `log`: the file of the output; "": the terminal.
+    """Serve, with a record for as long as the server is up. Output goes to the file `log`, or for "" to the terminal.
 
-    `settings`: of `supervisor.serve`. Raises ConfigError as `supervisor.serve` does.
+    `supervisor.serve` explains `settings`. Raises ConfigError as `supervisor.serve` does.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve

@@ -1,7 +1,7 @@
-"""The supervisor: binds the port, starts, watches and restarts processes, passes connections on, drains.
+"""Supervises a server: binds the port, starts, watches and restarts processes, passes connections on, drains.
 
 It serves no requests. Engines and API servers are processes of their own. `meltcore serve` is a fleet of one model that
-ends with its engines; in that of `meltcore up` models fail and come back by themselves (`FleetOptions`).
+ends with its engines; in a fleet of `meltcore up` models fail and come back by themselves (`FleetOptions`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Supervisor:
         folder: SocketFolder,
         options: FleetOptions,
     ) -> None:
-        """Create the parts. `placements`: one per replica, for each model."""
+        """Create the parts. `placements` has one per replica, for each model."""
         num_processes = 1 + worker_count(config)
         self.config = config
         self.port = config.port
@@ -211,7 +211,7 @@ class Supervisor:
     ) -> int:
         """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails.
 
-        announce: called once commands such as `ps` are answered.
+        `announce` is called once commands such as `ps` are answered.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -296,7 +296,7 @@ class Supervisor:
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
 
-        checkpoints: paths and hub ids that nodes may lack. Raises ConfigError where the cluster cannot be read.
+        `checkpoints` are paths and hub ids that nodes may lack. Raises ConfigError where the cluster cannot be read.
         """
         return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
 
@@ -360,7 +360,7 @@ class Supervisor:
         return model
 
     async def start_together(self) -> bool:
-        """Load and show the progress; False when a signal came meanwhile. Raises MeltcoreError."""
+        """Load and show the progress. Returns False when a signal came meanwhile. Raises MeltcoreError."""
         progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
@@ -478,7 +478,7 @@ async def _rotate_logs(options: FleetOptions) -> None:
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:
-    """Return the folder for the logs of a fleet on `port`, without those of an earlier one. Raises ConfigError."""
+    """Return the folder for the logs of a fleet on `port`, without logs of an earlier fleet. Raises ConfigError."""
     folder = log_folder(parent, port)
     try:
         folder.mkdir(parents=True, exist_ok=True)

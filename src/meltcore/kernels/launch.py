@@ -3,12 +3,12 @@
 A function of this package checks its arguments, computes the launch parameters and launches a Triton kernel. On other
 devices it calls its reference implementation in PyTorch, named `..._reference`, which is the kernel's specification.
 
-PDL (sm_90 and later): a decode step is a chain of kernels of a few microseconds, and the memory would idle between the
-last programs of one kernel and the first loads of the next. A kernel launched with PDL starts as soon as every program
-of the previous kernel has exited or has called `pdl_launch_dependents`. Before `pdl_wait` returns it may only read what
-no recent kernel wrote: weights and page tables. Every kernel launched with PDL calls `pdl_wait`, so the end of a kernel
-still means the end of all kernels before it. Captured CUDA graphs keep the dependency. (CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization".)
+PDL needs sm_90 or later. A decode step is a chain of kernels of a few microseconds. Without PDL the memory would idle
+between the last programs of one kernel and the first loads of the next. A kernel launched with PDL starts as soon as
+every program of the previous kernel has exited or has called `pdl_launch_dependents`. Before `pdl_wait` returns it may
+only read what no recent kernel wrote: weights and page tables. Every kernel launched with PDL calls `pdl_wait`, so the
+end of a kernel still means the end of all kernels before it. Captured CUDA graphs keep the dependency. (CUDA C++
+Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ class TensorParallelGroup:
 
         Results of collectives are undefined.
 
-        Small reductions launch the same kernels, in a separate symmetric memory whose waits are skipped. Those of long
-        messages are compiled and not run.
+        Small reductions launch the same kernels, in a separate symmetric memory whose waits are skipped. Reductions of
+        long messages are compiled and not run.
         """
         memory, self._without_collectives = self.symmetric_memory, True
         if memory is not None:

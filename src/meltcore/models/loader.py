@@ -59,8 +59,8 @@ def build_model(
 ) -> Model:
     """Build the model that config.json names, with uninitialized weights on `device`.
 
-    group: build only this rank's shard. Raises ConfigError for an unsupported model, quantization or group size, and
-    when `device` has too little memory.
+    With `group` only this rank's shard is built. Raises ConfigError for an unsupported model, quantization or group
+    size, and when `device` has too little memory.
     """
     model = build_meta_model(checkpoint, dtype, device, quantization, group)
     with memory_pool("weights"):
@@ -89,8 +89,9 @@ def build_meta_model(
 ) -> Model:
     """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
 
-    group: build only this rank's shard. Raises ConfigError for an unknown architecture, for one that does not support
-    the quantization or the group size, for a second quantization, and when `device` has too little memory.
+    With `group` only this rank's shard is built. Raises ConfigError for an unknown architecture, and for one that does
+    not support the quantization or the group size. Raises it also for a second quantization, and when `device` has too
+    little memory.
     """
     ranks = group.size if group else 1
     try:
@@ -207,8 +208,8 @@ def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> tor
 def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: int) -> None:
     """Raise ConfigError when the weights do not fit into the free memory of `device`.
 
-    Must be called before weights are allocated, since a host overcommits memory and later kills a process.
-    weight_bytes: bytes per rank. On a CPU all ranks share the memory.
+    Must be called before weights are allocated, since a host overcommits memory and later kills a process. Each rank
+    has `weight_bytes`. On a CPU all ranks share the memory.
     """
     if device.type == "cpu":
         needed_bytes, free_bytes = weight_bytes * num_ranks, host_available_bytes()
@@ -247,8 +248,8 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
     since reading may take minutes.
 
     Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
-    expected, a head that is not the embedding it is tied to, a tensor with values that are not finite in the model's
-    type, or the unreadable file.
+    expected. It also names a head that is not the embedding it is tied to, a tensor with values that are not finite in
+    the model's type, or the unreadable file.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]

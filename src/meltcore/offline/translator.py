@@ -113,7 +113,7 @@ class Translator:
         direction without a checkpoint is translated through English. The other parameters are fields of BeamOptions.
 
         Raises RequestError for unknown or equal languages, a direction that is not loaded, a text in another script and
-        a sentence that is too long, and ConfigError for an option outside its range.
+        a sentence that is too long. Raises ConfigError for an option outside its range.
         """
         is_dummy = self._config.load_format == "dummy"
         options = BeamOptions(num_beams, max_new_tokens, min_new_tokens, length_penalty, early_stopping, is_dummy)

@@ -30,7 +30,7 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     """Asks the engine to generate one sequence.
 
     A lower `priority` is scheduled earlier; requests of equal priority are scheduled in order of arrival. API servers
-    pack the prompt (`pack_token_ids`): as lists of Python integers 10,000 waiting prompts take hundreds of megabytes,
+    pack the prompt (`pack_token_ids`). As lists of Python integers 10,000 waiting prompts take hundreds of megabytes,
     and the C library does not return all of that to the system.
     """
 

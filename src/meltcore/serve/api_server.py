@@ -225,7 +225,7 @@ class APIServer:
         backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
     async def _load_text(self, number: int, backend: EngineBackend, model: _Model) -> Any:
-        """Return what the model needs beside its engines; None where there is nothing, or it cannot be loaded."""
+        """Return what the model needs beside its engines, or None if it needs nothing or the load fails."""
         try:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:

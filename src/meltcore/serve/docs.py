@@ -63,7 +63,7 @@ _WITHOUT_PACKAGE = f"""{_HEAD}</head>
 
 
 def _swagger_folder() -> Path | None:
-    """Return the folder with Swagger UI's files; None without the package."""
+    """Return the folder with Swagger UI's files, or None without the package."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = None if spec is None or spec.origin is None else Path(spec.origin).with_name("dist")
     return (

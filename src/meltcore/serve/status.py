@@ -28,9 +28,9 @@ class Status:
         self._gpus = GpuLoadReader()
 
     async def read(self) -> dict[str, Any]:
-        """Return the status. languages: codes for a translation that no model of translation limits.
+        """Return the status. `languages` has codes for a translation that no translation model limits.
 
-        substitutes: languages that a model may not know, and what it gets instead.
+        `substitutes` has languages that a model may not know, and what it gets instead.
         """
         return {
             "models": [_model(backend) for backend in self._models.backends],
@@ -75,7 +75,7 @@ class GpuLoadReader:
 
 
 def query_gpus() -> list[dict[str, Any]]:
-    """Return name, bytes of memory and utilization (0 to 1; None where a GPU has no such reading) of each GPU."""
+    """Return name, bytes of memory and utilization (0 to 1, or None where a GPU has no such reading) of each GPU."""
     try:
         nvml = Nvml()  # stays open: only the first one loads the driver's library
     except NoDriverError:

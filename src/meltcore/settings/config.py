@@ -57,7 +57,7 @@ class SharingSection(FleetSection, frozen=True, kw_only=True):
 
     @property
     def sm_percent(self) -> int | None:
-        """The share of SMs for engines below the class interactive under MPS; None without MPS."""
+        """The share of SMs for engines below the class interactive under MPS, or None without MPS."""
         return self.mps_sm_percent if self.means == "mps" else None
 
 

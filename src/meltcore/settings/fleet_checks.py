@@ -297,7 +297,7 @@ def _check_keys(spec: FleetSpec) -> None:
 
 
 def _check_sharing(spec: FleetSpec) -> None:
-    """Refuse settings of another means than the chosen one: they would be ignored."""
+    """Refuse settings that another means of sharing than the chosen one reads: they would be ignored."""
     sharing, changed = spec.sharing, _changed(spec.sharing)
     others = {"none": ("mps_sm_percent", "min_share", "max_wait_ms", "step_ms"), "pacing": ("mps_sm_percent",)}
     for name in others.get(sharing.means, ()):

@@ -51,7 +51,7 @@ def load_fleet(path: str | Path) -> FleetSpec:
 
 
 def parse_fleet(text: str, name: str = "fleet.yaml") -> FleetSpec:
-    """Return the checked contents of the text of a fleet.yaml. name: the file's, for errors. Raises ConfigError."""
+    """Return the checked contents of the text of a fleet.yaml, which errors call `name`. Raises ConfigError."""
     try:
         spec: FleetSpec = _convert_struct(_read_yaml(text), FleetSpec, "")
         check_fleet(spec)
@@ -102,9 +102,9 @@ for _tag in (_INT_TAG, _FLOAT_TAG):
 
 
 def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of nodes below and with `node`, aliases as what they stand for. Raises FleetError past a limit.
+    """Return the number of nodes below and with `node`, with aliases expanded. Raises FleetError past a limit.
 
-    known: of nodes by id; 0 for those that are being counted.
+    `known` has the numbers of nodes by id, and 0 for nodes that are being counted.
     """
     if (count := known.get(id(node))) is None:
         known[id(node)] = 0

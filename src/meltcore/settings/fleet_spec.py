@@ -207,7 +207,7 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def replica_gpus(self) -> list[tuple[int, ...]]:
-        """The GPUs that the file names for each replica, `tensor_parallel_size` each; none: any.
+        """The GPUs that the file names for each replica, `tensor_parallel_size` each. Without GPUs any may be used.
 
         With fewer GPUs than replicas need, replicas share them in turns.
         """
@@ -253,7 +253,7 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
     ] = None
 
     def bound(self, model: ModelSection, name: str) -> float:
-        """Return a bound of a model's queue, such as max_queue: its own, else that of all models."""
+        """Return a bound of a model's queue, such as max_queue. Its own value replaces the value of all models."""
         own: float | None = getattr(model, name)
         return float(getattr(self, name)) if own is None else own
 
@@ -323,7 +323,7 @@ class FleetSpec(FleetSection, frozen=True, kw_only=True):
     sharing: Annotated[SharingSection, Meta(description="How classes share a GPU in time.")] = SharingSection()
 
     def resolve(self, name: str) -> str | None:
-        """Return the model's name for its name or an alias, None where there is no such model."""
+        """Return the model's name for its name or an alias, or None without such a model."""
         if name in self.models:
             return name
         return next((model for model, section in self.models.items() if name in section.aliases), None)

@@ -135,7 +135,7 @@ def find_program(arguments: Sequence[str], environment: Mapping[str, str], pytho
 def server_environment(python: str | None, gpus: Sequence[str] | None, variables: Mapping[str, str]) -> dict[str, str]:
     """Return our environment without our modules, with the server's own Python first in PATH.
 
-    gpus: what the server may see, as CUDA_VISIBLE_DEVICES names them; by default what we see.
+    The server may see `gpus`, as CUDA_VISIBLE_DEVICES names them, and by default the GPUs that this process sees.
     """
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     if python is not None:

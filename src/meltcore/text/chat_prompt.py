@@ -1,9 +1,9 @@
 """Renders chats and encodes them, with control tokens of the chat template and plain text of the messages.
 
 What a template does with a message (trim it, split it, repeat it, ask what it begins with) cannot be followed. So the
-chat is rendered a second time, with stand-ins for those characters of the messages, and of the request's variables such
-as `documents`, that begin or end control tokens. The control tokens of this second prompt are the template's own. If
-the first prompt has the same ones, it is encoded as it is. Else the second one is, where stand-ins mark what is text.
+chat is rendered a second time. Stand-ins replace the characters of the messages, and of the request's variables such as
+`documents`, that begin or end control tokens. The control tokens of this second prompt are the template's own. If the
+first prompt has the same ones, it is encoded as it is. Else the second one is, where stand-ins mark what is text.
 Strings that the template itself compares with, such as "</think>", stay in both, so that it treats them alike.
 """
 

@@ -229,7 +229,7 @@ class PagePool:
 class PrefixCache:
     """Finds pages that already hold the prefix of a new prompt.
 
-    Each full column has a keyed hash of the previous column's hash and of its own tokens, so two sequences share a page
+    Each full column has a keyed hash of the previous column's hash and of its own tokens. So two sequences share a page
     exactly when all tokens up to its end are equal. The key is random per process: no prompt can be crafted to collide.
 
     The page set of a cache group in a column is kept or lost as a whole, independently of other groups. A prefix needs

@@ -12,8 +12,8 @@ later priority starts before that request.
 In a model with sliding windows a sequence releases the pages that no later query reads, when it is next scheduled. The
 device runs steps in order, so a step in flight reads them before their next owner writes.
 
-A sequence of a model with recurrent layers holds a slot for its state while it runs, and its prompt is cut where a
-snapshot is to be taken (recurrent_states.py). Very long prompts are cut small while others decode (pacing.py).
+A sequence of a model with recurrent layers holds a slot for its state while it runs. Its prompt is cut where a snapshot
+is to be taken (recurrent_states.py). Very long prompts are cut small while others decode (pacing.py).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RemoteClients:
     """
 
     def __init__(self, directory: Path, client_count: int, to_engine: Any, binding: Binding) -> None:
-        """Bind a free port, tell it (`write_listening`), and wait for the supervisor's first message."""
+        """Bind a free port, report it by `write_listening`, and wait for the supervisor's first message."""
         from zmq.auth.thread import ThreadAuthenticator  # with asyncio, which engines of this machine do not need
 
         self.client_count = client_count

@@ -31,8 +31,12 @@ _ASLEEP_BYTES = 128 * 2**20
 class EngineNeeds(NamedTuple):
     """The memory of one engine on each of its GPUs, or of the host.
 
-    budget_bytes: what `--memory` must be; rows: how the engine divides it; source: where the sizes come from;
-    concurrency: at most what fills a step; asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
+    Args:
+        budget_bytes: what `--memory` must be.
+        rows: how the engine divides it.
+        source: where the sizes come from.
+        concurrency: the most requests that fill a step.
+        asleep_bytes: what it keeps of a GPU while it sleeps, beside its context.
     """
 
     task: str
@@ -50,14 +54,14 @@ class UnknownSizesError(ConfigError):
 
 
 class TaskMismatchError(ConfigError):
-    """Reports a model whose `task` is not that of its checkpoint."""
+    """Reports a model whose `task` is not its checkpoint's."""
 
 
 def engine_needs(model: ModelSection, *, on_cpu: bool = False) -> EngineNeeds:
     """Return the memory of an engine of `model` for its context and concurrency, or for its `memory` if it has one.
 
-    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`, TaskMismatchError for a
-    checkpoint of another task, and ConfigError for `memory` that is too small for one request.
+    Raises UnknownSizesError for a checkpoint that is not on this machine and names no `shapes`. Raises
+    TaskMismatchError for a checkpoint of another task, and ConfigError for `memory` that is too small for one request.
     """
     needs = _awake_needs(model, on_cpu)
     if model.residency != "sleepable" or model.tensor_parallel_size > 1 or on_cpu:
@@ -122,7 +126,7 @@ def budget_rows(
 
 
 def weight_element_size(model: ModelSection, on_cpu: bool, default: str) -> int:
-    """Return the bytes of a weight. default: the type on a GPU where the file names none."""
+    """Return the bytes of a weight. `default` is the type on a GPU where the file names none."""
     return (
         DTYPE_BYTES.get("float32" if on_cpu and model.dtype == "auto" else default, 2)
         if model.dtype == "auto"

@@ -39,10 +39,12 @@ CONVERSATIONS = 64
 
 
 class ModelShape(NamedTuple):
-    """The sizes of a model that the plan needs; on a tensor-parallel rank, of its shards and the whole vocabulary.
+    """The sizes of a model that the plan needs.
 
-    element_size, cache_element_size: bytes of the model's type and of the KV cache's; scratch_bytes: of the slice of a
-    quantized weight that a step dequantizes; step: for a plan with a budget.
+    On a tensor-parallel rank, they count its shards and the whole vocabulary.
+
+    `element_size` and `cache_element_size` are bytes of the model's type and of the KV cache's. A step dequantizes a
+    slice of a quantized weight into `scratch_bytes`. Only a plan with a budget has a `step`.
     """
 
     weight_bytes: int
@@ -57,7 +59,7 @@ class ModelShape(NamedTuple):
 class MemoryPlan(NamedTuple):
     """How many pages, recurrent-state slots and penalty slots to allocate, and for how many running sequences.
 
-    logit_rows: how many sequences are sampled from their logits in one block; rows: the table for the user; workspace:
+    In one block `logit_rows` sequences are sampled from their logits. `rows` is the table for the user. `workspace` is
     None where it is a fraction of the memory.
     """
 
@@ -115,13 +117,11 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `memory_bytes` without weights and reserve. Raises ConfigError when no full sequence fits.
 
-    has_graphs: whether a budget on a GPU has CUDA graphs; its reserve is computed from the model's `step`. None makes
-    the reserve a fraction.
-
-    max_num_batched_tokens: a sliding group keeps its window and as many tokens while a prompt is prefilled.
-    may_run_fewer: `max_num_seqs` is a default, lowered when the recurrent states would exceed their fraction.
-    Otherwise it was set by the user, and a ConfigError says that it does not fit. snapshots: whether the prefix cache
-    keeps recurrent states.
+    With `has_graphs` a budget on a GPU has CUDA graphs. Its reserve is computed from the model's `step`; None makes the
+    reserve a fraction. While a prompt is prefilled, a sliding group keeps its window and `max_num_batched_tokens`
+    tokens. With `may_run_fewer`, `max_num_seqs` is a default, lowered when the recurrent states would exceed their
+    fraction. Otherwise the user has set it, and a ConfigError says that it does not fit. With `snapshots` the prefix
+    cache keeps recurrent states.
     """
     page_bytes = model.caches.page_bytes(PAGE_SIZE, model.cache_element_size)
     slot_bytes = model.caches.slot_bytes(model.element_size)
@@ -173,7 +173,7 @@ def plan_memory(
 
 
 def smallest_budget(is_enough: Callable[[int], bool], largest_bytes: int) -> int | None:
-    """Return the smallest number of whole MiB for which `is_enough`, None if `largest_bytes` is not.
+    """Return the smallest number of whole MiB for which `is_enough`, or None if `largest_bytes` is not enough.
 
     A ConfigError of `is_enough` means no.
     """
@@ -247,7 +247,10 @@ def _workspace(
 
 
 def _rest(memory_bytes: int, rows: list[MemoryRow]) -> MemoryRow:
-    """Return the row of what no other part needs. An engine with a budget holds it from its start all the same."""
+    """Return the row of memory that no other part needs.
+
+    An engine with a budget holds it from its start all the same.
+    """
     return MemoryRow("unused", memory_bytes - sum(row.size_bytes for row in rows), "held, for steps that need more")
 
 
@@ -272,7 +275,7 @@ def _memory_error(
 ) -> str:
     """Return the error for a `max_model_len` of which no sequence fits, with the largest settings that fit.
 
-    pages: of one full sequence; max_fitting_len: the largest `max_model_len` that fits.
+    One full sequence has `pages` pages. The largest `max_model_len` that fits is `max_fitting_len`.
     """
     needed_pages = budget.page * pages
     advice = [f"--max-model-len {max_fitting_len} or less"] if max_fitting_len else []

@@ -45,9 +45,12 @@ def graph_node_bytes(num_graphs: int, layers: int) -> int:
 class Workspace(NamedTuple):
     """The parts of an engine's workspace in bytes.
 
-    step: activations of a step that is launched kernel by kernel; graphs: activations of graphs, which have memory of
-    their own; nodes: what graphs take outside of torch's allocator; sampling: logits and penalties; libraries: of
-    cuBLAS, tables of positions and gaps of the allocator.
+    Args:
+        step: activations of a step that is launched kernel by kernel.
+        graphs: activations of graphs, which have memory of their own.
+        nodes: what graphs take outside of torch's allocator.
+        sampling: logits and penalties.
+        libraries: memory of cuBLAS, tables of positions and gaps of the allocator.
     """
 
     step: int

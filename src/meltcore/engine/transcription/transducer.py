@@ -2,8 +2,8 @@
 
 The decoder state of a clip changes only with a token. So one iteration computes, for every clip, the logits of several
 frames with the same prediction. It takes the first frame whose best token is not the blank, and then advances the
-prediction network once for all clips (after Xu et al., "Label-Looping", 2024; the window of frames is ours). Clips in
-different places of their audio share every operation. On a GPU several iterations are one CUDA graph.
+prediction network once for all clips. This is the method of Xu et al., "Label-Looping", 2024, but for the window of
+frames. Clips in different places of their audio share every operation. On a GPU several iterations are one CUDA graph.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class ModelRunner:
         return argmax(logits)
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Return logits [rows, vocab] of the whole vocabulary; None on a rank that does not sample."""
+        """Return logits [rows, vocab] of the whole vocabulary, or None on a rank that does not sample."""
         return logits
 
     def _run(self, step: Step, requests: list[Request]) -> SampleResult:

@@ -1,9 +1,8 @@
 """Steps with prompts as CUDA graphs, where launching their kernels would take longer than computing them.
 
-Kernel by kernel, a step of 28 layers costs the host 10 to 16 ms whatever it holds, and every sequence that decodes
-beside a short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and replayed: 1 to
-2 ms for a prompt of a few hundred tokens. For long prompts the device takes longer than the host, and nothing is
-padded.
+Kernel by kernel, a step of 28 layers costs the host 10 to 16 ms whatever it holds. Every sequence that decodes beside a
+short prompt would wait for it. So a step is padded to the next of a few sizes (buckets) and replayed: 1 to 2 ms for a
+prompt of a few hundred tokens. For long prompts the device takes longer than the host, and nothing is padded.
 """
 
 from __future__ import annotations

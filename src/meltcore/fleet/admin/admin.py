@@ -46,7 +46,7 @@ class AdminServer:
         folder: Path,
         listener: socket.socket | None,
     ) -> None:
-        """Prepare the socket in `folder`. `listener`: of the admin port."""
+        """Prepare the socket in `folder`. `listener` is the socket of the admin port."""
         self._operations = operations
         self._metrics = metrics
         app = Starlette(

@@ -91,7 +91,7 @@ class FleetOperations:
     """Changes a running fleet, one operation at a time."""
 
     def __init__(self, supervisor: FleetModels, planner: FleetPlanner) -> None:
-        """`planner`: of the fleet.yaml."""
+        """Operate a fleet. `planner` plans its fleet.yaml."""
         self._supervisor = supervisor
         self._planner = planner
         self._lock = asyncio.Lock()
@@ -104,7 +104,8 @@ class FleetOperations:
     async def restart(self, name: str | None) -> list[str]:
         """Replace the engines of a model (None: of all), one after another; returns the models' names.
 
-        Raises ConfigError for an unknown name, and when an engine does not come back: the rest is left as it is.
+        Raises ConfigError for an unknown name, and when an engine does not come back: the other engines are left as
+        they are.
         """
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]

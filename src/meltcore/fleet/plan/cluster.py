@@ -38,9 +38,9 @@ _T = TypeVar("_T")
 
 
 class Cluster(Site, frozen=True, tag="cluster"):
-    """A cluster. Memory of a node counts as it was before the fleet had engines there.
+    """A cluster at Ray's `address`. Memory of a node counts as it was before the fleet had engines there.
 
-    before: nodes that are left out, as they were then. address: of Ray.
+    `before` holds nodes that are left out, as they were then.
     """
 
     before: tuple[ClusterNode, ...] = ()
@@ -50,7 +50,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
     @classmethod
     def of(cls, nodes: Iterable[ClusterNode], known_gpus: tuple[tuple[str, int], ...] = (), address: str = "") -> Self:
-        """Return the cluster of these nodes, those with a problem left out."""
+        """Return the cluster of these nodes, without nodes that have a problem."""
         usable: list[ClusterNode] = []
         left_out: list[ClusterNode] = []
         for node in nodes:
@@ -59,9 +59,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
     @classmethod
     def read(cls, address: str, checkpoints: Sequence[str] = ()) -> Self:
-        """Read the cluster at `address`: "auto", "local" or HOST:PORT; and which nodes can load these checkpoints.
+        """Read the cluster at `address`, and which nodes can load these checkpoints.
 
-        "local" starts none: this machine is read. Raises ConfigError where there is none, or where no node can be used.
+        The address is "auto", "local" or HOST:PORT. "local" starts none: this machine is read. Raises ConfigError where
+        no cluster is found, or where no node can be used.
         """
         if address == "local":
             return cls.of([_this_node(checkpoints)], address=address)
@@ -184,8 +185,8 @@ class Cluster(Site, frozen=True, tag="cluster"):
     def placed(self, config: ServerConfig, plan: Plan, kept: Collection[str]) -> ServerConfig:
         """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
 
-        kept: names of models that are left as they are. Raises ConfigError for what a cluster cannot run, and where
-        a node lacks its resources.
+        Models in `kept` are left as they are. Raises ConfigError for what a cluster cannot run, and where a node lacks
+        its resources.
         """
         for name, server in config.upstream.items():
             if server.command:
@@ -235,12 +236,12 @@ def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequen
 
 
 def left_out_text(nodes: Iterable[ClusterNode]) -> str:
-    """Return which of these nodes are left out, and why; "" for none."""
+    """Return which of these nodes are left out, and why, or ""."""
     return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
 def lacking_text(checkpoint: str | None, nodes: Sequence[ClusterNode]) -> str:
-    """Return why these nodes cannot load a checkpoint; "" for none."""
+    """Return why these nodes cannot load a checkpoint, or ""."""
     if checkpoint is None or not nodes:
         return ""
     if checkpoint.startswith("/"):
@@ -283,7 +284,7 @@ def node_checkpoints(spec: FleetSpec) -> list[str]:
 
 
 def node_checkpoint(model: ModelSection) -> str | None:
-    """Return the path or the hub id that each node of a model must be able to load; None: nodes are not asked.
+    """Return the path or the hub id that each node of a model must be able to load. For None nodes are not asked.
 
     That is so for hub ids of models with `shapes` or random weights, which may be planned before their checkpoint is
     there.
@@ -297,7 +298,7 @@ def node_checkpoint(model: ModelSection) -> str | None:
 
 
 def absolute_path(checkpoint: str) -> str | None:
-    """Return the absolute path of a checkpoint; None for an id of the hub, and for a bundled one."""
+    """Return the absolute path of a checkpoint, or None for an id of the hub and for a bundled checkpoint."""
     path = Path(checkpoint).expanduser()
     is_path = path.is_absolute() or checkpoint.startswith(".") or path.exists()
     return str(path.absolute()) if is_path else None

@@ -19,11 +19,15 @@ _PROCESS_BYTES = 800 * MIB  # of an engine process of a task that was not measur
 
 
 class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Bytes on one type of GPU with one driver. gpu, driver: as NVML names them; "" where nothing was measured.
+    """Bytes on one type of GPU with one driver.
 
-    driver_bytes: what the driver keeps of a GPU without a process. processes: what an engine process of each task takes
-    beside its budget. nccl_bytes: NCCL's buffers of each rank of a tensor-parallel engine, assumed unless a row has
-    them. measured: the date.
+    Args:
+        gpu: name of the GPU by NVML, or "" where nothing was measured.
+        driver: version of the driver, or "" where nothing was measured.
+        driver_bytes: bytes that the driver keeps of a GPU without a process.
+        processes: bytes that an engine process of each task takes beside its budget.
+        nccl_bytes: NCCL's buffers of each rank of a tensor-parallel engine, assumed unless a row has them.
+        measured: date of the measurement.
     """
 
     gpu: str = ""
@@ -35,9 +39,9 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_other_driver: bool = False
 
     def process_bytes(self, task: str = "", ranks: int = 1) -> int:
-        """Return the bytes of an engine process of this task beside its budget. ranks: of the tensor-parallel group.
+        """Return the bytes of an engine process of this task, one of `ranks` tensor-parallel ranks, beside its budget.
 
-        With several, each also holds a buffer that the others write to.
+        With several ranks, each also holds a buffer that the others write to.
         """
         return self.processes.get(task, _PROCESS_BYTES) + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
 
@@ -77,7 +81,7 @@ def context_table() -> tuple[ContextMemory, ...]:
 def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
     """Return the row of a GPU type and driver, else of the type with another driver, else ASSUMED.
 
-    gpu: as NVML names it; None for a GPU that is pretended, which takes the first row.
+    `gpu` is NVML's name, or None for a GPU that is pretended, which takes the first row.
     """
     rows = context_table()
     if gpu is None:

@@ -12,9 +12,10 @@ from meltcore.fleet.plan.context_memory import ASSUMED
 
 
 class PlannedEngine(NamedTuple):
-    """One replica of a model to place. size_bytes: on each of its GPUs, with `resident_bytes`.
+    """One replica of a model to place. It takes `size_bytes` on each of its GPUs, `resident_bytes` included.
 
-    resident_bytes: the context of its process, and of a model that takes turns what it holds besides while it sleeps.
+    The resident bytes are the context of its process. A model that takes turns also has there what it holds while it
+    sleeps.
     """
 
     model: str
@@ -49,7 +50,10 @@ class FilledGpu(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an engine is that stays there: its node ("": this machine) and its GPUs, none for one on the CPU."""
+    """The place of an engine that stays: its node, "" for this machine, and its GPUs.
+
+    An engine on the CPU has no GPUs.
+    """
 
     node: str
     gpus: tuple[int, ...]
@@ -60,9 +64,9 @@ Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: tha
 
 
 class Host(NamedTuple):
-    """The host memory of a node (None: no limit) for engines on its CPU, each as (model, replica, bytes).
+    """The host memory of a node for engines on its CPU, each as (model, replica, bytes). None is no limit.
 
-    pinned_bytes: what engines on its GPUs keep of their weights while they sleep.
+    Engines on its GPUs keep `pinned_bytes` of their weights there while they sleep.
     """
 
     node: str  # of a cluster; "": this machine
@@ -114,7 +118,7 @@ class _Room:
 def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[FilledGpu, ...] | None:
     """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
 
-    All GPUs of one engine are on one node. Returns the GPUs with their engines, None where one does not fit.
+    All GPUs of one engine are on one node. Returns the GPUs with their engines, or None where an engine does not fit.
     """
     rooms = [_Room(gpu) for gpu in gpus]
     there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
@@ -127,7 +131,7 @@ def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[
 
 
 def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
-    """Place engines that differ in their replica alone; returns whether all fit. replicas: by node and model.
+    """Place engines that differ only in their replica; returns whether all fit. `replicas` counts by node and model.
 
     Each GPU is looked at one time, and after each engine the GPUs of its node again: nothing has changed on the others.
     """
@@ -182,10 +186,10 @@ def keep(
 def place_on_hosts(
     engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
 ) -> tuple[Host, ...] | None:
-    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most is free.
+    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most memory is free.
 
-    engines: (model, replica, bytes). lacking: nodes that cannot load a model. Returns the hosts with their engines,
-    None where one does not fit.
+    `engines` has (model, replica, bytes). Nodes in `lacking` cannot load a model. Returns the hosts with their engines,
+    or None where an engine does not fit.
     """
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):

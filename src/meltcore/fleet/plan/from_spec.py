@@ -12,7 +12,7 @@ from meltcore.settings.server_config import KeyConfig, ModelConfig, ResidencyCon
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
-    """Return the settings of a server with all models of the fleet: our own, and those of other servers."""
+    """Return the settings of a server with all models of the fleet: our own, and the models of upstream servers."""
     server, limits, timeouts = spec.server, spec.limits, spec.timeouts
     optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
     return ServerConfig(
@@ -46,7 +46,7 @@ def server_config(spec: FleetSpec) -> ServerConfig:
 
 
 def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
-    """Return an API key's source and limits: its own, else those of the file's `limits`."""
+    """Return an API key's source and its limits, by default the file's `limits`."""
     return KeyConfig(
         name=key.name,
         env=key.env,

@@ -12,10 +12,10 @@ from meltcore.fleet.plan.machine import process_bytes, read_gpus
 
 
 def add_measured(rows: list[dict[str, Any]]) -> str:
-    """Add to each engine of `meltcore ps` its planned bytes with its CUDA context, and those that NVML reports.
+    """Add to each engine of `meltcore ps` its planned bytes with its CUDA context, and the bytes that NVML reports.
 
-    Returns a line with both totals. rows: as /ps answers, changed in place: "with context" and "NVML" in bytes, None
-    where there are none. Raises ConfigError where NVML does not answer, and without a GPU.
+    Returns a line with both totals. `rows` are as /ps answers, and are changed in place: "with context" and "NVML" in
+    bytes, or None where they are unknown. Raises ConfigError where NVML does not answer, and without a GPU.
     """
     gpus, driver = read_gpus()
     if not gpus:

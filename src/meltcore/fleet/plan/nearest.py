@@ -37,7 +37,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
 class Fitting(NamedTuple):
     """A changed fleet, its plan, and the changes as lines `models.NAME.KEY: VALUE`.
 
-    is_cut: the time was over, and fewer changes may be enough.
+    With `is_cut` the time was over, and fewer changes may be enough.
     """
 
     spec: FleetSpec
@@ -49,12 +49,12 @@ class Fitting(NamedTuple):
 def nearest(
     spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], known: dict[str, EngineNeeds]
 ) -> tuple[Fitting, tuple[str, ...]] | tuple[None, tuple[()]]:
-    """Return the nearest fleet that fits, and the changes of another one; None and no changes where none fits.
+    """Return the nearest fleet that fits, and the changes of another one, or None and no changes where none fits.
 
-    try_plan: returns the plan of a fleet that fits, else None. known: the needs of engines that were asked for before;
-    new ones are added. The nearest keeps models on GPUs, then contexts, then
-    concurrency, then models awake. The other one leaves contexts and concurrency alone; where the nearest does too, it
-    has smaller ones for more models that stay awake. It is left out where the time is over.
+    `try_plan` returns the plan of a fleet that fits, else None. `known` has the needs of engines that were asked for
+    before; new ones are added. The nearest keeps models on GPUs, then contexts, then concurrency, then models awake.
+    The other one leaves contexts and concurrency alone. Where the nearest does too, the other one has smaller contexts
+    for more models that stay awake. It is left out where the time is over.
     """
     deadline_s = time.monotonic() + SEARCH_LIMIT_S
     found = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=True)
@@ -98,9 +98,9 @@ def _nearest(
     *,
     may_shrink: bool,
 ) -> Fitting | None:
-    """Return the fleet that fits and keeps most in this order of fields; None for none.
+    """Return the fleet that fits and keeps most in this order of fields, or None if no fleet fits.
 
-    deadline_s: when no more changes are taken back; may_shrink: concurrency and contexts may be changed too.
+    After `deadline_s` no more changes are taken back. With `may_shrink` concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -162,7 +162,7 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
 def _restored(
     original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str]
 ) -> Iterator[tuple[FleetSpec, _P]]:
-    """Yield fleets that fit with one change after another taken back, those of urgent models first.
+    """Yield fleets that fit with one change after another taken back, first the changes of urgent models.
 
     In a class language models are last: one of them often takes as much as all others. A field is taken back for
     several models together where that fits: each plan of a large cluster takes long.

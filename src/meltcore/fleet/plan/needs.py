@@ -15,7 +15,7 @@ HOST_PROCESS_BYTES = 768 * 2**20
 def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
     """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known.
 
-    known: of models that were asked for before; new ones are added.
+    `known` has the memory of models that were asked for before; new models are added.
     """
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
@@ -58,8 +58,8 @@ def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tupl
 def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> int:
     """Return the pinned host memory that an engine of a sleeping model keeps for each of its GPUs: its weights there.
 
-    0 where weights are dropped, and for an engine without a sleep mode, which is ended. Where the file alone knows the
-    model's memory, also that of a vLLM server, all of it counts.
+    It is 0 where weights are dropped, and for an engine without a sleep mode, which is ended. Where the file alone
+    knows the model's memory, also a vLLM server's, all of it counts.
     """
     model = spec.models[name]
     if spec.residency.keep != "host":

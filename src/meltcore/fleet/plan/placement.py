@@ -1,4 +1,4 @@
-"""The GPUs of each replica: neighbors in the order of CUDA_VISIBLE_DEVICES, none of them shared."""
+"""Places replicas on GPUs: neighbors in the order of CUDA_VISIBLE_DEVICES, none of them shared."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Placement(NamedTuple):
 
 
 def place_replicas(config: ModelConfig) -> list[Placement]:
-    """Return a placement for each replica. A single one finds its GPUs by itself, and a CPU is not divided.
+    """Return a placement for each replica. A single replica finds its GPUs by itself, and a CPU is not divided.
 
-    Raises ConfigError for a device of another form, for more than MAX_REPLICAS, for too few GPUs, when --device names
-    a single one for several replicas, and as `visible_gpus`.
+    Raises ConfigError for a device of another form, for more than MAX_REPLICAS, and for too few GPUs. Raises it also
+    when --device names a single one for several replicas, and as `visible_gpus` does.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
     if not _DEVICE.fullmatch(engine.device):
@@ -111,9 +111,9 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
 
 
 def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> int:
-    """Return how many engines of models that take turns on the CPU can be awake together, with those of `member`.
+    """Return how many engines of models that take turns on the CPU can be awake together, `member`'s included.
 
-    They share the room of the largest one. One of unknown size is awake alone.
+    They share the memory of the largest one. One of unknown size is awake alone.
     """
     sizes = [(model.engine.memory_bytes or 0) * model.data_parallel_size for model in models]
     room, awake = max(sizes, default=0), 0
@@ -128,7 +128,7 @@ def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> in
 
 
 def gpu_ranks(config: ServerConfig, node: str) -> int:
-    """Return the number of ranks of all engines on GPUs of a node, "" for this machine. Engines of one GPU have one."""
+    """Return the number of ranks of all engines on GPUs of a node; "" is this machine. Engines of one GPU have one."""
     count = 0
     for model in config.models:
         if model.replica_nodes:

@@ -38,9 +38,12 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 class Plan(NamedTuple):
     """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
 
-    changes: empty for the file as it is; sleeping: models that take turns. other_changes: others that are enough too,
-    either with concurrency and context as in the file, or with smaller ones and fewer turns. is_cut: the time for the
-    search was over, and fewer changes may be enough.
+    Args:
+        changes: changes to the file; empty for the file as it is.
+        sleeping: models that take turns.
+        other_changes: other changes that are enough too, either with concurrency and context as in the file, or with
+            smaller ones and fewer turns.
+        is_cut: the time for the search was over, and fewer changes may be enough.
     """
 
     gpus: tuple[FilledGpu, ...]
@@ -54,7 +57,7 @@ class Plan(NamedTuple):
     is_cut: bool = False
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
-        """Return the GPU numbers of each replica of a model, empty for one on the CPU."""
+        """Return the GPU numbers of each replica of a model, which are empty for a replica on the CPU."""
         placed: dict[int, list[int]] = {}
         for gpu in self.gpus:
             for engine in gpu.engines:
@@ -63,7 +66,7 @@ class Plan(NamedTuple):
         return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
 
     def nodes(self, model: str) -> tuple[str, ...]:
-        """Return the node of each replica of a model, "" for this machine; empty for another server."""
+        """Return the node of each replica of a model, "" for this machine, or an empty list for another server."""
         found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
         found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
         return tuple(found[replica] for replica in sorted(found))
@@ -80,7 +83,7 @@ def plan_fleet(
     kept: Kept | None = None,
     lacking: Lacking | None = None,
 ) -> tuple[Plan | None, Plan | None]:
-    """Return the plan of the file as it is, and where it does not fit the nearest one that does; None for neither.
+    """Return the plan of the file as it is, and where it does not fit the nearest one that does, or None for neither.
 
     gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
     by node (None: no limit). gpu_nodes: the node of each GPU of a cluster. in_turns: returns those of the
@@ -129,9 +132,9 @@ def _try(
     *,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
-    """Return the plan with all models awake, else with those asleep that take turns, None where neither fits.
+    """Return the plan with all models awake, or with models asleep that take turns, or None where neither fits.
 
-    known: needs of models, kept from one fleet to the next.
+    `known` has the needs of models, kept from one fleet to the next.
     """
     needs = fleet_needs(spec, known)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
@@ -160,7 +163,7 @@ def gpu_engines(
     contexts: ContextMemory,
     lacking: Lacking | None = None,
 ) -> Iterator[PlannedEngine]:
-    """Yield the engines on GPUs, those of the models in `sleeping` as such that take turns."""
+    """Yield the engines on GPUs. Engines of the models in `sleeping` take turns."""
     for name, model in spec.models.items():
         if model.device == "cpu" or model.kind == "url":
             continue
@@ -179,7 +182,7 @@ def gpu_engines(
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
     """Return whether each MIG layout of a GPU of this size holds the engines of a plan, as (layout, fits).
 
-    An engine with several ranks fits none: a process sees one MIG device, without peer access and NCCL to another.
+    An engine with several ranks fits no layout: a process sees one MIG device, without peer access and NCCL to another.
     """
     engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
     found = []
@@ -231,9 +234,9 @@ def describe_plan(
     reason: str = "",
     others_bytes: Mapping[int, int] | None = None,
 ) -> FleetPlan:
-    """Return the document of a plan, for None with the reason alone.
+    """Return the document of a plan. Without a plan it has only the reason.
 
-    source: the file; fits: as it is; others_bytes: that other processes have of GPUs, by number.
+    `source` is the file, which `fits` as it is or not. Other processes have `others_bytes` of GPUs, by number.
     """
     if plan is None:
         return FleetPlan(

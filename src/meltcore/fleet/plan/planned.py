@@ -50,8 +50,8 @@ class PlannedFrom(NamedTuple):
 class FleetPlanner:
     """Plans a fleet.yaml again and again.
 
-    Memory counts as it was before the fleet had engines there: of this machine when the fleet was started, of a node of
-    a cluster when it got its first one.
+    Memory counts as it was before the fleet had engines there: on this machine when the fleet was started, on a node of
+    a cluster when it got its first engine.
     """
 
     def __init__(self, path: Path, read: Callable[[FleetSpec], OneMachine | Cluster] = OneMachine.read) -> None:
@@ -90,8 +90,8 @@ class FleetPlanner:
     ) -> ServerConfig:
         """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
 
-        running: the fleet that runs: models that did not change stay as they are, and others are planned beside them.
-        Raises ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
+        Models of the fleet `running` that did not change stay as they are, and others are planned beside them. Raises
+        ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
         """
         self._next_spec = load_fleet(self.path)
         site = self._site if running is None else self._look(running.nodes, running.places)
@@ -119,9 +119,10 @@ class FleetPlanner:
         places: Mapping[tuple[str, int], Place],
         failed_nodes: Collection[str] = (),
     ) -> Place | None:
-        """Return a place for an engine that cannot be where the plan has it, by the rules of the plan; None: nowhere.
+        """Return another place for an engine by the rules of the plan, or None. It cannot be where the plan has it.
 
-        places: of the other engines. GPUs are numbered on their nodes. failed_nodes: where it cannot be either.
+        `places` are the other engines' places. GPUs are numbered on their nodes. Nodes in `failed_nodes` are no places
+        either.
         """
         site, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
         on_cpu = {name for (name, _), place in places.items() if not place.gpus}
@@ -200,10 +201,15 @@ def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None
 class FoundPlan(NamedTuple):
     """The plan of a fleet for a machine or a cluster (None: it does not fit), and the nearest one that fits.
 
-    spec: the fleet as it is planned, with all its models; known: those in the plan, as in the file. config: without
-    the room of models that take turns. gpus: that it may use; gpu_bytes: what others leave of each. kept: models
-    that run and stay as they are, by name. obstacles: why a cluster holds less, as texts: models that take no turns,
-    nodes that cannot load a model, and nodes that are left out.
+    Args:
+        spec: the fleet as it is planned, with all its models.
+        known: the models in the plan, as in the file.
+        config: settings without the memory of models that take turns.
+        gpus: GPUs that the fleet may use.
+        gpu_bytes: what other processes leave of each GPU.
+        kept: models that run and stay as they are, by name.
+        obstacles: why a cluster holds less, as texts: models that take no turns, nodes that cannot load a model, and
+            nodes that are left out.
     """
 
     spec: FleetSpec
@@ -412,7 +418,7 @@ def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[
 
 
 def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
-    """Return what the models need of GPUs; "" where all are on the CPU."""
+    """Return what the models need of GPUs, or "" where all are on the CPU."""
     texts = []
     for name, model in spec.models.items():
         if model.device != "cpu" and model.kind != "url":

@@ -22,7 +22,7 @@ from meltcore.settings.server_config import ModelConfig, ServerConfig
 class Running(NamedTuple):
     """A fleet that runs: its settings, and the place of each engine by model and replica, GPUs numbered on the node.
 
-    nodes: its cluster's nodes as they are now.
+    `nodes` are its cluster's nodes as they are now.
     """
 
     config: ServerConfig
@@ -31,7 +31,7 @@ class Running(NamedTuple):
 
 
 def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
-    """Return the places that engines of a planned fleet are given, those of models without a budget left out."""
+    """Return the places that engines of a planned fleet are given, without models that have no budget."""
     found = {}
     for model in config.models:
         nodes = model.replica_nodes or ("",) * model.data_parallel_size
@@ -47,8 +47,8 @@ def unchanged_models(
 ) -> dict[str, ModelConfig]:
     """Return the models of a fleet with budgets that run already with these settings, by name.
 
-    places: of the engines that run, with GPUs numbered as the fleet does. A model whose GPUs the file no longer allows
-    is another one.
+    `places` are the places of running engines, with GPUs numbered as the fleet does. A model whose GPUs the file no
+    longer allows counts as changed.
     """
     before = {model.names[0]: model for model in running.config.models}
     return {
@@ -72,9 +72,9 @@ def place_engine(
     kept: Mapping[tuple[str, int], Place],
     contexts: ContextMemory,
 ) -> Place | None:
-    """Return a place for one engine, by model and replica, beside those that stay; None where it fits nowhere.
+    """Return a place for one engine, by model and replica, beside engines that stay, or None where it fits nowhere.
 
-    All are awake there: models that take turns have room for that on the GPUs of their plan only.
+    All are awake there: models that take turns have memory for that only on the GPUs of their plan.
     """
     needs = fleet_needs(spec)
     engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}

@@ -24,8 +24,8 @@ _T = TypeVar("_T")
 class Site(msgspec.Struct, frozen=True):
     """The nodes that can be used. Their GPUs are numbered from 0 on through all of them, by name.
 
-    known_gpus: GPUs that have a number since an earlier look, each as its node and its number there. They keep it, also
-    where they are gone; others get the next ones. left_out: nodes with a problem.
+    `known_gpus` are GPUs that have a number since an earlier look, each as its node and its number there. They keep it,
+    also where they are gone; others get the next numbers. `left_out` has nodes with a problem.
     """
 
     nodes: tuple[ClusterNode, ...]

@@ -81,7 +81,7 @@ class ClusterDriver:
         self._lock = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Start the driver where none runs, and wait until it has the cluster. Raises ConfigError."""
+        """Start the driver unless it runs, and wait until it has the cluster. Raises ConfigError."""
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
                 if self.problem:
@@ -142,7 +142,7 @@ class ClusterDriver:
     ) -> RemoteRun:
         """Start an engine process. `on_output` gets what it prints, `on_place` the node on which it is started.
 
-        failed_nodes: the engine's deaths by node; while another node has memory it is not started there. Raises
+        `failed_nodes` counts the engine's exits by node; while another node has memory it is not started there. Raises
         EnginePendingError if nothing was started, since no node has memory or the cluster cannot be changed. Raises
         EngineEvictedError if the cluster has ended the start, and EngineDeadError if the engine does not run.
         """
@@ -180,13 +180,13 @@ class ClusterDriver:
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start the same engine on another node that has room now. Raises EnginePendingError where none has."""
+        """Start the same engine on another node that has memory now. Raises EnginePendingError where no node has."""
         moved = await self._elsewhere(start, reason, failed_nodes)
         on_place(moved.node, moved.gpus)
         return await self._start_on_node(moved)
 
     async def _elsewhere(self, start: StartEngine, reason: str, failed_nodes: Mapping[str, int]) -> StartEngine:
-        """Return the same engine for another node that has room now. Raises EnginePendingError where none has."""
+        """Return the same engine for another node that has memory now. Raises EnginePendingError where no node has."""
         if self.problem:
             raise EnginePendingError(reason)
         # A hub id of random weights may not be on the hub: their `shapes` are here.

@@ -236,7 +236,7 @@ class Driver:
     async def _close(self, message: StartEngine, output: asyncio.Task[None], *, is_ready: bool) -> None:
         """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come.
 
-        is_ready: whether the actor has answered. One that has not has no engine, and no files.
+        `is_ready` says whether the actor has answered. Before its answer it has no engine, and no files.
         """
         import ray
 

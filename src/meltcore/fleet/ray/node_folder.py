@@ -14,16 +14,17 @@ _KINDS = ("engine-", "node-", "marks-", "ray-")  # what names begin with
 
 
 class NodeFolder:
-    """A folder that its processes share. Who leaves it last removes it; those of dead owners, the next one made here.
+    """A folder that its processes share. The process that leaves it last removes it.
 
-    Each owner holds a shared lock on `descriptor`. SIGKILL drops it, once no process that has inherited it lives: such
-    a process keeps the folder from others, but not from `close` of the owner whose lock it shares.
+    The next folder that is made here removes folders of dead owners. Each owner holds a shared lock on `descriptor`.
+    SIGKILL drops it, once no process that has inherited it lives: such a process keeps the folder from others, but not
+    from `close` of the owner whose lock it shares.
     """
 
     def __init__(self, name: str) -> None:
-        """Make the folder `meltcore-NAME`, or join those who have it. Only this user may enter.
+        """Make the folder `meltcore-NAME`, or join the processes that have it. Only this user may enter.
 
-        name: begins with "engine-", "node-", "marks-" or "ray-". Raises OSError where another user has it.
+        The name begins with "engine-", "node-", "marks-" or "ray-". Raises OSError where another user has it.
         """
         remove_abandoned()
         self.path = Path(tempfile.gettempdir()) / f"{_PREFIX}{name}"

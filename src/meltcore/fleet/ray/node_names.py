@@ -28,7 +28,7 @@ class NodeNames:
     def living(self, nodes: Sequence[dict[str, Any]], used: Collection[str] | None = None) -> list[dict[str, Any]]:
         """Return Ray's nodes that live, each with its `name`, in the order of the names.
 
-        used: names of nodes with engines, which stay. Without it all given names stay.
+        Names in `used`, of nodes with engines, stay. Without it all given names stay.
         """
         with self._lock:
             alive = self._running([node for node in nodes if node["Alive"]])
@@ -53,9 +53,9 @@ class NodeNames:
 
 
 def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
-    """Return a name per (host name, node id): the host name, followed by the begin of the id where it is not unique.
+    """Return a name per (host name, node id): the host name, with the beginning of the id where it is not unique.
 
-    known: names of nodes, by id, that stay: a raylet that joins on the same host renames no other.
+    Names in `known`, by node id, stay: a raylet that joins on the same host renames no other.
     """
     new = Counter(host for host, node_id in hosts if node_id not in known)
     taken = {known[node_id] for _, node_id in hosts if node_id in known}
@@ -66,9 +66,9 @@ def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> li
 
 
 def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
-    """Return the nodes, by id, that get their host name back: the one that had it is gone, and they are alone there.
+    """Return the nodes, by id, that get their host name back: no other node has it any more.
 
-    used: names that stay, as engines have been started there by them.
+    Names in `used` stay, as engines have been started there by them.
     """
     alone = Counter(host for host, _ in hosts)
     given = set(known.values())

@@ -32,10 +32,10 @@ names = NodeNames()  # of all nodes that this process has seen
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect this process to a cluster: "local" starts one of this machine, "auto" finds the one of this node.
+    """Connect this process to a cluster: "local" starts one of this machine, "auto" finds the cluster of this node.
 
-    One that was started here ends at the end, and its files are removed. Raises ConfigError where no cluster is there,
-    where it asks for a token that is not here, and where ray is not installed or has another version.
+    A cluster that was started here ends at the end, and its files are removed. Raises ConfigError where no cluster is
+    found, where it asks for a token that is not here, and where ray is not installed or has another version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == "local":  # before Ray is imported, which reads them
@@ -82,7 +82,7 @@ def _own_head() -> str:
 def _local_options(folder: Path) -> dict[str, Any]:
     """Return the settings of a cluster of this machine, with the memory of its GPUs as resources.
 
-    folder: holds the cluster's files, which Ray lets all users read. `auto` looks in another folder, so it does not
+    `folder` holds the cluster's files, which Ray lets all users read. `auto` looks in another folder, so it does not
     find this cluster.
     """
     gpus = read_machine().checked().gpus
@@ -135,7 +135,7 @@ def _has_token() -> bool:
 def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Return the name of each living node, and what Ray tells of it, in the order of the names.
 
-    used: as `NodeNames.living` has it.
+    `NodeNames.living` explains `used`.
     """
     import ray
 
@@ -159,7 +159,7 @@ class NodeReader:
     def read(self, checkpoints: list[str], limit_s: float, used: Collection[str]) -> list[ClusterNode]:
         """Return all living nodes with their GPUs and memory, and which of these checkpoints they cannot load, by name.
 
-        used: names of nodes with engines, which stay.
+        Names in `used`, of nodes with engines, stay.
 
         A node that does not answer within the limit, that has another Meltcore, or on which Ray counts other GPUs than
         NVML, has a `problem`.
@@ -198,9 +198,9 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
-    """Return a node with the answer to `question`, which is None while the last one has no answer yet.
+    """Return a node with the answer to `question`, which is None while the last question has no answer yet.
 
-    free: what Ray can give away of it. A resource of which nothing is left is not among them.
+    `free` is what Ray can give away of it. A resource of which nothing is left is not among them.
     """
     import ray
 
@@ -240,7 +240,7 @@ def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
 
 
 def version_problem(version: Any) -> str:
-    """Return why a node cannot be used that has this version of Meltcore; "": it is that of this process."""
+    """Return why a node with this version of Meltcore cannot be used, or "" for the version of this process."""
     if version == code_version():
         return ""
     return f"it has Meltcore {version}, and the machine of this command {code_version()}: install the same on both"

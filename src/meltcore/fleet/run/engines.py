@@ -51,7 +51,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Prepare to start engines. Raises ConfigError where none can be started."""
+        """Prepare to start engines. Raises ConfigError where no engine can be started."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -74,7 +74,7 @@ class Launcher(ABC):
     ) -> EngineProcess:
         """Return an engine that has not been started. Without sockets it never will be.
 
-        failed_nodes: of a cluster, that are avoided where others have room, with the deaths there.
+        Nodes in `failed_nodes`, with the number of exits there, are avoided where other nodes of a cluster have memory.
         """
 
 
@@ -96,7 +96,7 @@ class LocalLauncher(Launcher):
         """Return immediately: each engine is ended by its model."""
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:  # noqa: ARG002 - there are no nodes
-        """Return none: what this machine had before its engines is known."""
+        """Return no nodes, since the memory of this machine before its engines is known."""
         return []
 
     def new_engine(

@@ -1,6 +1,6 @@
-"""The logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file.
+"""Keeps the logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file.
 
-A file past a limit begins anew; the one before is kept.
+A file past a limit is started again; the file before it is kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def log_folder(state: Path, port: int) -> Path:
 
 
 def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]:
-    """Return the logs of a model, or of all models and the server. Raises ConfigError when there is none."""
+    """Return the logs of a model, or of all models and the server. Raises ConfigError without a log."""
     engines = [LogFile(path.stem, path) for path in sorted(folder.glob("*.log"))]
     if model is None:
         own = [LogFile(SERVER, Path(server_log))] if server_log else []
@@ -64,7 +64,7 @@ def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]
 def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, out: Callable[[str], None]) -> None:
     """Give each line to `out`, with a prefix where there are several files. Follows them until interrupted.
 
-    `num_lines`: how many last lines of each file are shown first, by default all.
+    `num_lines` is the number of last lines of each file that are shown first, by default all.
     """
     width = max(len(log.name) for log in logs)
     prefixes = [f"{log.name:<{width}} | " if len(logs) > 1 else "" for log in logs]
@@ -83,7 +83,7 @@ def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, 
 
 
 async def keep_small(files: Callable[[], Sequence[Path]], limit_bytes: int) -> None:
-    """Look at log files regularly, and begin those anew that have more than `limit_bytes`."""
+    """Look at log files regularly, and start files again that have more than `limit_bytes`."""
     while True:
         await asyncio.sleep(ROTATE_CHECK_S)
         await asyncio.to_thread(rotate_large, files(), limit_bytes)

@@ -1,4 +1,4 @@
-"""One tiny real request, which an engine has to answer before it gets those of clients."""
+"""Sends one tiny real request, which an engine has to answer before it gets the requests of clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def probe(replica: Replica, engine: EngineProcess, limits: EngineReady, li
 
 
 def probe_error(message: FromEngine) -> str | None:
-    """Return the error with which `message` ends the request: "" for a whole answer; None: it has not ended yet."""
+    """Return the error with which `message` ends the request, "" for a whole answer, or None before its end."""
     if isinstance(message, EngineOutputs):
         for output in message.outputs:
             if output.request_id == PROBE_ID and output.finish_reason is not None:

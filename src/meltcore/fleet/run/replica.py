@@ -76,7 +76,7 @@ class ReplicaLife:
     task: asyncio.Task[None] | None = None
 
     def apply(self, event: ReplicaEvent) -> None:
-        """Take the state that follows by the table of a replica's life. Raises ValueError where none does."""
+        """Take the state that follows by the table of a replica's life. Raises ValueError where no state follows."""
         if event not in LIFE[self.state]:
             raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
         self.state = LIFE[self.state][event]
@@ -92,7 +92,7 @@ class ReplicaLife:
 
     @property
     def node(self) -> str:
-        """The node of a cluster on which it is; "" for this machine."""
+        """The node of a cluster on which it is, or "" for this machine."""
         return ""
 
     @property
@@ -120,7 +120,7 @@ class Replica(ReplicaLife):
 
     @property
     def node(self) -> str:
-        """The node of a cluster on which it is; "" for this machine."""
+        """The node of a cluster on which it is, or "" for this machine."""
         return self.placement.node
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:

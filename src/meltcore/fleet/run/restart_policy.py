@@ -25,9 +25,16 @@ ENGINE_FAILED = "the engine has died and is not started again"
 class Outage(NamedTuple):
     """A model of ours that does not serve now, as far as its status follows from that.
 
-    status, text: as API servers have them; is_open: it has served; may_run: it does not sleep. states: of its replicas;
-    reason: of the last one that has one. pause_s: until an engine is started again; None: it is now, or never.
-    num_deaths: of the replica with most; num_models: of the server.
+    Args:
+        status: the status that API servers have.
+        text: the reason that API servers have.
+        is_open: it has served.
+        may_run: it does not sleep.
+        states: states of its replicas.
+        reason: reason of the last replica that has one.
+        pause_s: time until an engine is started again; None stands for now, or never.
+        num_deaths: exits of the replica with most.
+        num_models: models of the server.
     """
 
     name: str
@@ -46,7 +53,7 @@ class StartingServer(Protocol):
     """The supervisor, which starts models in two ways."""
 
     async def start_together(self) -> bool:
-        """Load all models; returns whether they serve, False where a signal came before. Raises MeltcoreError."""
+        """Load all models. Returns whether they serve, False where a signal came before. Raises MeltcoreError."""
 
     async def start_each(self) -> None:
         """Begin to load all models, which become ready or fail one by one. Raises ConfigError without a cluster."""
@@ -63,7 +70,7 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server; returns whether it goes on, False where a signal came before it served."""
+        """Start the models of a server. Returns whether it goes on, False where a signal came before it served."""
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
@@ -78,16 +85,16 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the error that ends the start of a model; None: the start goes on, or the model can serve.
+        """Return the error that ends the start of a model, or None where the start goes on or the model can serve.
 
-        errors: of the replicas that could not start, each with the replica's name in messages.
+        `errors` belong to the replicas that could not start, each with the replica's name in messages.
         """
 
     @abstractmethod
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
         """Let a loaded engine answer `probe`, which gets a time limit, where it must before requests of clients.
 
-        left_s: what is left of the time to start. Raises MeltcoreError where it does not answer.
+        Of the time to start `left_s` is left. Raises MeltcoreError where it does not answer.
         """
 
     @abstractmethod
@@ -100,7 +107,7 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after deaths at these times; None: the engine is not started again."""
+        """Return the pause after exits at these times, or None if the engine is not started again."""
 
     @abstractmethod
     def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
@@ -108,11 +115,11 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def model_name(self, name: str, num_models: int) -> str:
-        """Return a model's name as messages about its engines begin; "" where they need none."""
+        """Return a model's name as messages about its engines begin, or "" where they need no name."""
 
     @abstractmethod
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return the error of requests that an engine has lost, where no other engine of its model serves."""
+        """Return the error of requests that an engine has lost, where no other engine serves the model."""
 
     @abstractmethod
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
@@ -120,7 +127,7 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status of a model of other servers that have all ended for good; `what` says that they have."""
+        """Return the status of a model whose other servers have all ended for good, which `what` says in words."""
 
 
 class NeverRestart(RestartPolicy):
@@ -230,7 +237,7 @@ class RestartAfterPause(RestartPolicy):
         tell()
 
     def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after deaths at these times; None when they are too many."""
+        """Return the pause after exits at these times, or None when they are too many."""
         num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
         if num_recent >= self.max_deaths:
             return None

@@ -45,7 +45,7 @@ class ServedModel(SupervisedModel[Replica]):
         stats: ModelStats,
         parts: ServerParts,
     ) -> None:
-        """Create the engines and add the model to all API servers. `task`: None where it could not be found out."""
+        """Create the engines and add the model to all API servers. `task` is None where it could not be found out."""
         folder, name, count = parts.log_folder, config.names[0], len(placements)
         replicas = [
             Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
@@ -235,7 +235,7 @@ class ServedModel(SupervisedModel[Replica]):
         return False
 
     async def wake_process(self, replica: Replica, limit_s: float) -> str:
-        """Wake an engine; returns why it still sleeps, "" where it does not: it serves, or has died."""
+        """Wake an engine; returns why it still sleeps, or "" where it does not: it serves, or has died."""
         answer = await self._ask(replica, Wake(), limit_s)
         if replica.state != "sleeping":  # it has died, and is started again
             return ""
@@ -286,7 +286,7 @@ class ServedModel(SupervisedModel[Replica]):
         self._parts.log.write(event, model=self.name, replica=replica.index, **fields)
 
     def update_status(self, pause_s: float | None = None) -> None:
-        """Derive the status from the replicas. `pause_s`: until an engine is started again."""
+        """Derive the status from the replicas. An engine is started again after `pause_s`."""
         if self._draining:
             return
         if self.limits is not None and self.stats.live_replicas():
@@ -307,7 +307,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.set_status(*self._parts.policy.status(outage))
 
     def describe(self, replica: int, default: str) -> str:
-        """Return the name of an engine in messages; `default`: of the single engine of a server."""
+        """Return the name of an engine in messages. `default` names the single engine of a server."""
         name = self._parts.policy.model_name(self.name, self._parts.pool.num_models)
         return f"{name} replica {replica}".strip() if len(self.replicas) > 1 else name or default
 
@@ -315,7 +315,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     @property
     def cluster_problem(self) -> str:
-        """Why the cluster of the engines cannot be changed; "": it can, or there is none."""
+        """The reason why the cluster of the engines cannot be changed, or "" where it can or there is no cluster."""
         problem = self._parts.launcher.problem
         return problem and f"the cluster cannot be changed: {problem}"
 

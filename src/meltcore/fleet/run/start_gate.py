@@ -13,7 +13,7 @@ WAVE = 64  # engines of a cluster that load at the same time: they read their ch
 
 
 class _Start(NamedTuple):
-    """An engine that is loading or wants to. `measures`: it takes what is free, instead of a number of bytes."""
+    """An engine that is loading or wants to. With `measures` it takes the free memory, instead of a number of bytes."""
 
     gpus: frozenset[str]
     measures: bool

@@ -97,7 +97,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     def update_status(self, pause_s: float | None = None) -> None:
-        """Derive the status from the replicas. `pause_s`: until a process is started again that has just ended."""
+        """Derive the status from the replicas. A process that has just ended is started again after `pause_s`."""
 
     @abstractmethod
     async def sleep_process(self, replica: _R, keep: Literal["host", "disk"], limit_s: float) -> bool:
@@ -105,7 +105,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     async def wake_process(self, replica: _R, limit_s: float) -> str:
-        """Wake the process of a sleeping replica; returns why it still sleeps, "" where it does not."""
+        """Wake the process of a sleeping replica; returns why it still sleeps, or "" where it does not."""
 
     @abstractmethod
     async def _start(self, replica: _R) -> Any:
@@ -113,7 +113,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     def _on_ready(self, replica: _R, result: Any) -> None:
-        """Note that a replica serves; `result` is that of `_start`."""
+        """Note that a replica serves. `_start` has returned `result`."""
 
     @abstractmethod
     async def _wait_ended(self, replica: _R) -> str:
@@ -129,10 +129,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     def _tell_end(self, replica: _R, *, was_serving: bool, num_open: int, plan: str) -> None:
-        """Log and print how a process has ended or could not start, and the plan for it.
-
-        num_open: its requests.
-        """
+        """Log and print how a process with `num_open` requests has ended or could not start, and the plan for it."""
 
     def _is_final(self, replica: _R, error: MeltcoreError) -> bool:  # noqa: ARG002 - another try may help
         """Return whether a start that has failed with this error will always fail."""
@@ -191,7 +188,10 @@ class SupervisedModel(ABC, Generic[_R]):
             replica.restarts += 1
 
     def _after_end(self, replica: _R, reason: str, *, is_final: bool) -> float | None:
-        """Fail the requests of a process that has ended; returns the pause until the next start, None for no start."""
+        """Fail the requests of a process that has ended.
+
+        Returns the pause until the next start, or None for no start.
+        """
         policy, now_s, is_evicted = self._parts.policy, time.monotonic(), self._is_evicted(replica)
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
         replica.reason = reason
@@ -287,8 +287,8 @@ class SupervisedModel(ABC, Generic[_R]):
     async def replace_engines(self, drain_limit_s: float) -> None:
         """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
 
-        Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new ones
-        are refused with 503. A model that sleeps stays asleep: its processes are started when it is wanted.
+        Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new
+        requests are refused with 503. A model that sleeps stays asleep: its processes are started when it is wanted.
         """
         async with self.changing:
             is_asleep = not self.may_run.is_set()

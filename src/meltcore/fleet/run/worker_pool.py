@@ -1,8 +1,8 @@
-"""The API server processes of a server: started, given connections, watched, restarted.
+"""Starts, watches and restarts the API server processes of a server, and gives them connections.
 
 The supervisor accepts and passes each connection to the worker with the fewest. Hashing connections over several
-listening sockets (SO_REUSEPORT) leaves one worker with a fifth more than its share at 400 connections, and would let a
-second server join a port in use.
+listening sockets (SO_REUSEPORT) leaves one worker with a fifth more than its share at 400 connections. It would also
+let a second server join a port in use.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class WorkerPool:
     ) -> None:
         """Create the pool.
 
-        `policy`: says when a worker is restarted, and when the server ends. `report`: prints a line.
+        `policy` says when a worker is restarted, and when the server ends. `report` prints a line.
 
-        `on_lost(worker_id, exit_reason, open_requests)`: called when a worker died. `on_unreadable(model, replica,
-        reason)`: called when a worker could not decode a message of that engine.
+        `on_lost(worker_id, exit_reason, open_requests)` is called when a worker died. `on_unreadable(model, replica,
+        reason)` is called when a worker could not decode a message of that engine.
         """
         self._config = config
         self._stats = stats

@@ -28,7 +28,7 @@ class MpsDaemon:
     """A control daemon, which starts a server process for its clients."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: a private one, where the daemon's sockets and logs go; a socket's path is at most 107 bytes.
+        """Prepare the daemon. Its sockets and logs go to the private `folder`; a socket's path is at most 107 bytes.
 
         Raises ConfigError where the control program is not installed.
         """
@@ -66,7 +66,7 @@ class MpsDaemon:
     def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
         """Return what an engine's environment needs; a daemon that has ended is started again.
 
-        sm_percent: of the GPU's SMs that engines below the class `interactive` may use. Raises ConfigError as `start`.
+        Engines below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError as `start` does.
         """
         if not self.is_running:
             self.stop()

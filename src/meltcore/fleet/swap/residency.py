@@ -1,9 +1,9 @@
-"""Which sleepable models are awake: a decision on times, bytes and waiting requests, without processes and clocks.
+"""Decides which sleepable models are awake by times, bytes and waiting requests, without processes and clocks.
 
-Models that take turns share the memory of their devices. A model that is wanted replaces others: idle ones first, then
-those of the least urgent class, then those used longest ago. Three rules keep models from being swapped all the time:
-each stays for a minimum time, a busy one keeps its turn unless a more urgent class waits, and swaps per minute are
-limited. No model starves: one that has waited for several turns comes before all classes.
+Models that take turns share the memory of their devices. A model that is wanted replaces others: idle models first,
+then models of the least urgent class, then models used longest ago. Three rules keep models from being swapped all the
+time: each stays for a minimum time, a busy one keeps its turn unless a more urgent class waits, and swaps per minute
+are limited. No model starves: one that has waited for several turns comes before all classes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ IDLE_RANK = 99  # of a model without work: after every class
 class Demand(NamedTuple):
     """What clients want of a model now.
 
-    rank: index of the most urgent class that waits, where 0 is the first; None if nothing waits. running: whether
-    engines work for it. is_forced: an operator wants it, or it has to be loaded; no minimum time and no limit of swaps
-    counts.
+    Args:
+        rank: index of the most urgent class that waits, where 0 is the first, or None if nothing waits.
+        running: whether engines work for it.
+        is_forced: an operator wants it, or it has to be loaded. No minimum time and no limit of swaps counts.
     """
 
     rank: int | None = None
@@ -44,7 +45,10 @@ class Swap(NamedTuple):
 
 @dataclass
 class _Member:
-    """A sleepable model. size_bytes: by device while it is awake. A model of unknown size (None) shares with none."""
+    """A sleepable model, with `size_bytes` by device while it is awake.
+
+    A model of unknown size (None) shares with none.
+    """
 
     rank: int  # of its requests that run
     size_bytes: Mapping[str, int | None]
@@ -79,7 +83,10 @@ class Residency:
     # --- members
 
     def add(self, key: int, rank: int, size_bytes: Mapping[str, int | None]) -> None:
-        """Add a model, which is asleep. rank: of its requests' class. size_bytes: by device, while it is awake."""
+        """Add a model, which is asleep. `rank` is the index of its requests' class.
+
+        It takes `size_bytes` by device while it is awake.
+        """
         self._members[key] = _Member(rank, dict(size_bytes))
 
     def move(self, key: int, size_bytes: Mapping[str, int | None]) -> None:
@@ -182,7 +189,7 @@ class Residency:
         return member.wanted_s is not None and now_s - member.wanted_s >= LONGEST_TURNS * self._turn_s
 
     def _victims(self, key: int, now_s: float) -> list[int] | None:
-        """Return the models that have to sleep so that a model fits; None where it does not fit yet."""
+        """Return the models that have to sleep so that a model fits, or None where it does not fit yet."""
         member, occupants = self._members[key], self._occupants(self._members[key])
         allowed = [each for each in occupants if self._may_replace(member, self._members[each], now_s)]
         allowed.sort(key=lambda each: (-self._members[each].work_rank, self._members[each].used_s, each))

@@ -65,7 +65,7 @@ async def wake_up(model: SupervisedModel[Any], config: ResidencyConfig) -> str:
 
 
 def refuse_waiting(model: SupervisedModel[Any], reason: str, until_s: float) -> None:
-    """End the requests that wait for a model which could not be woken. `until_s`: when it is tried again."""
+    """End the requests that wait for a model which could not be woken. It is tried again at `until_s`."""
     model.stats.set("wake_at_s", until_s)
     model.broadcast(
         EndRequests(model.number, f"{model.name} sleeps and could not be woken: {reason}", 503, MODEL_ASLEEP)

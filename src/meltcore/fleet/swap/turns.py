@@ -181,7 +181,7 @@ class Turns:
 
 
 def device_bytes(model: Model) -> dict[str, int | None]:
-    """Return the bytes that a model takes on each device while it is awake; None where that is not known."""
+    """Return the bytes that a model takes on each device while it is awake, or None where that is not known."""
     if isinstance(model, ServedModel):
         placed = [(placed_gpus(each.placement), each.placement.engine.memory_bytes) for each in model.replicas]
     else:

@@ -1,11 +1,10 @@
 """Attention of one new token of many sequences (decode) over a paged cache.
 
-A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent one,
-[rows, max_pages] int64: entry p of a row is the cache page of the sequence's tokens p * page_size and on.
+A cache is [pages, page_size, kv_heads, head_dim], contiguous. The page table is the engine's persistent one, [rows,
+max_pages] int64: entry p of a row is the cache page of the sequence's tokens p * page_size and on.
 
-One kernel takes a token from the QKV projection to its attention: the program with the end of a sequence stores the new
-key and value, and the program that finishes last combines the sequence's KV splits. This replaces three launches per
-layer.
+One kernel takes a token from the QKV projection to its attention. The program with the end of a sequence stores the new
+key and value. The program that finishes last combines the sequence's KV splits. This replaces three launches per layer.
 """
 
 from __future__ import annotations

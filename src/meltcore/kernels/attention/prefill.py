@@ -98,7 +98,7 @@ def prefill_launch(head_dim: int, element_bytes: int) -> PrefillLaunch:
     """Return the launch of 64 queries of one head per program.
 
     A block of keys and one of values take 32 KiB. With three stages (two of them in flight) and the queries that is at
-    most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions, and less elsewhere,
+    most 112 KiB on Hopper, which keeps a third block for its asynchronous matrix instructions. It is less elsewhere,
     within consumer GPUs. Heads of 256 do with two stages: 258 and 375 TFLOP/s; by 8 warps, in smaller or larger blocks
     or with a third stage 82 to 189 and 96 to 305. Float32 is a path for checking, without matrix units, and needs one
     stage where the queries alone are 64 KiB.

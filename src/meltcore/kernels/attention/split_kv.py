@@ -30,7 +30,7 @@ def block_keys(head_dim: int, element_bytes: int) -> int:
     """Return the number of keys of a block, by the bytes of a cache element.
 
     A block of keys and one of values take at most 32 KiB. Two in flight and three programs per SM keep 192 KiB in
-    flight on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s), and 64 KiB still fits consumer GPUs.
+    flight on Hopper (about 40 KiB would hide 1 us at 4.4 TB/s). 64 KiB still fits consumer GPUs.
     """
     return min(64, max(16, 2**14 // (head_dim * element_bytes)))
 

@@ -56,9 +56,9 @@ def stream_k_for(sequences: int, heads: int, kv_heads: int, head_dim: int, devic
 
     As many programs as run concurrently: shared memory holds three blocks of keys and values for each, one of them in
     flight, so two per SM on Hopper. (The registers of a third fit only smaller blocks, which are slower.) Two key heads
-    are neighbors on a page, and where their query heads fit in the 16 rows that tl.dot takes at least, they cost no
-    more arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work ranges take
-    longer to combine (H200, 2026-11-21).
+    are neighbors on a page. Where their query heads fit in the 16 rows that tl.dot takes at least, they cost no more
+    arithmetic than one: 1 % faster. Four or eight are slower, since the splits of their more work ranges take longer to
+    combine (H200, 2026-11-21).
     """
     programs = sm_count(device) * max(1, shared_memory_bytes(device) // (96 * 2**10))
     if sequences > MAX_SEQUENCES or sequences * kv_heads < sm_count(device) or head_dim > _MAX_HEAD_DIM:

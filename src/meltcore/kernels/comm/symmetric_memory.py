@@ -6,8 +6,8 @@ is needed (Lamport 1977, doi:10.1145/359863.359878); NCCL's LL protocol sends a 
 half of the bandwidth. No word equals EMPTY, see `avoid_empty`.
 
 A chunk of 512 words has a step counter, and in the buffer one slot per sender, double-buffered by the step's parity.
-Double buffering is safe because every launch makes every rank receive something from every other rank, and because a
-rank sends only after its earlier launches have ended: a sender that reuses a slot has, since the last use, received
+Double buffering is safe for two reasons. Every launch makes every rank receive something from every other rank, and a
+rank sends only after its earlier launches have ended. So a sender that reuses a slot has, since the last use, received
 something that its receiver sent after emptying the slot. So every launch must exchange data between all ranks.
 
 Behind the chunks is space for one long message, which staged_all_reduce.py reduces: counters of its two stages, its

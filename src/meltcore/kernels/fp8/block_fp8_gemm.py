@@ -1,9 +1,9 @@
 """GEMM of tokens with an FP8 weight that has a scale per block, for few tokens and for many.
 
-It has the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores, and both
-operands' scales of these columns are applied to the result before it is added to the sums in float32. For few tokens
-the program quantizes them itself, to the same values as `quantize_tokens`, which saves a launch. Sums have a fixed
-order: the order of the columns within a split, then the order of the splits.
+It has the method of gemm/split_k.py. A step of the main loop multiplies 128 columns on the tensor cores. Both operands'
+scales of these columns are applied to the result before it is added to the sums in float32. For few tokens the program
+quantizes them itself, to the same values as `quantize_tokens`, which saves a launch. Sums have a fixed order: the order
+of the columns within a split, then the order of the splits.
 """
 
 from __future__ import annotations

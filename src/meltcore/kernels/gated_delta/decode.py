@@ -1,9 +1,9 @@
 """Gated DeltaNet for one new token of each sequence (decode).
 
 One kernel takes a token from the projection to the input of the output projection. It is bound by the recurrent states,
-64 KiB per head that are read and written once. A program computes a whole head: splitting its values would leave the
-norm, which is over all of them, to another kernel or to the program that finishes last, and either takes longer than
-one SM needs to move 64 KiB.
+64 KiB per head that are read and written once. A program computes a whole head. Splitting its values would leave the
+norm, which is over all of them, to another kernel or to the program that finishes last. Either takes longer than one SM
+needs to move 64 KiB.
 """
 
 from __future__ import annotations

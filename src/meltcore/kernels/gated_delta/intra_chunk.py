@@ -1,13 +1,13 @@
 """The state-independent part of Gated DeltaNet's prefill, computed for all chunks in parallel.
 
 Within a chunk the updates u_i = beta_i (v_i - k_i S_i) that its tokens make to the state depend on each other: S_i
-contains those of all tokens before. With G_i the sum of g up to token i and S the state before the chunk,
+contains the updates of all tokens before. With G_i the sum of g up to token i and S the state before the chunk,
 
     u_i + sum over j < i of A_ij u_j = beta_i (v_i - exp(G_i) k_i S),    A_ij = beta_i exp(G_i - G_j) (k_i . k_j)
 
-so u = T diag(beta) (v - exp(G) k S) with T = (I + A)^-1, and token i reads exp(G_i) q_i S + sum over j <= i of
-P_ij u_j with P_ij = exp(G_i - G_j) (q_i . k_j). (Yang et al. 2024, arXiv:2406.06484 and arXiv:2412.06464.) T diag(beta)
-and P are computed here for all chunks; gated_delta/state_scan.py carries the state through them.
+so u = T diag(beta) (v - exp(G) k S) with T = (I + A)^-1, and token i reads exp(G_i) q_i S + sum over j <= i of P_ij u_j
+with P_ij = exp(G_i - G_j) (q_i . k_j). (Yang et al. 2024, arXiv:2406.06484 and arXiv:2412.06464.) T diag(beta) and P
+are computed here for all chunks; gated_delta/state_scan.py carries the state through them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Adds the weighted sum of each token's expert outputs to the residual stream and applies the next layer's norm.
 
-One launch does all of it: for few tokens a separate norm would take the time of its launch, for many tokens it would
+One launch does all of it. For few tokens a separate norm would take the time of its launch. For many tokens it would
 read again what has just been written.
 """
 

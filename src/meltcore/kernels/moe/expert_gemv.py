@@ -1,8 +1,8 @@
 """Computes the experts of one token in two launches, which take as long as reading the experts' weights.
 
 The first computes silu(gate) * up, a few rows of one expert per program, in registers as in gemm/gemv.py. The second
-applies down_proj: a program has the same few rows of every expert of the token and sums their outputs, so no
-intermediate result is stored and no launch is needed for the sum. It loads its weights while the first launch still
+applies down_proj. A program has the same few rows of every expert of the token and sums their outputs. So no
+intermediate result is stored, and no launch is needed for the sum. It loads its weights while the first launch still
 runs, for which it must know the experts: so the first one lets it start only once the router's kernel has ended (see
 launch.py).
 """

@@ -1,7 +1,7 @@
 """Grouped GEMM of pairs with block-quantized weights of experts, in CUDA C++ (ggml_expert_gemm.cu).
 
-It has the decoders and the inner loop of the skinny GEMM (ggml_skinny_gemm.py): no value moves between threads on its
-way from shared memory to the tensor cores, and scales multiply float32 sums of a block of columns. The sums of a pair
+It has the decoders and the inner loop of the skinny GEMM (ggml_skinny_gemm.py). No value moves between threads on its
+way from shared memory to the tensor cores. Scales multiply float32 sums of a block of columns. The sums of a pair
 depend neither on the order in which blocks run nor on the other pairs.
 """
 

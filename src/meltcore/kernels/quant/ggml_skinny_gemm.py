@@ -1,8 +1,8 @@
 """Skinny GEMM of up to 32 tokens with a block-quantized weight, in CUDA C++ (ggml_skinny_gemm.cu).
 
 Triton loads a tile of the weight in an order of its own and moves values between threads on the way to the tensor
-cores: its kernel for the same work (ggml_gemm.py) reaches 19 to 31 % of an H200's bandwidth (docs/decisions/
-quantized-weights.md). That one serves more tokens, and devices before compute capability 8.0.
+cores. Its kernel for the same work (ggml_gemm.py) reaches 19 to 31 % of an H200's bandwidth
+(docs/decisions/quantized-weights.md). That one serves more tokens, and devices before compute capability 8.0.
 """
 
 from __future__ import annotations

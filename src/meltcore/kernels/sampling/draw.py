@@ -1,12 +1,12 @@
 """Samples tokens by temperature, with noise that is computed from a counter and not stored.
 
-Logits are [rows, vocab]; per-row settings are [rows] tensors. A row's token depends on its own logits and noise alone,
-so a seeded request samples the same tokens alone and in a batch, unless its logits differ by rounding.
+Logits are [rows, vocab]; per-row settings are [rows] tensors. A row's token depends only on its own logits and noise.
+So a seeded request samples the same tokens alone and in a batch, unless its logits differ by rounding.
 
-Where the vocabulary is sharded over ranks, each rank packs its best token into one int64, a candidate, of which the
-all-reduce maximum over ranks is the sampled token: the score's bits above, in an order of integers, and below them the
-token's id inverted, so that of equal scores the lowest id is the largest candidate. NaN is above all numbers, as it is
-for `argmax`.
+Where the vocabulary is sharded over ranks, each rank packs its best token into one int64, a candidate. The all-reduce
+maximum over ranks is the sampled token. A candidate has the score's bits above, in an order of integers, and below them
+the token's id inverted: of equal scores the lowest id is the largest candidate. NaN is above all numbers, as it is for
+`argmax`.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ class Steady(msgspec.Struct, kw_only=True):
 class TaskLoad(msgspec.Struct, kw_only=True):
     """The metrics of a level of a task other than generation. Such a level counts no output tokens.
 
-    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. Of transcription,
+    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. For transcription,
     `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
-    server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not
-    have are None, or have no samples.
+    server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not have
+    are None, or have no samples.
     """
 
     task: str

@@ -41,9 +41,9 @@ class Timeouts(NamedTuple):
 class AnswerRules(NamedTuple):
     """Holds the conditions, beyond a finish reason, that make an answer complete.
 
-    `needs_text`: an answer without text is a failure, although the server counted tokens. `allow_empty`: an answer of
-    only an end token is complete nevertheless, and its token arrives with the finish reason. `needs_usage`: an answer
-    without the server's token counts is a failure.
+    With `needs_text` an answer without text is a failure, although the server counted tokens. With `allow_empty` an
+    answer of only an end token is complete nevertheless, and its token arrives with the finish reason. With
+    `needs_usage` an answer without the server's token counts is a failure.
     """
 
     needs_text: bool = False

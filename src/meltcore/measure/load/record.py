@@ -74,7 +74,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
     @property
     def cumulative_tokens(self) -> np.ndarray | None:
-        """Return the output tokens up to each event, [events] uint32; None where the server did not report them."""
+        """Return the output tokens up to each event, [events] uint32, or None where the server did not report them."""
         import numpy as np
 
         return np.frombuffer(self.event_tokens, dtype=np.uint32) if self.event_tokens else None
@@ -113,7 +113,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Return what is missing from the file, and why; None where the file is complete."""
+        """Return what is missing from the file, and why, or None where the file is complete."""
         if self._error is None:
             return None
         return (

@@ -18,7 +18,7 @@ NUM_EOS_TOKENS = 1
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """Open a tokenizer.json, or the one in a folder. Raises ConfigError where there is none."""
+    """Open a tokenizer.json, or the one in a folder. Raises ConfigError where it is missing."""
     from tokenizers import Tokenizer  # takes 50 ms, and most runs do without
 
     tokenizer_path = Path(path).expanduser()

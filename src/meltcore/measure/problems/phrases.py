@@ -194,7 +194,7 @@ def _clause(
 def _combination(rng: random.Random, split: Split, *, held_out: bool) -> tuple[str, _Noun, _Noun | None]:
     """Draw verb, subject and object.
 
-    With `held_out` no training text has them; the split "train" never draws such ones.
+    With `held_out` no training text has them, which the split "train" never asks for.
     """
     while True:
         kinds = (_TRANSITIVE, _DITRANSITIVE, _INTRANSITIVE)

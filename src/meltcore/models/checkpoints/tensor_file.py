@@ -1,7 +1,7 @@
 """Reads parts of the tensors of a checkpoint file. Each format has a subclass that reads the file's header.
 
-The file is read and not memory-mapped: a mapping is loaded in pages of 4 KiB on first access, which is a quarter as
-fast, and slower still when the file is not in the page cache yet (benchmarks/load_checkpoint.py).
+The file is read and not memory-mapped. A mapping is loaded in pages of 4 KiB on first access, which is a quarter as
+fast. It is slower still when the file is not in the page cache yet (benchmarks/load_checkpoint.py).
 """
 
 from __future__ import annotations

@@ -105,10 +105,10 @@ class DecoderBlock(nn.Module):
 
 
 def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:
-    """Return indices of layers in which each kind follows each that it follows somewhere, and the last one's.
+    """Return indices of layers that include each kind after each kind that it follows somewhere, and the last layer's.
 
-    kinds: one per layer. A layer performs what the one before it left to add (ResidualStream), as the final norm does:
-    both decide on its kernels.
+    `kinds` has one per layer. A layer performs what the one before it left to add (ResidualStream), as the final norm
+    does: both decide on its kernels.
     """
     pairs = set[tuple[Hashable, ...]]()
     chosen = {len(kinds) - 1}
@@ -303,9 +303,9 @@ class Decoder(Model):
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         metadata: list[AttentionMetadata],
     ) -> torch.Tensor:
-        """Compute hidden states [tokens, hidden_size]. token_ids, positions: [tokens] int64.
+        """Compute hidden states [tokens, hidden_size]. `token_ids` and `positions` are [tokens] int64.
 
-        caches: each layer's keys and values, or conv_states and states; metadata: each layer's.
+        `caches` has each layer's keys and values, or conv_states and states, and `metadata` has each layer's metadata.
         """
         residual: ResidualStream = self.embedding(token_ids)
         few, num_decodes = self._decode_layers, metadata[0].num_decodes

@@ -34,8 +34,7 @@ _UNCHANGED_FIELDS = (
 class ExpertsConfig:
     """The fields of config.json that shape routed experts.
 
-    dense_layers: indices of layers with a dense feed-forward; shared_expert: whether one more expert computes every
-    token.
+    Layers in `dense_layers` have a dense feed-forward. With `shared_expert` one more expert computes every token.
     """
 
     num_experts: int
@@ -78,7 +77,7 @@ class ExpertsConfig:
 class RecurrentConfig:
     """The fields of config.json that shape Gated DeltaNet.
 
-    layers: indices of the layers with it instead of attention.
+    The layers with indices in `layers` have it instead of attention.
     """
 
     linear_num_key_heads: int
@@ -201,9 +200,9 @@ class DecoderConfig:
     ) -> DecoderConfig:
         """Read the configuration from the fields of config.json and the switches of a family.
 
-        rotary_factor: the family's default of partial_rotary_factor; None supports no value but 1.
-        sliding_layers: the layers whose attention has the window `sliding_window` of config.json. switches: further
-        fields of this class. Raises ConfigError for a missing or wrong field, or an unsupported variant.
+        `rotary_factor` is the family's default of partial_rotary_factor; None supports no value but 1. The attention of
+        `sliding_layers` has the window `sliding_window` of config.json. `switches` are further fields of this class.
+        Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
         rope_config = rope_fields(config)
         for name in ("use_sliding_window", "mlp_bias", "lm_head_bias"):

@@ -111,7 +111,7 @@ def olmo2_config(config: Mapping[str, Any]) -> DecoderConfig:
 def phi3_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a Phi-3, Phi-3.5, Phi-4 or Phi-4-mini model.
 
-    A window that no text can exceed is none.
+    A window that no text can exceed is left out.
     """
     fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_PHI3_DEFAULTS), "phi3 here"))
     fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
@@ -216,7 +216,7 @@ def _sliding_layers(fields: Fields) -> frozenset[int]:
 
 
 def _nope_layers(fields: Fields) -> frozenset[int]:
-    """Return the indices of the layers without rotary embeddings: those with a 0, or the last of every N."""
+    """Return the indices of the layers without rotary embeddings: layers with a 0, or the last of every N."""
     num_layers = fields.required("num_hidden_layers")["num_hidden_layers"]
     flags = fields.optional("no_rope_layers")
     if flags is None:

@@ -16,7 +16,7 @@ class FullAttentionSpec(NamedTuple):
     head_dim: int
 
     def page_bytes(self, page_size: int, element_size: int) -> int:
-        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
+        """Return the bytes of a page: keys and values of `page_size` tokens. An element has `element_size` bytes."""
         return 2 * page_size * self.kv_heads * self.head_dim * element_size
 
 
@@ -31,7 +31,7 @@ class SlidingWindowSpec(NamedTuple):
     window: int
 
     def page_bytes(self, page_size: int, element_size: int) -> int:
-        """Return the bytes of a page: keys and values of `page_size` tokens. element_size: bytes per element."""
+        """Return the bytes of a page: keys and values of `page_size` tokens. An element has `element_size` bytes."""
         return 2 * page_size * self.kv_heads * self.head_dim * element_size
 
 
@@ -49,7 +49,7 @@ class RecurrentStateSpec(NamedTuple):
     value_dim: int
 
     def slot_bytes(self, element_size: int) -> int:
-        """Return the bytes of one sequence's state. element_size: bytes per element of the convolution's inputs."""
+        """Return the bytes of one sequence's state. An element of the convolution's inputs has `element_size` bytes."""
         conv = self.conv_width * self.conv_channels * element_size
         return conv + self.heads * self.key_dim * self.value_dim * _STATE_ELEMENT_SIZE
 
@@ -66,16 +66,17 @@ class AttentionGroup(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """The sliding window in tokens, None for full attention."""
+        """The sliding window in tokens, or None for full attention."""
         return self.spec.window if isinstance(self.spec, SlidingWindowSpec) else None
 
 
 class KVCacheGroups(NamedTuple):
     """The cache groups of a model: layers of equal spec.
 
-    attention: those with pages, full attention first. A page holds `layers_per_page` layers, the greatest common
-    divisor of the groups' layer counts, so that one pool of equal pages serves all groups: a group is a number of
-    sub-groups of that many layers, each with its own pages. recurrent: None for a model without recurrent layers.
+    `attention` has the groups with pages, full attention first. A page holds `layers_per_page` layers, the greatest
+    common divisor of the groups' layer counts, so that one pool of equal pages serves all groups. A group is a number
+    of sub-groups of that many layers, each with its own pages. `recurrent` is None for a model without recurrent
+    layers.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -107,9 +108,9 @@ class KVCacheGroups(NamedTuple):
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
-    """Group the layers of a model by equal specs. specs: one per layer.
+    """Group the layers of a model by equal specs. `specs` has one per layer.
 
-    Raises ConfigError for a window below 1 and for attention layers whose keys differ in size, and ValueError unless
+    Raises ConfigError for a window below 1 and for attention layers whose keys differ in size. Raises ValueError unless
     there is an attention layer and at most one kind of recurrent layers.
     """
     layers: dict[KVCacheSpec, list[int]] = {}

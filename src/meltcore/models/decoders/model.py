@@ -86,9 +86,8 @@ class Model(nn.Module, ABC):
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits of hidden states: [rows, hidden_size] -> [rows, vocab_size] float32.
 
-        A rank computes logits of its own part of the vocabulary only.
-
-        out: contiguous memory for the result; by default it is new.
+        A rank computes logits of its own part of the vocabulary only. The result is written to `out`, contiguous memory
+        that is new by default.
         """
 
     @abstractmethod

@@ -28,9 +28,9 @@ def rope_fields(config: Fields) -> Fields:
 
 
 def read_rope_scaling(config: Fields, rotary_dim: int | None = None) -> RopeScaling | None:
-    """Return the scaling of rotary frequencies that `config` states under either name, None for no scaling.
+    """Return the scaling of rotary frequencies that `config` states under either name, or None for no scaling.
 
-    rotary_dim: checks that there is a factor for each pair of rotated dimensions, where each has its own.
+    With `rotary_dim` there must be a factor for each pair of rotated dimensions, where each has its own.
 
     Raises ConfigError for an unknown type, for a missing or wrong field, and if both names state different scalings.
     """

@@ -41,7 +41,7 @@ def norm_tensors(mixer: Attention | GatedDeltaNet, mlp: GatedMLP | SparseMoeBloc
 def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, WeightLoader]:
     """Return the weight loaders of an attention layer, by tensor name.
 
-    rotary_dim: number of rotary dimensions per head. They are reordered from the published order to half_split_order.
+    The `rotary_dim` rotary dimensions of a head are reordered from the published order to half_split_order.
     """
     dim_order = half_split_order(attention.head_dim, rotary_dim)
     loaders = named_tensors("self_attn.o_proj", attention.o_proj.tensors(0))
@@ -61,7 +61,10 @@ def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Weight
 
 
 def _head_order(num_heads: int, dim_order: torch.Tensor) -> torch.Tensor:
-    """Return, for each row of `num_heads` heads, the row in the checkpoint. dim_order: the rows within one head."""
+    """Return, for each row of `num_heads` heads, the row in the checkpoint.
+
+    `dim_order` has the rows within one head.
+    """
     return (torch.arange(num_heads)[:, None] * len(dim_order) + dim_order).flatten()
 
 
@@ -131,7 +134,7 @@ def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
 
 
 def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor]:
-    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. tensors: a block's tensors.
+    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. `tensors` are a block's.
 
     Only the weights are merged here, and their scales per row: other scales and packed integers are not.
     """
@@ -148,5 +151,8 @@ def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor
 
 
 def named_tensors(module: str, tensors: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
-    """Return the weight loaders of a module's tensors by their names, from those by the last part of their names."""
+    """Return the weight loaders of a module's tensors by their names.
+
+    `tensors` has them by the last part of their names.
+    """
     return {f"{module}.{end}": tensor for end, tensor in tensors.items()}

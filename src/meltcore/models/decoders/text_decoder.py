@@ -20,7 +20,7 @@ class TextDecoder(Decoder):
     """A decoder whose config.json may hold its fields in `text_config`, and whose names then have a prefix."""
 
     def __init__(self, config: Mapping[str, Any], decoder_config: DecoderConfig) -> None:
-        """Build the model. config: the parsed config.json that `decoder_config` was read from."""
+        """Build the model. `config` is the parsed config.json that `decoder_config` was read from."""
         super().__init__(decoder_config)
         if Fields(config).has("text_config"):
             self.prefix = _TEXT_PREFIX

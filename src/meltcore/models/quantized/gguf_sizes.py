@@ -30,7 +30,10 @@ _MERGED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_
 def device_weight_bytes(
     tensors: Mapping[str, GGUFTensor], config: DecoderConfig, element_size: int, ranks: int = 1
 ) -> int:
-    """Return the bytes of a file's weights on one rank as they are loaded. element_size: bytes of the model's type."""
+    """Return the bytes of a file's weights on one rank as they are loaded.
+
+    Values of the model's type take `element_size`.
+    """
     held, total = held_formats(tensors), 0
     for name, tensor in _of_one_rank(tensors, config, ranks).items():
         is_float32 = config.norms_are_float32 and name.endswith("norm.weight")

@@ -3,7 +3,7 @@
 A GPU decodes blocks in registers. Without such a kernel each step would dequantize all weights again, and the smaller
 the file, the slower the step: they are converted once while loading, to float16 where the processor multiplies float32
 tokens by it (kernels/gemm/half_weight.py), else to float32. Values of blocks are rounded by that, 2^-12 of a value at
-most, which moved the perplexity of SmolLM2-135M in Q8_0 by 0.022 %: they keep what is rounded off in a second part, and
+most, which moved the perplexity of SmolLM2-135M in Q8_0 by 0.022 %. They keep what is rounded off in a second part, and
 the result equals float32's. Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
 """
 
@@ -76,7 +76,7 @@ def weight_bytes(model: Model) -> int:
 def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | None:
     """Return the weights of `model` that a CPU should convert. None means that all stay as they are loaded.
 
-    dtype_names: the types in which the checkpoint stores matrices. Weights may be on the meta device.
+    The checkpoint stores matrices in the types `dtype_names`. Weights may be on the meta device.
     """
     if not isinstance(model, Decoder) or model.dtype != torch.float32 or use_triton(torch.empty(0, device="cpu")):
         return None

@@ -62,7 +62,10 @@ def _row_multiple(model: Decoder) -> int:
 
 
 def _check_experts(config: Fp8Config, first_expert: Sequence[str], layer: SparseMoeBlock) -> None:
-    """Raise ConfigError unless all experts of a layer are quantized alike. first_expert: the modules of expert 0."""
+    """Raise ConfigError unless all experts of a layer are quantized alike.
+
+    `first_expert` names the modules of expert 0.
+    """
     modules = modules_of_experts(layer, first_expert)
     different = [module for module in modules if config.strategy(module) != config.strategy(modules[0])]
     if different:

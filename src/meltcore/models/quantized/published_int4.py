@@ -31,8 +31,8 @@ _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFile]) -> None:
     """Make every layer keep the 4-bit weights that `files` have. Called on the meta device.
 
-    files: none for dummy weights, which have the formats that `config` states. Raises ConfigError for settings that are
-    not supported, tensors that contradict them, and a shard that cuts a group.
+    Dummy weights have no files, and the formats that `config` states. Raises ConfigError for settings that are not
+    supported, tensors that contradict them, and a shard that cuts a group.
     """
     assert isinstance(model, Decoder)
     _check_settings(config)

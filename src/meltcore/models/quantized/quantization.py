@@ -83,8 +83,8 @@ def quantize_fp8_layer(
 def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
     """Make every layer hold the GGUF tensors that it is loaded from as their formats say. Called on the meta device.
 
-    dtype_names: the GGML type of each tensor by its published name; linear_layers: False for embedding and head alone.
-    Experts of which some are not quantized hold values.
+    `dtype_names` has the GGML type of each tensor by its published name. Without `linear_layers` only embedding and
+    head are changed. Experts of which some are not quantized hold values.
     """
     assert isinstance(model, Decoder)
     for layer, names in tensors_of_layers(model):

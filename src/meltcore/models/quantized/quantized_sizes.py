@@ -30,7 +30,10 @@ _BLOCK = FP8_BLOCK[0]
 
 
 class _Layer(NamedTuple):
-    """Matrices with the same inputs that an engine merges: their modules and rows. copies: equal layers (experts)."""
+    """Matrices with the same inputs that an engine merges: their modules and rows.
+
+    Experts are `copies` equal layers.
+    """
 
     modules: tuple[str, ...]
     rows: tuple[int, ...]
@@ -43,7 +46,7 @@ def quantized_weight_bytes(
 ) -> int:
     """Return the bytes of a quantized checkpoint's weights on one rank.
 
-    values: the parsed config.json; element_size: bytes per value of the model's type, which other weights have.
+    `values` is the parsed config.json. Other weights have `element_size` bytes per value of the model's type.
     """
     total = decoder_weight_bytes(config, element_size=element_size, ranks=ranks)
     for layer in _layers(config, "text_config" in values, ranks):
@@ -131,7 +134,10 @@ def _row_multiple(config: DecoderConfig) -> int:
 
 
 def _layers(config: DecoderConfig, is_nested: bool, ranks: int) -> Iterator[_Layer]:
-    """Yield the layers of linear maps and experts on one rank. is_nested: the language part of a larger model."""
+    """Yield the layers of linear maps and experts on one rank.
+
+    With `is_nested` they are a larger model's language part.
+    """
     hidden, recurrent, experts = config.hidden_size, config.recurrent, config.experts
     heads, kv_heads = config.num_attention_heads // ranks, max(1, config.num_key_value_heads // ranks)
     queries, keys = heads * config.head_dim, kv_heads * config.head_dim

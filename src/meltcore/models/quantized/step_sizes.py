@@ -21,11 +21,15 @@ FUSED_ROWS = 32  # that kernels multiply with quantized blocks of any format wit
 
 
 class StepShape(NamedTuple):
-    """Bytes of a step: for each token, and beside for any step. layers: the model's; position_bytes: its tables.
+    """Bytes of a step: for each token, and beside for any step.
 
-    scratch_bytes: slices of quantized weights that a step dequantizes; head_scratch_bytes: slices of the head, which
-    only more than FUSED_ROWS rows of logits need; expert_bytes: padded rows and slices of quantized experts beyond
-    `scratch_bytes`, which only steps of at least `expert_tokens` tokens need.
+    Args:
+        layers: number of the model's layers.
+        position_bytes: tables of positions.
+        scratch_bytes: slices of quantized weights that a step dequantizes.
+        head_scratch_bytes: slices of the head, which only more than FUSED_ROWS rows of logits need.
+        expert_bytes: padded rows and slices of quantized experts beyond `scratch_bytes`, which only steps of at least
+            `expert_tokens` tokens need.
     """
 
     token_bytes: int
@@ -41,7 +45,7 @@ class StepShape(NamedTuple):
 def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, ranks: int = 1) -> StepShape:
     """Return the sizes of a step on one rank.
 
-    element_size: bytes of the model's type; is_packed: weights in blocks of ggml.
+    Values of the model's type take `element_size` bytes. With `is_packed` weights are in blocks of ggml.
     """
     hidden = config.hidden_size
     # Residual stream, its norm, and the output of a block before it is added.

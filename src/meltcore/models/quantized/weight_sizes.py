@@ -97,8 +97,9 @@ def decoder_weight_bytes(
 ) -> int:
     """Return the bytes of a decoder's weights on one rank.
 
-    element_size: bytes per value of the model's type. weight_format: fp8 as `--quantization fp8` does it; q4_0 and q8_0
-    as llama.cpp's quantizer does it, with a head in Q6_K beside Q4_0, and for Gemma 3 an embedding in 16 bits.
+    Values of the model's type take `element_size` bytes. The format fp8 is as `--quantization fp8` makes it. q4_0 and
+    q8_0 are as llama.cpp's quantizer makes them, with a head in Q6_K beside Q4_0, and for Gemma 3 an embedding in 16
+    bits.
     """
     total = 0.0
     for matrix in decoder_matrices(config, ranks):
@@ -125,8 +126,8 @@ def decoder_host_bytes(
 ) -> int:
     """Return the bytes of a decoder's weights on a CPU, which computes in float32 (host_weights.py).
 
-    The checkpoint stores 16 bits per value, or blocks of `weight_format`. packs_half: whether the processor multiplies
-    by float16; otherwise weights are float32.
+    The checkpoint stores 16 bits per value, or blocks of `weight_format`. With `packs_half` the processor multiplies by
+    float16; otherwise weights are float32.
     """
     total, in_blocks = 0.0, weight_format in _BLOCK_BYTES
     for matrix in decoder_matrices(config, ranks):
@@ -155,7 +156,7 @@ def largest_slice(
 
 
 def largest_expert_slice(config: DecoderConfig, ranks: int = 1) -> int:
-    """Return the values of block-quantized experts that a step dequantizes together at most. 0: it has no experts."""
+    """Return the values of block-quantized experts that a step dequantizes together at most, or 0 without experts."""
     if config.experts is None:
         return 0
     values, count = config.experts.moe_intermediate_size // ranks * config.hidden_size, _experts(config)

@@ -36,7 +36,7 @@ class Load(NamedTuple):
 
 
 class Admission:
-    """Bounds the requests of one model beyond those that its engines run, and their units.
+    """Bounds the queued requests of one model, beyond the requests that its engines run, and their units.
 
     Each engine is assumed to run `max_num_seqs` requests, its configured limit. When KV pages limit an engine, the
     queue may hold up to that many more. A class may always fill its share of both bounds, also when other classes have
@@ -57,7 +57,8 @@ class Admission:
         """Raise RequestError (429) when `requests` more, with `units` in all, do not fit.
 
         The error's `retry_after_s` is the number of requests that must end first: the caller knows their rate.
-        replicas: those that are alive; a dead one runs nothing. share: of the request's class, at most 1.
+        `replicas` counts replicas that are alive; a dead one runs nothing. `share` is the share of the request's class,
+        at most 1.
         """
         waiting = max(0, load.in_flight + requests - self._max_num_seqs * replicas)
         if waiting > self._max_queue and waiting - load.others_requests > share * self._max_queue:
@@ -80,14 +81,14 @@ class Admission:
 
 
 class DrainRate:
-    """The rate at which requests of a model end, and when a refused one should return.
+    """The rate at which requests of a model end, from which follows when a refused request should return.
 
-    Refused clients that all return together would be refused again: each is sent to the place in time that the drain
-    rate will have made for it.
+    Refused clients that all return together would be refused again. So each is sent to the point in time at which the
+    drain rate will have freed a slot for it.
     """
 
     def __init__(self, processes: int = 1) -> None:
-        """Start without a rate. processes: that refuse requests, each of which sees its part of them."""
+        """Start without a rate. Each of `processes` processes refuses requests, and sees its part of them."""
         self._processes = processes
         self._samples: deque[tuple[float, float]] = deque()  # time, requests that have ended by then
         self._booked_s = 0.0  # until then the places are for clients that were refused before
@@ -103,14 +104,14 @@ class DrainRate:
             self._samples.popleft()
 
     def per_s(self, now_s: float, ended: float) -> float:
-        """Return the requests that ended per second within the window; 0 where that is unknown."""
+        """Return the requests that ended per second within the window, or 0 where that is unknown."""
         recent = next((sample for sample in self._samples if now_s - sample[0] <= RATE_WINDOW_S), None)
         if recent is None or now_s <= recent[0]:
             return 0.0
         return max(0.0, ended - recent[1]) / (now_s - recent[0])
 
     def retry_after_s(self, now_s: float, ended: float, *, excess: float, requests: int) -> float:
-        """Return when a refused request should return. excess: requests that must end before it fits."""
+        """Return when a refused request should return. Before it fits, `excess` requests must end."""
         rate = self.per_s(now_s, ended)
         if not rate:
             return UNKNOWN_RETRY_S

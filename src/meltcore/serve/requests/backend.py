@@ -42,7 +42,7 @@ class Backend(Protocol):
 
     @property
     def chats(self) -> bool:
-        """Whether it takes chats: a language model with a chat template, or one that is loading still."""
+        """Whether the model takes chats. A language model does with a chat template, or while it is still loading."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
@@ -104,7 +104,7 @@ class Health:
         return RequestError(reason, status=503, code="not_ready", retry_after_s=retry_s)
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now; None when it can."""
+        """Return the reason why the model cannot be served now, or None when it can."""
         if self.status not in SERVING:
             return self.reason
         for replica in self._stats.live_replicas():
@@ -148,7 +148,7 @@ class ModelTable:
         self._by_name |= dict.fromkeys(backend.names, backend)
 
     def remove(self, backend: Backend) -> None:
-        """Remove a model, and those of its names that lead to it."""
+        """Remove a model, and its names."""
         self.backends.remove(backend)
         self._by_name = {name: each for name, each in self._by_name.items() if each is not backend}
 
@@ -179,13 +179,13 @@ class ModelTable:
             ) from error
 
     def get(self, name: str) -> Backend | None:
-        """Return the backend of the model `name`, ready or not; None where there is no such model."""
+        """Return the backend of the model `name`, ready or not, or None without such a model."""
         return self._by_name.get(name)
 
     def find(self, name: str | None) -> Backend:
-        """Return the backend of the model `name` (None: the first), which is ready or sleeps.
+        """Return the backend of the model `name`, which is ready or sleeps. None names the first model.
 
-        Raises RequestError: 404 with the known names where there is no such model, 503 while it cannot serve.
+        Raises RequestError: 404 with the known names for an unknown model, 503 while it cannot serve.
         """
         backend = self._first() if name is None else self._by_name.get(name)
         if backend is None:
@@ -199,7 +199,7 @@ class ModelTable:
         return backend
 
     def default(self, path: str) -> str | None:
-        """Return the model for a request that names none. None means that no model serves `path`.
+        """Return the model for a request that names none, or None if no model serves `path`.
 
         It is the model of the chat routes for chats and completions, else the first model that serves the path.
         """

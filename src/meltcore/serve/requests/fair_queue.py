@@ -1,10 +1,10 @@
-"""Which waiting request of a model is next: priority classes share it by weight, over all processes of a server.
+"""Decides which waiting request of a model is next. Priority classes share the model by weight, over all processes.
 
-Start-time fair queueing. Each class has a virtual time, at which its next request may begin. The class whose time is
-earliest is served, and its time advances by the request's cost over the class's share. A class that did not wait
-begins at the virtual time of the last request served, so it cannot save up. Hence, among classes that wait, each gets
-its share of the work, a class that does not use its share leaves it to the others, and every request is served after
-a bounded amount of others' work.
+The method is start-time fair queueing. Each class has a virtual time, at which its next request may begin. The class
+whose time is earliest is served, and its time advances by the request's cost over the class's share. A class that did
+not wait begins at the virtual time of the last request served, so it cannot save up. Hence, among classes that wait,
+each gets its share of the work, and a class that does not use its share leaves it to the others. Every request is
+served after a bounded amount of other requests' work.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Waiting:
     ) -> None:
         """Describe a request.
 
-        requests: slots of the engines that it takes. units: what of it waits, in prompt tokens, characters or seconds
-        of audio. cost: the work that it is expected to be, in the same unit for all requests of a model. priority:
-        lower is earlier within its class.
+        It takes `requests` slots of the engines. Its `units` wait, in prompt tokens, characters or seconds of audio.
+        `cost` is the expected work, in the same unit for all requests of a model. A lower `priority` is earlier within
+        its class.
         """
         self.priority_class: PriorityClass = priority_class
         self.start = start
@@ -75,7 +75,7 @@ class FairQueue:
     """The waiting requests of one process. Every method but `len` must be called under the statistics' lock."""
 
     def __init__(self, stats: ModelStats, shares: Sequence[float]) -> None:
-        """Create an empty queue. shares: of each class, in the order of CLASSES, above 0."""
+        """Create an empty queue. `shares` has a share above 0 for each class, in the order of CLASSES."""
         self._rows, self._row = stats.shared.rows, stats.row
         self._shares = [share / sum(shares) for share in shares]
         self._columns = [_Columns(stats, name) for name in CLASSES]
@@ -109,7 +109,7 @@ class FairQueue:
         self._row[self._alive_s] = now_s
 
     def pop(self, now_s: float) -> Waiting | None:
-        """Remove and return the next request; None where nothing waits, or another process has the turn."""
+        """Remove and return the next request, or None if the queue is empty or another process has the turn."""
         turn = None
         for index, columns in enumerate(self._columns):
             begin = None

@@ -11,7 +11,7 @@ from starlette.types import Scope, Send
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """One request and the way to answer it. is_streamed: its answer is server-sent events."""
+    """One request and the way to answer it. With `is_streamed` its answer is server-sent events."""
 
     scope: Scope
     send: Send
@@ -32,9 +32,12 @@ class ForwardedRequest:
 
 
 class ForwardOutcome(msgspec.Struct):
-    """How a request ended, for the log. error: the code of an error of ours; the upstream's have none.
+    """How a request ended, for the log.
 
-    prompt_tokens, completion_tokens: as the upstream counts them, else its events; None where neither tells.
+    `error` is the code of an error of this server; the upstream's errors have none.
+
+    The upstream counts prompt_tokens and completion_tokens, or else its events tell them. They are None where neither
+    does.
     """
 
     status: int

@@ -20,7 +20,10 @@ LOGPROB_CHARS = 32  # that one log-probability counts for: about its number and 
 
 
 class Echo(NamedTuple):
-    """A prompt that the answer begins with. `token_ids` are pack_token_ids; `alone`: no generated token follows."""
+    """A prompt that the answer begins with. `token_ids` are packed by pack_token_ids.
+
+    After an `alone` prompt no generated token follows.
+    """
 
     text: str
     token_ids: bytes
@@ -270,7 +273,7 @@ class Generation(Ticket[Choice]):
     ) -> None:
         """Create the state of one request.
 
-        `every_token`: send an event also for tokens without text yet, for usage counted token by token.
+        With `every_token` tokens without text yet get an event too, for usage that is counted token by token.
         """
         super().__init__(arrived_s)
         self.choices = self.children
@@ -296,7 +299,7 @@ class Generation(Ticket[Choice]):
     ) -> None:
         """Add a prompt. `reasoning_parser` separates the model's reasoning from its answer.
 
-        continues_prompt: the text of the answer goes on from the prompt's, as in a completion.
+        With `continues_prompt` the text of the answer goes on from the prompt's text, as in a completion.
         """
         Choice(
             *(self, len(self.choices), prompt, params, tokenizer, reasoning_parser, echo),

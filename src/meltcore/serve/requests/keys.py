@@ -127,7 +127,7 @@ class _Bucket:
         self._row, self._column = stats.shared.rows[0], stats.column(column)
 
     def wait_s(self, amount: float) -> float:
-        """Return the time until the bucket has `amount` (0: is not in debt)."""
+        """Return the time until the bucket has `amount`. An amount of 0 asks when it is not in debt."""
         if self.limit is None:
             return 0.0
         return max(0.0, self._row[self._column] - time.monotonic() + (amount / self.limit - 1) * WINDOW_S)
@@ -158,13 +158,13 @@ class ApiKeys:
     """The keys of a server, as one of its processes checks them."""
 
     def __init__(self, configs: Sequence[KeyConfig], stats: ServerStats) -> None:
-        """Create the table. configs: as `resolve_keys` returns them, as many as `stats` was created for."""
+        """Create the table. `configs` are as `resolve_keys` returns them, as many as `stats` was created for."""
         self._keys = [
             (bytes.fromhex(config.sha256 or ""), ApiKey(config, stats, index)) for index, config in enumerate(configs)
         ]
 
     def find(self, scope: Scope) -> ApiKey | None:
-        """Return the key that a request carries, as its bearer token or as x-api-key; None where none are needed.
+        """Return the key that a request carries, as its bearer token or as x-api-key, or None where no key is needed.
 
         Clients of dwani.ai's API send the latter. Raises RequestError (401).
         """

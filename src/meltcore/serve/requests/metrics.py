@@ -92,10 +92,10 @@ _MODEL_COUNTERS = (
 
 
 class Metrics(Collector):
-    """Writes the statistics of a server, those of each model with the label `model_name`."""
+    """Writes the statistics of a server. The statistics of a model have the label `model_name`."""
 
     def __init__(self, stats: ServerStats, models: Callable[[], Mapping[str, ModelStats]]) -> None:
-        """Create the collector. `models()`: returns those of now by name."""
+        """Create the collector. `models()` returns the current models by name."""
         self._stats = stats
         self._list_models = models
         self._models: Mapping[str, ModelStats] = {}

@@ -1,4 +1,4 @@
-"""The OpenAI request forms, decoded into typed structs. No field is silently ignored.
+"""Defines the OpenAI request forms, decoded into typed structs. No field is silently ignored.
 
 `null` means absent for optional fields. A known but unsupported field is accepted only with a neutral value (`"n": 1`,
 `"tools": null`); any other value, and any unknown field, is a 400 that names it.

@@ -10,7 +10,7 @@ MAX_FIELD_CHARS = 256  # clients choose the contents of some fields; a longer on
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """Return the first header of a name (in lower case), None without one."""
+    """Return the first header of a name (in lower case), or None."""
     for key, value in scope["headers"]:
         if key == name:
             header_value: bytes = value

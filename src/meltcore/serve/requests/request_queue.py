@@ -48,9 +48,10 @@ class RequestQueue:
         shares: Sequence[float],
         waiting_units: Callable[[], float] | None = None,
     ) -> None:
-        """Create an empty queue. slots: of one replica.
+        """Create an empty queue for replicas of `slots` slots.
 
-        waiting_units: what waits in all processes; None: that of the requests in their queues.
+        `waiting_units` returns the waiting units in all processes. By default they are the units of the requests in the
+        queues.
         """
         self._stats = stats
         self._admission = admission
@@ -110,7 +111,7 @@ class RequestQueue:
         self._note_wait(waiting)
 
     def ended(self, waiting: Waiting | None = None, cost: float = 0.0) -> None:
-        """Use the room of a started request that has ended. cost: what it has turned out to be."""
+        """Use the slots of a started request that has ended. It turned out to have the given cost."""
         now_s = time.monotonic()
         if waiting is not None and waiting.charge:
             with self._stats.shared.locked():

@@ -31,7 +31,7 @@ class RequestSpan:
     __slots__ = ("_name", "_span", "headers")
 
     def __init__(self, span: Span, name: str, headers: dict[str, str]) -> None:
-        """Wrap a span that has begun. headers: that make it the parent of an upstream's span."""
+        """Wrap a span that has begun. `headers` make it the parent of an upstream's span."""
         self._span = span
         self._name = name
         self.headers = headers
@@ -54,7 +54,7 @@ class RequestSpan:
             self._fail(fields.get("error"))
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the span. error: a fault of ours."""
+        """End the span. `error` is a fault of this server."""
         if error is not None:
             self._span.set_attribute("error.type", type(error).__name__)
             self._fail(type(error).__name__)

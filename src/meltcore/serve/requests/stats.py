@@ -1,8 +1,8 @@
-"""Statistics in shared memory: one row of numbers per process, which all processes of a server have mapped.
+"""Counts statistics in shared memory: one row of numbers per process, which all processes of a server have mapped.
 
-A process writes its own row and reads all of them, so counting takes neither a message nor a lock, and every API server
-process knows the whole server's numbers. A process that dies leaves its row behind, so no count is lost. Row 0 is the
-supervisor's, the others are those of the API server processes.
+A process writes its own row and reads all of them. So counting takes neither a message nor a lock, and every API server
+process knows the whole server's numbers. A process that dies leaves its row behind, so no count is lost. Row 0 belongs
+to the supervisor, the others belong to the API server processes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SharedStats:
     """Rows of named numbers in shared memory, all 0 at first. `fd` passes the memory to another process."""
 
     def __init__(self, names: Sequence[str], num_rows: int, fd: int | None = None) -> None:
-        """Create the memory, or map that of `fd`, which must have been created with the same names and rows.
+        """Create the memory, or map the memory of `fd`, which must have been created with the same names and rows.
 
         The caller keeps `fd`: a copy of it is used, and closed with the last reference to these statistics.
         """
@@ -116,7 +116,10 @@ class Histogram:
     """Counts of values in seconds, one per upper bound."""
 
     def __init__(self, shared: SharedStats, row: int, first: int, bounds: Sequence[float]) -> None:
-        """Create a view of the histogram's columns. `first`: that of the lowest bound; the last one has the sum."""
+        """Create a view of the histogram's columns.
+
+        `first` is the column of the lowest bound; the last column has the sum.
+        """
         self._rows = shared.rows
         self._row = shared.rows[row]
         self._bounds = bounds
@@ -194,8 +197,8 @@ class ServerStats(_Columns):
     ) -> None:
         """Create the view of one process, with models 0, 1 and so on.
 
-        `replicas`: number per model; `process_index`: the row of this process; `fds`: another process's `fds`;
-        `keys`: the number of API keys.
+        `replicas` has the number of each model, and `keys` is the number of API keys. `process_index` is the row of
+        this process. `fds` are file descriptors of another process's statistics.
         """
         lag, _, bounds = EVENT_LOOP_LAG
         names = [f"server/{name}" for name in (*_PROCESS_COLUMNS, *_histogram_columns(lag, bounds))]
@@ -208,7 +211,7 @@ class ServerStats(_Columns):
             self.add_model(model, num_replicas, fds[1 + model] if fds else None)
 
     def add_model(self, model: int, replicas: int, fd: int | None = None) -> ModelStats:
-        """Add the statistics of a model; `fd`: those that another process has created."""
+        """Add the statistics of a model. `fd` has the statistics that another process has created."""
         names = [f"{model}/{name}" for name in _model_columns(replicas)]
         shared = SharedStats(names, len(self.shared.rows), fd)
         self._models[model] = ModelStats(shared, self._process_index, model, replicas)
@@ -288,7 +291,7 @@ class ModelStats(_Columns):
         return max(row[column] for row in self.shared.rows)
 
     def set_in_flight(self, count: int) -> None:
-        """Record `count` requests in flight in this process. The peak is that of the server, as the process sees it."""
+        """Record `count` requests in flight in this process. The peak is the server's, as this process sees it."""
         self.set("in_flight", count)
         self.set("in_flight_peak", max(self.local_value("in_flight_peak"), self.total("in_flight")))
 
@@ -367,7 +370,7 @@ class ModelStats(_Columns):
         self._close(replica, _DEAD)
 
     def drain_replica(self, replica: int) -> None:
-        """Give a replica no more requests; its open ones continue. For the supervisor."""
+        """Give a replica no more requests; its open ones continue. Only the supervisor calls it."""
         self._close(replica, _DRAINING)
 
     def mark_replica_ready(self, replica: int) -> None:

@@ -23,7 +23,9 @@ MODEL_ASLEEP = "model_asleep"
 
 
 class RequestTerms:
-    """What a request's headers ask for (None: the server's or the model's default), and how long it has waited.
+    """What a request's headers ask for, and how long it has waited.
+
+    None stands for the server's or the model's default.
 
     A request may need several models in turn, as speech to speech does; `waits` has one entry for each.
     """
@@ -41,9 +43,9 @@ class RequestTerms:
         self.span: RequestSpan | None = None  # where traces are on
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
-        """Return the request's class, not above its key's.
+        """Return the request's class, not above its key's. `default` is the model's class.
 
-        default: of the model. priority: vLLM's field, below 0 for interactive and above 0 for batch.
+        `priority` is vLLM's field, below 0 for interactive and above 0 for batch.
         """
         asked = self.priority_class
         if asked is None:

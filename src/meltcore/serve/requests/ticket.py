@@ -82,7 +82,7 @@ class Ticket(Generic[_Child]):
     """One request to a model."""
 
     def __init__(self, arrived_s: float) -> None:
-        """Open a ticket on the terms of the current request. arrived_s: in seconds of time.monotonic()."""
+        """Open a ticket on the terms of the current request, which arrived at `arrived_s` of time.monotonic()."""
         self.arrived_s = arrived_s
         self.terms = current_terms()
         self.children: list[_Child] = []
@@ -120,9 +120,9 @@ class OpenTickets(Generic[_Child]):
         """Create an empty table.
 
         Args:
-            stats: of the model.
+            stats: statistics of the model.
             send: `send(message, replica)` sends a message to one of the engines.
-            queue: of the model.
+            queue: queue of the model.
             limit_s: the server's time limit of a request.
         """
         self._stats = stats
@@ -157,8 +157,8 @@ class OpenTickets(Generic[_Child]):
         Args:
             ticket: the request, with its children.
             default_class: the model's class, for a request that names none.
-            units: what of it waits, in the unit of the queue.
-            cost: the work that it is expected to be, in the same unit for all requests of a model.
+            units: waiting units of the request, in the unit of the queue.
+            cost: expected work, in the same unit for all requests of a model.
             priority: vLLM's field; lower is earlier.
         """
         priority_class = ticket.terms.class_of(default_class, priority)

@@ -1,7 +1,8 @@
-"""OpenTelemetry traces: one span per request, sent over OTLP by a thread of each API server process.
+"""Writes OpenTelemetry traces: one span per request, sent over OTLP by a thread of each API server process.
 
-Nothing of OpenTelemetry is imported, and nothing done per request, unless an endpoint is set. Attributes have the names
-of OpenTelemetry's GenAI and HTTP conventions, that of the queue vLLM's. No span holds text of a prompt or an answer.
+Without an endpoint nothing of OpenTelemetry is imported, and nothing is done per request. Attributes have the names of
+OpenTelemetry's GenAI and HTTP conventions. The queue's attribute has vLLM's name. No span holds text of a prompt or an
+answer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _ENDS = (
 
 
 def resolve_tracing(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with the endpoint of traces that flag, file or environment give; None: no traces.
+    """Return the configuration with the endpoint of traces that flag, file or environment give. None means no traces.
 
     Raises ConfigError where the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
     """

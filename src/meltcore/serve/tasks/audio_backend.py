@@ -54,7 +54,8 @@ class AudioBackend(EngineBackend, Generic[_Work]):
     async def admitted(self, upload_bytes: int, units: float) -> AsyncIterator[_Work]:
         """Wait for a request's turn, and count it from its admission to its end. Yields its child at an engine.
 
-        units: of the queue's second bound. Raises RequestError: 429 when the queue is full, 503, 504 after the limit.
+        `units` are counted by the queue's second bound. Raises RequestError: 429 when the queue is full, 503, or 504
+        after the limit.
         """
         self._live_replicas()
         open_bytes = sum(child.cost for child in self.tickets)

@@ -26,7 +26,7 @@ class ChatAnswer(NamedTuple):
 
 
 async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, stop: Sequence[str] = ()) -> ChatAnswer:
-    """Return a model's answer to a prompt. system: instructions before it, "" for none. Cancelling it ends the work.
+    """Return a model's answer to a prompt. `system` has instructions before it, or is "". Cancelling it ends the work.
 
     Raises RequestError (400, 429, 500, 503, 504).
     """

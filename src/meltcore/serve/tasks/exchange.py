@@ -39,7 +39,7 @@ class Exchange:
     """One request and its answer. `fields` are for the log: no text, no audio."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, has_detail: bool = False) -> None:
-        """Begin an exchange. has_detail: errors have dwani.ai's form beside OpenAI's."""
+        """Begin an exchange. With `has_detail` errors have dwani.ai's form beside OpenAI's."""
         self.scope = scope
         self._has_detail = has_detail
         self.arrived_s = time.monotonic()
@@ -101,9 +101,11 @@ class Exchange:
 class Endpoint(ABC):
     """A route as a raw ASGI application: a client that disconnects ends its work.
 
-    operations: what /openapi.json says of it. paths: where it answers, the paths of its operations where it names none.
-    dwani_paths: those where errors have dwani.ai's form beside OpenAI's. has_uploads: whether bodies may be as large as
-    OpenAI's uploads.
+    Args:
+        operations: what /openapi.json says of it.
+        paths: the paths where it answers, by default the paths of its operations.
+        dwani_paths: the paths where errors have dwani.ai's form beside OpenAI's.
+        has_uploads: bodies may be as large as OpenAI's uploads.
     """
 
     operations: Sequence[Operation] = ()

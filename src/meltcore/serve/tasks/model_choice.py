@@ -19,7 +19,7 @@ class SpokenBackend(Protocol):
 
     @property
     def languages(self) -> Sequence[str]:
-        """Its languages, by code; none before it is loaded."""
+        """Its languages by code. They are empty before it is loaded."""
 
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
@@ -64,11 +64,11 @@ class ModelChoice:
         error names its languages. Raises RequestError (400, 404, 503).
 
         Args:
-            is_kind: whether a backend is one of the task's.
-            what: they do, for the error where there is none.
+            is_kind: whether a backend belongs to the task.
+            what: what such models do, for the error where there is no such model.
             models: the configured model of each language.
-            language: of the request.
-            model: that the request names.
+            language: the language of the request.
+            model: the model that the request names.
         """
         chosen = []
         for meaning in self.meanings(language):
@@ -107,7 +107,7 @@ class ModelChoice:
 
 
 def _configured(models: Mapping[str, str], language: str | None) -> str | None:
-    """Return the model of a language under any of its names, else that of all others."""
+    """Return the model of a language under any of its names, or else the model of all other languages."""
     name = None if language is None else code_among(language, list(models))
     return models.get(ANY_LANGUAGE if name is None else name)
 

@@ -22,7 +22,7 @@ class EventBuffer:
         self.is_inside_event = False  # of an event too long to be held, a part has been passed on
 
     def add(self, data: bytes) -> bytes:
-        """Return the bytes up to the end of the last whole event; empty where there is none."""
+        """Return the bytes up to the end of the last whole event, or b"" without a whole event."""
         if self._held:
             data = self._held + data
             self._held = b""

@@ -18,7 +18,7 @@ _SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 class ForeignCommand(NamedTuple):
-    """How one replica is started. environment: the whole environment of the process."""
+    """How one replica is started. `environment` is the whole environment of the process."""
 
     arguments: list[str]
     environment: dict[str, str]

@@ -51,8 +51,8 @@ class ForeignProcess:
     ) -> None:
         """Prepare the process.
 
-        log_path: of its output; that of an earlier process is kept beside it as *.previous. report: receives a line
-        where it has to be killed. Raises ConfigError where the command cannot work.
+        Its output goes to `log_path`; an earlier process's output is kept beside it as *.previous. `report` receives a
+        line where the process has to be killed. Raises ConfigError where the command cannot work.
         """
         self.url = f"http://127.0.0.1:{port}"
         self._config = config

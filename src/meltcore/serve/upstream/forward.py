@@ -49,7 +49,7 @@ class ForwardingEndpoint(Endpoint):
     """Passes requests of forwarding backends on, and all others to `own`, the endpoint of our own models."""
 
     def __init__(self, own: Endpoint | None, models: ModelTable, config: ServerConfig, log: Log) -> None:
-        """Create the endpoint. own: None on a path that no model of ours serves."""
+        """Create the endpoint. `own` is None on a path that no local model serves."""
         super().__init__(models, config, log)
         self._own = own
         self.has_uploads = own is not None and own.has_uploads

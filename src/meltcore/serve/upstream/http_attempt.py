@@ -52,7 +52,10 @@ _decode_first = json.JSONDecoder().raw_decode  # other bytes follow
 
 
 def read_usage(data: bytes) -> tuple[int | None, int | None]:
-    """Return the prompt and output tokens of the last `usage` in an answer; None for what it does not say."""
+    """Return the prompt and output tokens of the last `usage` in an answer.
+
+    Each is None if the answer does not tell it.
+    """
     position = data.rfind(_USAGE_MARK)
     while position >= 0:
         if found := _USAGE.match(data, position):
@@ -170,7 +173,7 @@ class Attempt:
         server: str,
         limit_s: float,
     ) -> None:
-        """Create an attempt. server: the replica's name for the client. limit_s: of the whole request."""
+        """Create an attempt. `server` is the replica's name for the client, and `limit_s` limits the whole request."""
         self._request = request
         self._ticket = ticket
         self._replica = replica
@@ -183,7 +186,7 @@ class Attempt:
         self._num_events = 0
 
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
-        """Send the request and relay the answer; None where the replica is busy and another one may be tried.
+        """Send the request and relay the answer. Returns None where the replica is busy and another one may be tried.
 
         Raises UpstreamError where the answer failed before anything was sent to the client.
         """

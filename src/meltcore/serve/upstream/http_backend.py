@@ -54,7 +54,7 @@ class ForeignHealth(Health):
         self._replicas = replicas
 
     def problem(self) -> str | None:
-        """Return the reason why the model cannot be served now; None when it can."""
+        """Return the reason why the model cannot be served now, or None when it can."""
         if self.status not in SERVING:
             return self.reason
         if self._stats.is_asleep:
@@ -308,7 +308,7 @@ class HttpBackend:
         return min(free, key=lambda each: (self.stats.open_requests(each.index), (each.index - turn) % count))
 
     def _usable(self, tried: set[int]) -> list[UpstreamReplica]:
-        """Return the replicas that requests may be sent to. The supervisor leaves out those it starts or drains."""
+        """Return the replicas that requests may be sent to, without replicas that the supervisor starts or drains."""
         now_s, live = asyncio.get_running_loop().time(), self.stats.live_replicas()
         return [
             each

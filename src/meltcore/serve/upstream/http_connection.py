@@ -1,6 +1,6 @@
-"""A keep-alive HTTP/1.1 connection to a server: one request after another, answers in the bytes they came in.
+"""Keeps an HTTP/1.1 connection to a server alive: one request after another, with answers in the bytes they came in.
 
-Upstream servers and the admin socket of a fleet are asked over it. It is built on asyncio and httptools (the parser of
+It serves upstream servers and the admin socket of a fleet. It is built on asyncio and httptools (the parser of
 uvicorn): an HTTP client wakes its reader and allocates per chunk, and cannot say whether a request that failed has
 reached the server.
 """
@@ -24,7 +24,7 @@ FailureKind = Literal["connect", "connect_timeout", "closed", "malformed", "firs
 
 
 class UpstreamError(MeltcoreError):
-    """Reports that an upstream gave no whole answer. had_bytes: whether the answer had begun."""
+    """Reports that an upstream gave no whole answer. `had_bytes` says whether the answer had begun."""
 
     def __init__(self, kind: FailureKind, message: str, *, had_bytes: bool = False) -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, and stop to read while the client takes none of it."""
+        """Parse what has arrived, and stop reading while the client takes none of it."""
         if self._parser is None or self.is_complete:
             self.fail("malformed", "it sent bytes without a request")
             return

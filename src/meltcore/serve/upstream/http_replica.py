@@ -24,7 +24,7 @@ ReplicaState = Literal["starting", "up", "down"]
 
 
 class UpstreamReplica:
-    """One server of a foreign model, as one process uses it. `index`: among the replicas of the model."""
+    """One server of an upstream model, as one process uses it. `index` counts the replicas of the model."""
 
     def __init__(self, index: int, url: str, connect_timeout_s: float, api_key: str | None) -> None:
         parts = urlsplit(url)
@@ -50,7 +50,7 @@ class UpstreamReplica:
         self._late_answers = 0
 
     def encode(self, method: str, path: str, body: bytes, content_type: str, headers: str = "") -> bytes:
-        """Return the bytes of a request. headers: more lines of the head, each with its end."""
+        """Return the bytes of a request. `headers` has more lines of the head, each with its end."""
         length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if method == "POST" else ""
         return f"{method} {self._prefix}{path}{self._fixed}{length}{headers}\r\n".encode("latin-1") + body
 
@@ -94,7 +94,7 @@ class UpstreamReplica:
     ) -> UpstreamAnswer:
         """Send a JSON request of our own and return the whole answer. Raises UpstreamError.
 
-        scope: of a request from another server, in whose name this one asks.
+        `scope` is a request from another server, in whose name this server asks.
         """
         request = self.encode(method, path, body, "application/json", via_lines(scope))
         return await ask(self.connect(), request, limit_s)
@@ -148,7 +148,7 @@ class UpstreamReplica:
     # --- choice
 
     def problem(self, now_s: float) -> str | None:
-        """Return why no request can be sent here now; None where one can."""
+        """Return why no request can be sent here now, or None where one can."""
         if self.state != "up":
             return self.reason
         if not self.breaker.allows(now_s):
@@ -157,7 +157,7 @@ class UpstreamReplica:
 
 
 def _circle_of(answer: UpstreamAnswer) -> str:
-    """Return what a server says for which other ones it waits, "" where the request has been there before."""
+    """Return for which other servers a server says that it waits, or "" where the request has been there before."""
     try:
         error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
     except msgspec.MsgspecError:

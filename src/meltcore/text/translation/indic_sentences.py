@@ -2,9 +2,9 @@
 
 A period ends no sentence where the line has a danda, if the language writes one, and no mark does after a digit. Words
 that are alone before a period belong to the sentences around them, as initials and abbreviations do. The library
-differs in five ways: it splits marks in a row and closing quotation marks from their sentence, knows fewer titles,
-loses an initial after a word that is alone, joins without a limit what is split here from 500 characters on, and cuts
-addresses and file names in Latin letters at their marks.
+differs in five ways. It splits marks in a row and closing quotation marks from their sentence, knows fewer titles, and
+loses an initial after a word that is alone. It joins without a limit what is split here from 500 characters on, and
+cuts addresses and file names in Latin letters at their marks.
 """
 
 from __future__ import annotations

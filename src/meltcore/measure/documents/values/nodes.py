@@ -95,7 +95,7 @@ class NodesReport(msgspec.Struct, kw_only=True, tag_field="document", tag="nodes
 
     @property
     def failed(self) -> list[NodeResult]:
-        """The nodes that have no result."""
+        """The nodes without a result."""
         return [node for node in self.nodes if node.status in ("failed", "late")]
 
     @property

@@ -1,4 +1,4 @@
-"""Plans what `meltcore compare-backends` starts: a command per backend and set-up, or the reason why there is none."""
+"""Plans what `meltcore compare-backends` starts: a command per backend and set-up, or why it cannot start."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class BackendsPlan:
         return max(2, len(self.gpus))
 
     def _obstacle(self, name: str, kind: StartKind, checkpoint: str, options: BackendOptions) -> str:
-        """Return why a start cannot be made; empty where nothing speaks against it."""
+        """Return why a start cannot be made, or "" where nothing speaks against it."""
         skipped = [set_up for set_up in options.skip if START_OF[set_up] == kind]
         if skipped and all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
             return "left out (--skip)"
@@ -174,7 +174,7 @@ class BackendsPlan:
         return values
 
     def _memory_bytes(self) -> int | None:
-        """Return what one of several servers may take of its GPU; None without a GPU."""
+        """Return what one of several servers may take of its GPU, or None without a GPU."""
         if not self.gpus or self.gpu_memory_bytes is None:
             return None
         return int(MEMORY_FRACTION * self.gpu_memory_bytes * len(self.gpus) / self.num_replicas)
@@ -211,10 +211,9 @@ class BackendsPlan:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One start to make, or why it is not made (`reason`). `url`: a server that runs already is loaded instead.
+    """One start to make, or why it is not made (`reason`). With a `url` a server that runs already is loaded instead.
 
-    `variables`: those that the command gets beside the inherited ones. `memory_bytes`: what one of several servers may
-    take of its GPU.
+    The command gets `variables` beside the inherited ones. One of several servers may take `memory_bytes` of its GPU.
     """
 
     backend: str

@@ -184,7 +184,7 @@ def _answers(url: str, deadline_s: float) -> bool:
 
 
 def backend_version(url: str) -> str | None:
-    """Return the version that the server reports, as vLLM, SGLang or llama.cpp do; None where it reports none."""
+    """Return the version that the server reports, as vLLM, SGLang or llama.cpp do, or None where it reports none."""
     found = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
     return next(filter(None, found), None)
 
@@ -197,7 +197,7 @@ def published_reason(text: str) -> str:
 
 
 def _failure(result: RunResult) -> str:
-    """Return why a load was not measured to its end; empty where it was."""
+    """Return why a load was not measured to its end, or "" where it was."""
     failed = [level for level in result.levels if level.verdict in CUT_SHORT]
     return f"at concurrency {failed[0].concurrency}: {'; '.join(failed[0].reasons)}" if failed else ""
 
@@ -230,7 +230,7 @@ def _add_gpus(run: BackendRun, path: Path) -> None:
 
 
 def _host_memory_bytes(root: int) -> int | None:
-    """Return the memory of a process and its descendants, pages that several share counted once; None if unreadable."""
+    """Return the memory of a process and its descendants, counting shared pages once, or None if unreadable."""
     parents = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     family, added = {root}, True
     while added:

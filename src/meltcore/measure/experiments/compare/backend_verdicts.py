@@ -45,7 +45,7 @@ def _best_of_set_up(comparison: BackendComparison, set_up: SetUp) -> BestBackend
 
 
 def mean_rate(run: BackendRun, levels: Sequence[int]) -> float | None:
-    """Return the geometric mean of output tokens/s over `levels`; None where one was not measured or stood still."""
+    """Return the geometric mean of output tokens/s over `levels`, or None where one was not measured or stood still."""
     rates = [0.0 if (level := run.level(each)) is None else level.output_tokens_per_s for each in levels]
     return geometric_mean(rates) if rates and all(rates) else None
 

@@ -41,7 +41,7 @@ class _WrongError(MeltcoreError):
 
 @dataclass(frozen=True)
 class _Fleet:
-    """The server under test, and what is sent to it. models: by the path that the requests of their task take."""
+    """The server under test, and what is sent to it. `models` are by the path that the requests of their task take."""
 
     url: str
     models: Mapping[str, str]
@@ -69,7 +69,10 @@ _Run = Callable[[_Fleet], str]
 
 @dataclass(frozen=True)
 class _Check:
-    """A route and how it is opened. needs: the paths of tasks that it asks. run returns what it observed, or raises."""
+    """A route and how it is opened. It needs the tasks of the paths in `needs`.
+
+    `run` returns what it observed, or raises.
+    """
 
     name: str
     paths: tuple[str, ...]
@@ -83,7 +86,7 @@ _CHECKS: list[_Check] = []
 def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Run], _Run]:
     """Return a decorator that registers a function as the check called `name`.
 
-    needs: the paths of the tasks that it asks; by default those of `paths`, else that of chats.
+    The check needs the tasks of the paths in `needs`, by default of `paths`, else of chats.
     """
 
     def register(function: _Run) -> _Run:
@@ -109,7 +112,7 @@ def open_routes(
 ) -> list[CheckResult]:
     """Open the routes of the tasks in `models` (name by task) and return a check for each.
 
-    folder: for the files that clients upload. on_check: receives each check as it ends.
+    `folder` is for the files that clients upload. `on_check` receives each check as it ends.
     """
     import dwani
     import openai

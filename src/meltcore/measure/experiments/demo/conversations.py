@@ -19,7 +19,7 @@ _TEXT = (
 
 
 class Conversation(NamedTuple):
-    """Messages of a user, sent one after another. expected: what the last answer must hold."""
+    """Messages of a user, sent one after another. The last answer must hold `expected`."""
 
     messages: tuple[str, ...]
     expected: str = ""

@@ -1,4 +1,4 @@
-"""The fleet of the demo: its file, which is that of `meltcore fleet init --tiny`, and `meltcore up` on it."""
+"""Starts the fleet of the demo with `meltcore up`, from the file that `meltcore fleet init --tiny` writes."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def judge(
 ) -> tuple[Verdict, list[str]]:
     """Return the verdict of a demo, and all reasons against it.
 
-    levels: of one task each. mixed: of all models together; planned: the connections of those that were to run.
-    read_back: the one of `levels` in which the transcriber reads what the synthesizer has said.
+    Each of `levels` measures one task, and `mixed` all models together. `planned` are the connections of the levels
+    that were to run. In the level `read_back` the transcriber reads what the synthesizer has said.
     """
     reasons = [f"API check failed: {check.name}: {check.detail}" for check in checks if check.status == "FAIL"]
     reasons += _unloaded_reasons(evaluation)

@@ -23,10 +23,10 @@ _LOAD_GROUP = "Load"
 class ThroughputConfig:
     """Holds the settings of a throughput evaluation.
 
-    `ignore_eos`: every answer has exactly `output_len` tokens. `reuse_prompts`: all levels and warm-ups take their
-    prompts from the same 128, as the hackathon's harness does, so a prefix cache can serve them. `stream` False:
-    answers are not streamed, as in that harness, and have no TTFT and no ITL. `speed_only`: prompts are token ids, end
-    tokens are ignored and answers are not checked.
+    With `ignore_eos` every answer has exactly `output_len` tokens. With `reuse_prompts` all levels and warm-ups take
+    their prompts from the same 128, as the hackathon's harness does, so a prefix cache can serve them. Without `stream`
+    answers are not streamed, as in that harness, and have no TTFT and no ITL. With `speed_only` prompts are token ids,
+    end tokens are ignored and answers are not checked.
     """
 
     url: str

@@ -88,7 +88,7 @@ def run_evaluation(
 
 
 def score(gates: Sequence[Gate], levels: Sequence[LevelResult]) -> EvalScore:
-    """Return the weighted sum of the throughput at concurrency 1 to 64; zero where a gate or a level failed.
+    """Return the weighted sum of the throughput at concurrency 1 to 64, or zero where a gate or a level failed.
 
     Raises ConfigError where a level is missing or incomplete, or where a gate did not run: there is no score then.
     """
@@ -182,7 +182,7 @@ def _run_parts(
 
 
 def _difference_notes(settings: dict[str, Any]) -> list[str]:
-    """Return a note on the settings that differ from those of published scores, in a list that is empty without any."""
+    """Return a note on the settings that differ from the settings of published scores, in a list that may be empty."""
     if settings.get("speed_only"):
         return []
     differences = [

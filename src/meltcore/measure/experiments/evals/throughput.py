@@ -82,7 +82,7 @@ def run_throughput(
 
 
 def weighted_throughput(levels: Sequence[LevelResult]) -> WeightedThroughput | None:
-    """Return the weighted sum of the throughput; None unless all seven levels have a valid result."""
+    """Return the weighted sum of the throughput, or None unless all seven levels have a valid result."""
     valid_levels = [level for level in levels if level.verdict in SCORED]
     if missing_concurrencies(valid_levels):
         return None

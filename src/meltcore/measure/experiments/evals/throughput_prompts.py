@@ -92,7 +92,7 @@ class PlannedRequest(NamedTuple):
 
 
 class PromptPlan(NamedTuple):
-    """Holds all requests: `warmups[i]` and `levels[i]` are those of level i, in the order they are sent."""
+    """Holds all requests. Level i has `warmups[i]` and `levels[i]`, in the order they are sent."""
 
     warmups: list[list[PlannedRequest]]
     levels: list[list[PlannedRequest]]

@@ -110,14 +110,14 @@ class Api:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds the answer to one chat question: its text, or with `failed` the reason why there is none."""
+    """Holds the answer to one chat question: its text, or with `failed` the reason of the failure."""
 
     text: str
     failed: bool = False
 
     @property
     def failure(self) -> str | None:
-        """Return the reason of a failed request; None for an answered one."""
+        """Return the reason of a failed request, or None for an answered one."""
         return self.text.removeprefix(_FAILURE_PREFIX) if self.failed else None
 
 
@@ -170,7 +170,7 @@ def _failed_answer(reason: str) -> Answer:
 
 
 def failure_reasons(evaluation: Evaluation) -> list[str]:
-    """Return one sentence about the failed requests in a list, which is empty where none failed."""
+    """Return one sentence about the failed requests in a list, or an empty list where all were answered."""
     if not evaluation.failed:
         return []
     failed_of_total = f"{evaluation.failed} of {evaluation.total}"

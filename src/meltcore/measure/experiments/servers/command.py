@@ -27,7 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 class ServerCommand:
     """A command template: arguments with placeholders, and variables added to our environment.
 
-    `inherits`: False where `environment` is the whole one, whose names results do not show.
+    Without `inherits`, `environment` is the whole one, whose names results do not show.
     """
 
     template: tuple[str, ...]

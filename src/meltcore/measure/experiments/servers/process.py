@@ -44,8 +44,8 @@ class ServerProcess(LoggedProcess):
     ) -> None:
         """Store the command, which `with` starts.
 
-        url: the server's address; None reads it from the line that our own server prints. environment: the whole
-        environment; None lets it inherit ours. is_ready: what must hold at the address once /health answers 200.
+        The server's address is `url`, or None to read it from the line that our own server prints. `environment` is the
+        whole environment, or None to inherit ours. `is_ready` must hold at the address once /health answers 200.
         """
         super().__init__(
             command,
@@ -102,7 +102,7 @@ class MeltcoreServer(ServerProcess):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is ready. `ready_s`: from the start of its process until it was."""
+    """A server that is ready. `ready_s` is the time from the start of its process until then."""
 
     url: str
     ready_s: float
@@ -122,8 +122,8 @@ def run_server(
 ) -> Iterator[RunningServer]:
     """Start the server, wait until it is ready, and end it with all its processes after the block.
 
-    `report` takes lines for the user. `port`: None for a free one. `is_ready` as in ServerProcess. Raises ProcessError
-    where the server is not ready within `limit_s`.
+    `report` takes lines for the user. A `port` of None is a free one. ServerProcess explains `is_ready`. Raises
+    ProcessError where the server is not ready within `limit_s`.
     """
     port = free_port() if port is None else port
     start_s = time.monotonic()
@@ -165,7 +165,7 @@ def accepts_connections(address: str) -> bool:
 
 
 def server_version(url: str, path: str = "/version", key: str = "version") -> str | None:
-    """Return the version that GET `path` reports under `key`, by default as vLLM has it; None where there is none."""
+    """Return the version that GET `path` reports under `key`, by default as vLLM has it, or None without a version."""
     try:
         reply = Api(url, timeout_s=_PROBE_TIMEOUT_S).get(path)
         facts = reply.json() if reply.status == 200 else None

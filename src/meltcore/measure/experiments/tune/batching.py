@@ -1,7 +1,7 @@
-"""Sweep over concurrent sequences and token budgets; mark the best point and the knee.
+"""Sweeps over concurrent sequences and token budgets, and marks the best point and the knee.
 
 The first start uses the server's default settings, from which every gain is counted. The knee is the smallest setting
-within 2 % of the best output rate among those that meet the SLO: more costs memory and latency without more output.
+within 2 % of the best output rate among settings that meet the SLO: more costs memory and latency without more output.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ _MODEL_LEN = {"minimum": MIN_MODEL_LEN}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchingOptions:
-    """A sweep over every pair of the two settings; no `max_num_batched_tokens` leaves the budget to the server."""
+    """A sweep over every pair of the two settings. Without `max_num_batched_tokens` the server decides the budget."""
 
     max_num_seqs: tuple[int, ...] = option(
         (8, 16, 32, 64, 128, 256), "Values of --max-num-seqs to try.", limits=_AT_LEAST_1

@@ -45,7 +45,7 @@ def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, or that of a folder. Raises ConfigError."""
+    """Read a config.json, or the config.json of a folder. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -57,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def reported_capacity(log: str) -> tuple[int, int] | None:
-    """Read the tokens in the KV cache and the page size from a server's log; None where the log has neither form."""
+    """Read the tokens in the KV cache and the page size from a server's log, or None where the log has neither form."""
     if pages := _PAGES.search(log):
         return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
     if tokens := _TOKENS.search(log):
@@ -71,11 +71,11 @@ def max_sequences(capacity: int, length: int, page_size: int) -> int:
 
 
 def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
-    """Return the largest multiple of `step` in [low, high] that fits; None where none does.
+    """Return the largest multiple of `step` in [low, high] that fits, or None.
 
-    Assumes that all values below one that fits fit too. Each try costs a start, so the order matters: `high` first,
-    often
-    the answer; then doubling from `low`, because a start far above the limit fails slowest; then bisection.
+    It assumes that all smaller values than one that fits fit too. Each try costs a start, so the order matters. `high`
+    is tried first and is often the answer. Then `low` is doubled, because a start far above the limit fails slowest.
+    Then the interval is bisected.
     """
     largest_fitting, smallest_failing = -(-low // step), high // step
     if smallest_failing < largest_fitting:
@@ -233,7 +233,7 @@ class _GaugeWatch:
         self._thread.start()
 
     def stop(self) -> tuple[int | None, int | None]:
-        """Read the peak of running requests and the preemptions; None where the server has no such metric."""
+        """Read the peak of running requests and the preemptions, or None where the server has no such metric."""
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")

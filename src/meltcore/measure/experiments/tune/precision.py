@@ -161,7 +161,7 @@ def _ask_and_compare(
     server: RunningServer,
     point: TuningPoint,
 ) -> None:
-    """Ask the running server, add to `answers`, compare with `reference` (while empty: with themselves)."""
+    """Ask the running server, add to `answers`, and compare with `reference`, or with themselves while it is empty."""
     answers += ask_items(Api(server.url), items, model)
     point.answers = compare_answers(items, reference or answers, answers)
     if point.answers.failed:

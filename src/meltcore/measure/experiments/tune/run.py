@@ -101,7 +101,7 @@ class Tuner:
 
 
 def parse_flags(texts: Sequence[str]) -> dict[str, str]:
-    """Return FLAGS with those of another server, such as `max_num_seqs=-np`. Raises ConfigError."""
+    """Return FLAGS with the flags of another server, such as `max_num_seqs=-np`. Raises ConfigError."""
     flags = dict(FLAGS)
     for text in texts:
         name, _, flag = text.partition("=")
@@ -153,7 +153,10 @@ def make_tuning(
 
 
 def _default_settings(folder: Path) -> dict[str, int]:
-    """Return what the server printed about its settings when it started with none; empty for other servers."""
+    """Return what the server printed about its settings when it started with none.
+
+    Other servers have no such settings.
+    """
     log = folder / "server-default.log"
     match = _DEFAULT_SEQS.search(log.read_text(errors="replace")) if log.exists() else None
     return {"max_num_seqs": int(match[1])} if match else {}

@@ -64,7 +64,7 @@ def load_experiment(name: str) -> ExperimentSpec:
 
 
 def choose_models(spec: ExperimentSpec, models: Sequence[ServedModel]) -> list[ServedModel]:
-    """Return the model of each stream; those of one task differ. Raises ConfigError where one is missing."""
+    """Return the model of each stream; models of one task differ. Raises ConfigError where a model is missing."""
     chosen: list[ServedModel] = []
     preferred = [stream.prefer for stream in spec.streams]
     for stream in spec.streams:

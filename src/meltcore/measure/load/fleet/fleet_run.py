@@ -239,7 +239,7 @@ class _FleetRun:
             self.experiment_loads = [alone, level.streams]
 
     async def _level(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel | None:
-        """Run a level; None where the run has ended before it, or with it."""
+        """Run a level. Returns None where the run has ended before it, or with it."""
         if self._runner.has_ended:
             return None
         level = await self._runner.run(part, label, streams, send_s)

@@ -197,7 +197,7 @@ class StreamRunner:
         return records, results, released_s
 
     def _num_processes(self, stream: Stream, streams: Sequence[Stream]) -> int:
-        """Return the worker processes of a stream: its part of them by connections; 0: this process sends."""
+        """Return the worker processes of a stream, its part of them by connections. With 0 this process sends."""
         total = sum(each.connections for each in streams)
         if self._processes == 1 or not total:
             return 0

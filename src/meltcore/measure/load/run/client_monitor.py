@@ -28,12 +28,12 @@ class ClientUsage(msgspec.Struct, array_like=True):
 
     @property
     def cpu_utilization(self) -> float | None:
-        """Return the used fraction of one CPU core; None where the measured time is below MIN_DURATION_S."""
+        """Return the used fraction of one CPU core, or None where the measured time is below MIN_DURATION_S."""
         return self.cpu_s / self.duration_s if self.duration_s >= MIN_DURATION_S else None
 
     @property
     def lag_p99_ms(self) -> float | None:
-        """Return the 99th percentile of the event loop's lag; None where the time is below MIN_DURATION_S."""
+        """Return the 99th percentile of the event loop's lag, or None where the time is below MIN_DURATION_S."""
         if not self.lags_s or self.duration_s < MIN_DURATION_S:
             return None
         return float(np.quantile(self.lags_s, 0.99) * 1000)
@@ -77,7 +77,7 @@ class ClientMonitor:
 
 
 def client_bound_reasons(client_usages: Sequence[ClientUsage], shortest_latency_ms: float | None) -> list[str]:
-    """Return the reasons why the client may have limited the results; empty where it did not or was not measured.
+    """Return the reasons why the client may have limited the results. A client without measurements has none.
 
     The worst client process decides. The lag is compared with the shortest median latency of the level (ITL or TTFT):
     60 ms of lag invalidate a gap of 5 ms and are negligible in a gap of 2 s.

@@ -124,7 +124,7 @@ def e2e_ms(record: RequestRecord) -> float:
 
 
 def tpot_ms(record: RequestRecord) -> float | None:
-    """Return the time per output token after the first; None for an answer of one token."""
+    """Return the time per output token after the first, or None for an answer of one token."""
     if record.output_tokens < 2:
         return None
     return (e2e_ms(record) - ttft_ms(record)) / (record.output_tokens - 1)

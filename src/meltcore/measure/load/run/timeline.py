@@ -77,9 +77,9 @@ class InFlight:
 class TextArrivals:
     """Holds the times at which text arrived. Events of one answer that were read together are one arrival.
 
-    Two events of one read would otherwise have a gap of 0 ms between them, and so would the median of a server that
-    sends one step's tokens in several events. The arrays hold all answers, one after another: with 10,000 answers,
-    arrays per answer would take as long to build as the rest of the summary.
+    Two events of one read would otherwise have a gap of 0 ms between them. So would the median of a server that sends
+    one step's tokens in several events. The arrays hold all answers, one after another: with 10,000 answers, arrays per
+    answer would take as long to build as the rest of the summary.
     """
 
     num_arrivals: int
@@ -179,7 +179,7 @@ def timeline(in_flight: InFlight, token_times: TokenTimes, start_s: float, end_s
 def bucket_means(
     times_s: np.ndarray, token_counts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
 ) -> list[float | None]:
-    """Return the sum of `token_counts` divided by the sum of `counts` per bucket of `timeline`, None for 0."""
+    """Return the sum of `token_counts` divided by the sum of `counts` per bucket of `timeline`, or None for 0."""
     edges = _bucket_edges(start_s, end_s)
     sums, _ = np.histogram(times_s, bins=edges, weights=token_counts)
     totals, _ = np.histogram(times_s, bins=edges, weights=counts)

@@ -190,7 +190,7 @@ class FirstInterrupt:
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
-        """stop: is called in the event loop after the signal, unless the loop ends first."""
+        """Call `stop` in the event loop after the signal, unless the loop ends first."""
         # Set by the signal's own handler: the loop may not run again before the run returns its results.
         self.arrived = False
         self._stop = stop

@@ -61,7 +61,7 @@ class SpeechResponse(BaseResponse):
         keep_text: bool = False,
         max_output_tokens: int | None = None,
     ) -> None:
-        """Read into `record`. The last two arguments are those of answers with text, and have no effect."""
+        """Read into `record`. The last two arguments belong to answers with text, and have no effect."""
         del keep_text, max_output_tokens
         super().__init__(record, on_done)
         self._wav = WavReader() if speech_format == "wav" else None

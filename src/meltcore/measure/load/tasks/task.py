@@ -47,7 +47,7 @@ class ServedModel:
 class ThroughputUnit:
     """The words for the throughput of a task: a title, the unit, and the unit where a table is narrow.
 
-    `key` is that of its definition, and `head` the heading of its columns, which is the unit where it is empty.
+    `key` is the key of its definition. `head` is the heading of its columns; where it is empty, the unit is.
     """
 
     key: str
@@ -90,8 +90,8 @@ ACCURACY = Metric("accuracy", lambda level: level.accuracy, "higher")
 class Latency(NamedTuple):
     """A distribution that tables and charts of a task show.
 
-    `title` and `unit` are those of its chart, `head` that of its columns; a terminal shows the median and the 99th
-    percentile under the two heads of `console`, and leaves them out where these are None.
+    Its chart has `title` and `unit`, and its columns have `head`. A terminal shows the median and the 99th percentile
+    under the two heads of `console`, and leaves them out where these are None.
     """
 
     key: str
@@ -138,7 +138,7 @@ class ReadBack:
 
 
 def work(record: RequestRecord) -> TaskWork:
-    """Return the work of a request, which is none where the request has not been answered."""
+    """Return the work of a request, which is empty where the request has not been answered."""
     return record.work or TaskWork()
 
 
@@ -213,7 +213,7 @@ class MeasuredTask:
 
     @property
     def own_metrics(self) -> tuple[Metric, ...]:
-        """The throughput, which gives the verdict where no other metric is asked for, and the metrics of this task."""
+        """The throughput, which gives the verdict unless another metric is chosen, and the metrics of this task."""
         return (Metric(self.unit.unit, throughput, "higher"), *self.metrics)
 
 
@@ -264,7 +264,7 @@ def by_task(levels: Sequence[LevelResult]) -> dict[MeasuredTask, list[LevelResul
 
 
 def first_latency(level: LevelResult) -> Distribution | None:
-    """Return the distribution of the time to the first token or first audio; None for tasks that do not stream."""
+    """Return the distribution of the time to the first token or first audio, or None for tasks that do not stream."""
     key = task_of(level).first_key
     return None if key is None else distribution_of(level, key)
 
@@ -276,7 +276,7 @@ def define_metric(key: str) -> Definition:
 
 
 def all_metrics() -> list[Metric]:
-    """Return the metrics that comparisons know: those of each task, then the shared ones."""
+    """Return the metrics that comparisons know: each task's, then the shared ones."""
     own = [metric for task in tasks().values() for metric in task.own_metrics]
     shared = [metric for task in tasks().values() for metric in task.shared_metrics]
     return list(dict.fromkeys([*own, *shared]))
@@ -290,8 +290,8 @@ def throughput_text(level: LevelResult) -> str:
 def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:
     """Open the workload of `config` for `num_requests` requests.
 
-    `clips` are those of a run that uploads audio, where another process has made them. Raises ConfigError for a
-    malformed description, a file that cannot be read, and an option that has no meaning for the task.
+    A run that uploads audio has `clips`, where another process has made them. Raises ConfigError for a malformed
+    description, a file that cannot be read, and an option that has no meaning for the task.
     """
     task, spec = workload_task(config.workload), config.workload
     unknown = [name for name in config.slo_ms if name not in task.slo_metrics]

@@ -52,7 +52,7 @@ async def first_model(target: Target) -> str:
 
 
 async def served_facts(target: Target, model: str) -> dict[str, Any]:
-    """Return the server's facts about `model` beyond OpenAI's fields; empty where it reports none."""
+    """Return the server's facts about `model` beyond OpenAI's fields, or an empty dict where it reports none."""
     with suppress(HttpRequestError):
         return (await served_model(target, model, PROBE_TIMEOUT_S))[1]
     return {}
@@ -123,7 +123,7 @@ class InFlightProbe:
 
 
 def _in_flight(gauges: dict[str, float]) -> float | None:
-    """Return the number of requests in flight; None where the server has no gauge of it."""
+    """Return the number of requests in flight, or None where the server has no gauge of it."""
     if "requests_in_flight" in gauges:
         return gauges["requests_in_flight"]
     if {"num_requests_running", "num_requests_waiting"} <= gauges.keys():

@@ -58,7 +58,7 @@ def whole_text(text: str) -> str:
 
 
 def whole_count(count: float | None) -> int | None:
-    """Return a count of tokens as an integer that messages between processes hold; -1 for a fraction, which is none."""
+    """Return a count of tokens as an integer that messages between processes hold, or -1 for a fraction."""
     if count is None:
         return None
     return max(-_MAX_COUNT, min(int(count), _MAX_COUNT)) if isinstance(count, int) or count.is_integer() else -1
@@ -154,7 +154,7 @@ class BaseResponse:
 
 
 def _seconds(retry_after: str) -> float | None:
-    """Return the seconds of a Retry-After field; None for a missing one and for a date, which no engine sends."""
+    """Return the seconds of a Retry-After field, or None for a missing one and for a date, which no engine sends."""
     return float(retry_after) if is_number(retry_after) else None
 
 

@@ -117,8 +117,8 @@ class StreamedResponse(BaseResponse):
     any output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record tells
     whether `[DONE]` and the usage arrived. Without usage, the number of events with output is the token count.
 
-    Token counts that cannot be true fail the request: negative ones, more output tokens than `max_output_tokens` (None:
-    the request has no limit), more cached than prompt tokens, or no token for an answer with text.
+    Token counts that cannot be true fail the request: negative ones, more cached than prompt tokens, or no token for an
+    answer with text. So do more output tokens than `max_output_tokens`, unless that is None.
     """
 
     __slots__ = (
@@ -231,7 +231,7 @@ class StreamedResponse(BaseResponse):
         return self._saw_done or isinstance(data, NamedEvent)
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:
-        """Note what came of an answer. count: its tokens up to here. None means that the event does not say."""
+        """Note what came of an answer. It has `count` tokens up to here, or None if the event does not say."""
         delta = choice.delta if isinstance(choice.delta, _Delta) else choice.message
         content = choice.text if delta is None else _text_of(delta.content)
         reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking

@@ -1,7 +1,7 @@
 """Makes sentences of random words in the script of a language, and reads texts of a file with their right answers.
 
-The sentences mean nothing. A server does the same work for them as for real ones of as many tokens, which random
-letters make more of than real words: results say how many tokens or characters they were.
+The sentences mean nothing. A server does the same work for them as for real sentences of as many tokens. Random letters
+make more tokens than real words: results say how many tokens or characters they were.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_SYLLABLES = 4
 
 
 def script_of(language: str) -> str:
-    """Return the script in a FLORES code such as `kan_Knda`; of any other name of a language, Latin."""
+    """Return the script in a FLORES code such as `kan_Knda`, or Latin for any other name of a language."""
     _, separator, script = language.partition("_")
     return script if separator and script in SCRIPTS else DEFAULT_SCRIPT
 
@@ -96,7 +96,7 @@ class _Line(NamedTuple):
 
 
 class Texts:
-    """Returns texts: those of `file`, one a line with an answer behind a tab, or sentences of random words."""
+    """Returns texts: lines of `file`, with an answer behind a tab, or sentences of random words."""
 
     def __init__(self, spec: str, fields: dict[str, str], language: str) -> None:
         self._words: IntRange = parse_range(fields.get("words", DEFAULT_WORDS), f"workload {spec}: words")

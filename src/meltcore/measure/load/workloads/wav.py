@@ -40,7 +40,7 @@ class WavReader:
 
     @property
     def missing_bytes(self) -> int:
-        """Return how many bytes of samples the last header promises and did not come; 0 where it names no size."""
+        """Return how many bytes of samples the last header promises and did not come, or 0 where it names no size."""
         return self._left_bytes or 0
 
     def feed(self, data: bytes) -> None:

@@ -148,7 +148,7 @@ def encode_form(fields: dict[str, Any], file_name: str, data: bytes) -> bytes:
 
 
 def max_output_tokens(fields: dict[str, Any]) -> int | None:
-    """Return the most tokens that the answer to a request with `fields` may have; None where it sets no limit."""
+    """Return the most tokens that the answer to a request with `fields` may have, or None where it sets no limit."""
     limits = [fields.get(name) for name in ("max_tokens", "max_completion_tokens")]
     choice_counts = [fields.get(name) for name in ("n", "best_of")]
     known_limits = [limit for limit in limits if isinstance(limit, int)]

@@ -55,8 +55,8 @@ class GpuSummary(msgspec.Struct, kw_only=True):
     """All samples of one GPU.
 
     `clock_reasons` counts them per reason. The `*_unknown` fields count the samples without the value.
-    `loaded_clock_mhz` has the median SM clocks of the first and the last quarter of the samples that were under load
-    without a power cap, or None where there are too few of them to compare.
+    `loaded_clock_mhz` has the median SM clocks of the first and the last quarter of the samples under load without a
+    power cap. It is None where there are too few of them to compare.
     """
 
     samples: int

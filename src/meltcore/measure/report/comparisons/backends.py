@@ -147,13 +147,13 @@ def _level_cells(level: LevelResult) -> list[str]:
 
 
 def _gpu_mean(level: LevelResult, key: str) -> float | None:
-    """Return the mean of a GPU metric over the level and its GPUs; None without a reading."""
+    """Return the mean of a GPU metric over the level and its GPUs, or None without a reading."""
     values = [value for gpu in level.gpus for value in gpu.values.get(key, []) if value is not None]
     return fmean(values) if values else None
 
 
 def _rate_chart(runs: Sequence[BackendRun], levels: Sequence[int], title: str) -> Figure | None:
-    """Draw output tok/s over concurrency, a line per backend; None for fewer than two levels."""
+    """Draw output tok/s over concurrency, a line per backend, or None for fewer than two levels."""
     if len(levels) < 2:
         return None
     lines = []

@@ -47,10 +47,10 @@ def compare_starts(
 ) -> ComparisonResult:
     """Compare two sets of server starts and judge one metric.
 
-    `control`: starts of `old`'s server before the comparison. `order`: how starts were interleaved, such as "ABBA".
-    `metric` None judges the throughput of the task. `load` is the concurrency of the level that gives the verdict;
-    None picks the highest that both sets have.
-    Raises ConfigError for sets that do not compare (unless `force`), an unknown metric, or a load not measured.
+    `control` holds starts of `old`'s server before the comparison. `order` says how starts were interleaved, such as
+    "ABBA". A `metric` of None judges the throughput of the task. `load` is the concurrency of the level that gives the
+    verdict; None picks the highest that both sets have. Raises ConfigError for sets that do not compare (unless
+    `force`), an unknown metric, or a load that was not measured.
     """
     reasons = start_set_comparability_notes(old, new)
     if reasons and not force:
@@ -123,10 +123,10 @@ def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[V
 
 
 def noise_level(row: ComparedMetric, control: ComparedMetric | None) -> float | None:
-    """Return the noise of A as a relative change; None where there are too few starts.
+    """Return the noise of A as a relative change, or None where there are too few starts.
 
     It is the larger of the change expected from A's spread, and the measured change of A against A. Without a control,
-    the spread is that of the old set itself.
+    the spread is the old set's own.
     """
     spread = noise_floor(
         row.old_values if control is None else control.old_values, len(row.old_values), len(row.new_values)
@@ -207,7 +207,7 @@ def _compare_metric(old: StartSet, new: StartSet, key: LevelKey, metric: Metric)
 
 
 def _start_values(starts: Sequence[RunResult], key: LevelKey, metric: Metric) -> list[float] | None:
-    """Return one value per start; None if any start has no finite value."""
+    """Return one value per start, or None if any start has no finite value."""
     values: list[float] = []
     for start in starts:
         level: LevelResult | None = next((level for level in start.levels if level_key(level) == key), None)

@@ -107,7 +107,7 @@ def latency_cells(distribution: Distribution | None) -> list[str | Cell]:
 
 
 def _gpu_text(level: FleetLevel) -> str:
-    """Return the means of each GPU over the level; empty where none was measured."""
+    """Return the means of each GPU over the level, or "" without a measurement."""
     texts = []
     for gpu in level.gpus:
         found = [f"{title.replace(',', ' ' + format_number(gpu.means[key] / unit))}"

@@ -110,13 +110,13 @@ def _failed_cell(level: LevelResult) -> Cell:
 
 
 def named_distributions(task: MeasuredTask, level: LevelResult) -> list[tuple[str, Distribution]]:
-    """Return the distributions of a level by name; those of times are in milliseconds."""
+    """Return the distributions of a level by name. Distributions of times are in milliseconds."""
     definitions = map(define_metric, task.distributions)
     return [(each.name + " (ratio)" * (each.unit == "ratio"), distribution_of(level, each.key)) for each in definitions]
 
 
 def relevant_definitions(found: Collection[MeasuredTask]) -> list[Definition]:
-    """Return the definitions of the metrics of some tasks, and those of the default task where there is none."""
+    """Return the definitions of the metrics of some tasks, or without tasks the default task's."""
     own = [definition for task in tasks().values() if task in found for definition in task.definitions]
     has_all = not found or default_task() in found
     return [*own, *(definition for definition in DEFINITIONS if has_all or definition.key in _COMMON_KEYS)]

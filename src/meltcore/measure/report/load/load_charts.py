@@ -32,7 +32,10 @@ def load_charts(levels: Sequence[LevelResult]) -> list[Figure]:
 
 
 def timeline_figure(level: LevelResult) -> Figure | None:
-    """Draw tokens, requests, latencies and GPU metrics of a level over time; None where nothing was recorded."""
+    """Draw tokens, requests, latencies and GPU metrics of a level over time.
+
+    Returns None where nothing was recorded.
+    """
     if len(level.timeline) < 2:
         return None
     points = level.timeline

@@ -134,7 +134,7 @@ def _peak_tile(result: RunResult) -> tuple[str, str, str]:
 
 
 def machine_section(fingerprint: Fingerprint | None) -> Section:
-    """Build the section with the hardware and versions of a run; empty without a fingerprint."""
+    """Build the section with the hardware and versions of a run, or an empty list without a fingerprint."""
     facts = [] if fingerprint is None else formatting.fingerprint_rows(fingerprint)
     return Section("Machine and versions", [Facts(facts)] if facts else [])
 

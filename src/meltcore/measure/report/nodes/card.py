@@ -72,7 +72,7 @@ def _evidence_order(document: DocumentFile) -> tuple[int, datetime]:
 
 
 def conflicting_snapshots(documents: Sequence[DocumentFile]) -> tuple[Snapshot, Snapshot] | None:
-    """Return the certificate's snapshot and the separate snapshot, the older first; None if either is missing."""
+    """Return the certificate's snapshot and the separate snapshot, the older first, or None if either is missing."""
     by_time = {
         document.type: (
             _document_time(document),

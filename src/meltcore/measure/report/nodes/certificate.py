@@ -78,7 +78,7 @@ def save_certificate(folder: Path, certificate: Certificate) -> None:
 def certificate_page(certificate: Certificate, folder: Path | None = None) -> Page:
     """Build the page: findings with their remedy, then every GPU at a glance, then all measurements.
 
-    `folder`: where the certificate was saved, which the last line on the console names.
+    The certificate was saved in `folder`, which the last line on the console names.
     """
     snapshot, style = certificate.snapshot, style_of(certificate.verdict)
     num_gpus = len(snapshot.gpus)
@@ -128,7 +128,7 @@ def certificate_page(certificate: Certificate, folder: Path | None = None) -> Pa
 def check_line(report: CheckReport) -> Checks:
     """Format a finished check as one line: verdict, name, number of measurements, and the lowest one.
 
-    The lowest measurement is that with the smallest ratio to its expected value.
+    The lowest measurement has the smallest ratio to its expected value.
     """
     num_rows = len(report.rows)
     measurements = f"{num_rows} measurement{'s'[: num_rows != 1]}" if num_rows else report.reason

@@ -56,7 +56,7 @@ def _comparison_story(index: int, comparison: ComparisonResult, tunings: Sequenc
 
 
 def _tuning_story(index: int, tuning: Tuning) -> Story | None:
-    """Return the story of a tuning without a comparison; None if no setting gains more than a repeated start may.
+    """Return the story of a tuning without a comparison, or None if no setting gains more than a repeated start may.
 
     The story is about the tuning's knee, else about its fastest setting.
     """

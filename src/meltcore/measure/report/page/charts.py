@@ -115,7 +115,7 @@ def line_chart(
 ) -> Markup | None:
     """Draw lines over a logarithmic x axis with one tick per x; returns None if there is nothing to draw.
 
-    `reference`: (value, name) of a dashed horizontal line. `format_x` formats the label of a tick.
+    `reference` is (value, name) of a dashed horizontal line. `format_x` formats the label of a tick.
     """
     xs = sorted({mark.x for line in lines for mark in line.marks})
     y_values = [mark.y for line in lines for mark in line.marks if mark.y is not None and (mark.y > 0 or not log_y)]
@@ -157,7 +157,7 @@ def time_strips(
 ) -> Markup:
     """Draw strips one below the other on a common time axis.
 
-    `spans`: (start, end, tooltip, name) of each shaded period, in seconds.
+    `spans` has (start, end, tooltip, name) of each shaded period, in seconds.
     """
     height, gap = 74.0, 38.0
     top = 62.0 if any(name for *_, name in spans) else 24.0

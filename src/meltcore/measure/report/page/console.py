@@ -104,7 +104,7 @@ def _print_columns(
     gap: int,
     console: Console,
 ) -> None:
-    """Print rows below each other. heads, lines: as markup; widths: of columns, without gaps."""
+    """Print rows below each other. `heads` and `lines` are markup; `widths` are the columns' widths without gaps."""
     has_text = any(column.align == "text" for column in table.columns)
     rich_table = RichTable(box=SIMPLE_HEAD, padding=(0, gap, 0, 0), pad_edge=False, show_edge=False)
     for i, head, width in zip(column_indices, heads, widths, strict=True):
@@ -136,7 +136,7 @@ def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console
 
 
 def _column_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return widths of columns that sum to at most `room` and break no word; None where their words do not fit."""
+    """Return widths of columns that sum to at most `room` and break no word, or None where their words do not fit."""
     columns = list(zip(*rows, strict=True))
     natural = [max(map(_width, column)) for column in columns]
     widths = [max((_width(word) for cell in column for word in _plain(cell).split()), default=0) for column in columns]

@@ -42,6 +42,6 @@ def _environment() -> Environment:
 
 
 def _group_spans(columns: list[Column]) -> list[tuple[str, int]]:
-    """Return the upper header row as (group, number of columns) per cell; empty if no column has a group."""
+    """Return the upper header row as (group, number of columns) per cell, or an empty list if no column has a group."""
     spans = [(name, len(list(group))) for name, group in groupby(columns, key=lambda column: column.group)]
     return spans if any(name for name, _ in spans) else []

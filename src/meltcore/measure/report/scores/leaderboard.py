@@ -95,7 +95,7 @@ def sort_by_score(entries: Sequence[NamedScore], *, force: bool = False) -> list
 
 
 def ranking_notes(entries: Sequence[NamedScore]) -> list[str]:
-    """Return the reasons why the results are not comparable; empty where they are.
+    """Return the reasons why the results are not comparable, or an empty list where they are.
 
     Another engine version of a shipped reference is no reason; `leaderboard_notes` mentions it.
     """
@@ -158,7 +158,7 @@ def leaderboard_notes(entries: Sequence[NamedScore]) -> list[str]:
 def leaderboard_page(entries: Sequence[NamedScore], reasons: Sequence[str], notes: Sequence[str]) -> Page:
     """Build the page of sorted results.
 
-    `reasons`: why the results must not be ranked; if there are any, every chart is marked.
+    `reasons` say why the results must not be ranked; if there are any, every chart is marked.
     """
     best_score, is_forced = entries[0].score, bool(reasons)
     engines = {entry.score.engine for entry in entries}

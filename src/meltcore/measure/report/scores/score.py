@@ -215,7 +215,7 @@ def score_charts(devices: Sequence[GpuScore]) -> list[Figure]:
 
 
 def gpu_timeline_figure(device: GpuScore) -> Figure | None:
-    """Draw all metrics over the whole run, with the scored windows shaded; None if nothing was recorded."""
+    """Draw all metrics over the whole run, with the scored windows shaded. Returns None if nothing was recorded."""
     series = device.lines
     if series is None:
         return None
@@ -376,7 +376,7 @@ def _is_saturated(device: GpuScore) -> bool:
 
 
 def _summary_line(device: GpuScore) -> str:
-    """Return one line about the GPU in the sustained window; empty if nothing was measured."""
+    """Return one line about the GPU in the sustained window, or "" if nothing was measured."""
     if device.health is None or device.sustained is None:
         return ""
     rows = {row.key: row for row in device.health.metrics}

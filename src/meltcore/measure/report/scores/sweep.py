@@ -72,7 +72,7 @@ def sweep_page(result: ScoredRun) -> Page:
 
 
 def sweep_charts(device: GpuScore, grid: SweepGrid) -> list[Figure]:
-    """Draw one isometric chart per temperature, all with the same scale; empty if no cell was measured."""
+    """Draw one isometric chart per temperature, all with the same scale, or an empty list if no cell was measured."""
     highest = max((level.output_tokens_per_s for level in device.sweep), default=0.0)
     figures = []
     for index, temperature in enumerate(grid.temperatures):

@@ -79,7 +79,10 @@ def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
 
 
 def read_flag(model: GGUFModel, name: str, *, default: bool) -> bool:
-    """Return a setting of the tokenizer, `default` where the file states none. Raises ConfigError for another type."""
+    """Return a setting of the tokenizer, or `default` where the file states none.
+
+    Raises ConfigError for another type.
+    """
     key = f"tokenizer.ggml.{name}"
     value = model.metadata.get(key, default)
     if not isinstance(value, bool):

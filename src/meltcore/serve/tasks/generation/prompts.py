@@ -43,8 +43,8 @@ async def chat_prompt(
 ) -> list[int]:
     """Return the token ids of a chat, up to where the answer begins.
 
-    `context` and `is_only_counted`: see `encode_all`; `special_tokens_in_messages`: see `render_chat`. Raises
-    RequestError (400).
+    `encode_all` explains `context` and `is_only_counted`, and `render_chat` explains `special_tokens_in_messages`.
+    Raises RequestError (400).
     """
     if not messages:
         raise RequestError("messages is empty; give at least one message", param="messages")
@@ -77,7 +77,7 @@ async def completion_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt: one text, several texts, one list of ids, or several lists of ids.
 
-    `context`: see `encode_all`. Raises RequestError (400).
+    `encode_all` explains `context`. Raises RequestError (400).
     """
     prompt = request.prompt
     if isinstance(prompt, str):
@@ -124,13 +124,12 @@ async def encode_all(
     context: int | None = None,
     is_only_counted: bool = False,
 ) -> list[list[int]]:
-    """Tokenize `texts`; much text on a thread, so that the event loop continues to serve.
+    """Tokenize `texts`. Much text is tokenized on a thread, so that the event loop continues to serve.
 
     Raises RequestError (400) naming `param` for a text that has many more tokens than the context, before all of it is
-    tokenized; the ids of one that is slightly too long are returned.
-
-    context: the length of the model's context in tokens; None takes a text of any length. is_only_counted: whether no
-    answer follows, so that MAX_COUNTED_TOKENS are taken where the context is shorter.
+    tokenized; the ids of a text that is slightly too long are returned. `context` is the model's context in tokens;
+    None takes a text of any length. With `is_only_counted` no answer follows, so that MAX_COUNTED_TOKENS are taken
+    where the context is shorter.
     """
 
     def work() -> list[list[int]]:

@@ -224,7 +224,7 @@ def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
 
 
 def _token_bytes(choice: Choice, token_id: int, *, is_first: bool) -> bytes:
-    """Return the bytes that a token adds to the text. is_first: whether the text begins with it."""
+    """Return the bytes that a token adds to the text. `is_first` says whether the text begins with it."""
     data = choice.tokenizer.token_bytes(token_id)
     if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
         return choice.tokenizer.decode([token_id], skip_special_tokens=False).encode()

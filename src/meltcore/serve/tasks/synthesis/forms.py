@@ -33,10 +33,12 @@ class SynthesisFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SynthesisRequest(NamedTuple):
-    """The fields of a request for speech. None: the model's default.
+    """The fields of a request for speech. None stands for the model's default.
 
-    reference: the file of a voice in which reference_text is spoken, instead of a voice of the model's. is_whole: the
-    answer is one file with its length. is_events: it is OpenAI's events.
+    Args:
+        reference: the file of a voice in which reference_text is spoken, instead of a voice of the model.
+        is_whole: the answer is one file with its length.
+        is_events: the answer is OpenAI's events.
     """
 
     text: str
@@ -85,7 +87,7 @@ async def speak_whole(backend: SynthesisBackend, request: SynthesisRequest) -> b
 def synthesizer(
     choices: ModelChoice, language: str | None, model: str | None = None, *, param: str = "language"
 ) -> SynthesisBackend:
-    """Return a model that synthesizes speech. param: the field that named the language.
+    """Return a model that synthesizes speech. The request's field `param` named the language.
 
     Raises RequestError (400, 404, 503).
     """

@@ -144,7 +144,7 @@ def _request_of(fields: SynthesisFields, reference: bytes | None, *, is_query: b
 
 
 class SpeechBatchRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/audio/speech_batch. voice: one for all texts, or one for each."""
+    """The body of POST /v1/audio/speech_batch. `voice` is one voice for all texts, or one for each."""
 
     input: list[str]
     voice: str | list[str] | None = None

@@ -26,7 +26,10 @@ _MAX_SESSION_BYTES = 128
 
 
 class SpeechToSpeechFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of POST /v1/speech_to_speech beside the audio. target_language: of the answer; None: the same."""
+    """The fields of POST /v1/speech_to_speech beside the audio.
+
+    Without `target_language` the answer keeps the language.
+    """
 
     language: str | None = None
     target_language: str | None = None

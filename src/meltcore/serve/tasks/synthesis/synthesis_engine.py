@@ -90,7 +90,7 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it speaks, by code; none before it is loaded."""
+        """The languages that it speaks, by code. They are empty before it is loaded."""
         return _LANGUAGES if self._ready is not None else ()
 
     async def close_workers(self) -> None:
@@ -154,7 +154,10 @@ class SynthesisEngine(AudioBackend[_Speech]):
     async def _encode(
         self, speech: _Speech, file: EncodedFile, on_part: Callable[[SpokenPart], Awaitable[None]]
     ) -> int | None:
-        """Encode the chunks of a text as they come. Returns the bytes of its samples; None: it begins again."""
+        """Encode the chunks of a text as they come.
+
+        Returns the bytes of its samples, or None where the text begins again.
+        """
         num_bytes, is_last = 0, False
         while not is_last:
             replica = speech.replica
@@ -215,7 +218,10 @@ class SynthesisEngine(AudioBackend[_Speech]):
 
 
 def _checked(request: SynthesisRequest, ready: SynthesisReady) -> str:
-    """Return the engine's name of the voice, "" for a reference. Raises RequestError (400) for what it cannot speak."""
+    """Return the engine's name of the voice, or "" for a reference.
+
+    Raises RequestError (400) for what it cannot speak.
+    """
     for name, text in (("input", request.text), ("reference_text", request.reference_text)):
         if len(text) > ready.max_text:
             raise RequestError(f"{name} has {len(text):,} characters; the limit is {ready.max_text:,}", param=name)

@@ -12,7 +12,7 @@ ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
 class SpeechRequest(NamedTuple):
-    """The fields of a transcription request. language: as the client named it."""
+    """The fields of a transcription request. `language` is as the client named it."""
 
     data: bytes
     model: str | None
@@ -30,7 +30,7 @@ class SpeechBackend(SpokenBackend, Protocol):
     async def transcribe(
         self, request: SpeechRequest, on_words: Callable[[list[SpokenWord]], None] = ...
     ) -> Transcription:
-        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
+        """Return the words of a file. `on_words` receives the words of each clip, in order, as they are known.
 
         Raises RequestError. Cancelling it ends the work.
         """

@@ -35,9 +35,9 @@ def estimated_audio_s(data: bytes) -> float:
 
 
 class _Recording(Child):
-    """A file at a replica: its clips there by id, each with the future of its transcript and what was sent.
+    """A file at a replica: its clips there by id, each with its future transcript and the samples that were sent.
 
-    Where there is no other replica, nothing is kept of what was sent: a request has up to 15 MB of it.
+    Without another replica the sent samples are not kept: a request has up to 15 MB of them.
     """
 
     def __init__(self, ticket: Ticket[_Recording], cost: int) -> None:
@@ -62,7 +62,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
 
     @property
     def languages(self) -> Sequence[str]:
-        """The languages that it transcribes, by code; none before it is loaded."""
+        """The languages that it transcribes, by code. They are empty before it is loaded."""
         return self._ready.languages if self._ready is not None else ()
 
     def on_output(self, replica: int, output: Transcript) -> None:
@@ -76,7 +76,7 @@ class TranscriptionEngine(AudioBackend[_Recording]):
         request: SpeechRequest,
         on_words: Callable[[list[SpokenWord]], None] = lambda _words: None,
     ) -> Transcription:
-        """Return the words of a file. on_words: receives those of each clip, in order, as they are known.
+        """Return the words of a file. `on_words` receives the words of each clip, in order, as they are known.
 
         Raises RequestError: 400 for audio or a language that cannot be served, 429 when the queue is full, 500 when the
         engine fails, 504 after the time limit. Cancelling it ends its work.

@@ -35,7 +35,7 @@ _CONTENT_TYPES: dict[str, bytes] = {
 
 
 async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
-    """Parse the body of a request. query: fields in its URL. Raises RequestError (400) that names a field."""
+    """Parse the body of a request. `query` has the fields in its URL. Raises RequestError (400) that names a field."""
     if content_type is None or not is_multipart(content_type):
         raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
     parts = await read_multipart(body, content_type)
@@ -91,7 +91,7 @@ def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozens
 
 
 def _check_temperature(value: str) -> None:
-    """Raise RequestError for another temperature than 0: tokens are not sampled."""
+    """Raise RequestError unless the temperature is 0, since tokens are not sampled."""
     try:
         is_zero = read_number(value, float) == 0
     except ValueError:

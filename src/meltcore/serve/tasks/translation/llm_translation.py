@@ -21,14 +21,17 @@ class LLMTranslator:
     translates = True
 
     def __init__(self, backend: Backend, prompt: str, stop: Sequence[str]) -> None:
-        """Translate with a model. prompt: the system message, with {source} and {target}; stop: where answers end."""
+        """Translate with a model. `prompt` is the system message, with {source} and {target}.
+
+        Answers end at a text of `stop`.
+        """
         self.names = backend.names
         self._backend = backend
         self._prompt = prompt
         self._stop = stop
 
     def has_pair(self, request: TranslateRequest) -> bool:  # noqa: ARG002 - as the protocol has it
-        """Return True: a language model is asked for any pair."""
+        """Return True, since a language model is asked for any pair."""
         return True
 
     async def translate(self, request: TranslateRequest, request_id: str, arrived_s: float) -> TranslatedTexts:  # noqa: ARG002 - the time limit counts from each prompt's start

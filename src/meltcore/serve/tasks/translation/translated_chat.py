@@ -13,10 +13,10 @@ from meltcore.text.languages import english_name
 
 
 async def answer_in(choices: ModelChoice, exchange: Exchange, prompt: str, languages: tuple[str, str]) -> str:
-    """Return a language model's answer to a prompt. languages: of the prompt, and of the answer.
+    """Return a language model's answer to a prompt. `languages` has the prompt's language and the answer's.
 
-    `fields["model"]` of the exchange names the model, None the first. The model is asked in its own language where one
-    is configured: prompt and answer are translated then. Raises RequestError (400, 404, 429, 500, 503, 504).
+    `fields["model"]` of the exchange names the model; None is the first model. The model is asked in its own language
+    where one is configured: prompt and answer are translated then. Raises RequestError (400, 404, 429, 500, 503, 504).
     """
     source, target = (
         english_name(language, name) for language, name in zip(languages, ("src_lang", "tgt_lang"), strict=True)

@@ -44,7 +44,7 @@ class TranslationText:
 
     @property
     def languages(self) -> tuple[list[str], list[str]]:
-        """The FLORES codes that texts may have, and translations: those of the vocabulary and the direction."""
+        """The FLORES codes that texts and translations may have, by vocabulary and direction."""
         codes = [each.code for each in LANGUAGES if each.code in self.tokenizer.tags]
         indic = [code for code in codes if code != "eng_Latn"]
         source, _, target = (self.direction or "").partition("-")
@@ -81,7 +81,7 @@ class Translations(BatchTickets):
     ) -> None:
         """Serve a loaded model.
 
-        send(message, replica): sends to one of its engines; live_replicas(): raises RequestError where there is none.
+        send(message, replica) sends to one of its engines. live_replicas() raises RequestError without a live replica.
         """
         super().__init__(stats, send, queue, request_timeout_s)
         self.text, self.engine = text, engine
