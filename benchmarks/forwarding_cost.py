@@ -1,4 +1,4 @@
-"""What a foreign server costs more behind our API server than direct: latency, open streams, memory, cancelled work.
+"""What an upstream server costs more behind our API server than direct: latency, open streams, memory, cancelled work.
 
 Scripted servers answer immediately, so all time beyond them is the API server's. In a run of its own:
 

@@ -549,7 +549,7 @@ def test_parts_of_a_message_other_than_text_are_named() -> None:
 
 
 def test_the_status_counts_as_waiting_only_what_a_queue_holds() -> None:
-    """A request that an engine has begun without a step's end yet runs, and one of a foreign server too."""
+    """A request that an engine has begun without a step's end yet runs, and one of an upstream server too."""
     stats = ServerStats().models[0]
     backend = SimpleNamespace(names=("m",), stats=stats, health=SimpleNamespace(status="ready"))
 

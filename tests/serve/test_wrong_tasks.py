@@ -1,4 +1,4 @@
-"""Models of every task, own and foreign, on every route that is for another task: each refuses in OpenAI's form."""
+"""Models of every task, own and upstream, on every route that is for another task: each refuses in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meltcore.serve.tasks.synthesis.synthesis_engine import SynthesisEngine
 from meltcore.serve.tasks.transcription.transcription_engine import TranscriptionEngine
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import TranslationText
-from meltcore.serve.upstream.forward import FOREIGN_PATHS, read_fields
+from meltcore.serve.upstream.forward import UPSTREAM_PATHS, read_fields
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
@@ -39,7 +39,7 @@ ENGINES: dict[str, Any] = {
     "transcription": TranscriptionEngine,
     "synthesis": SynthesisEngine,
 }
-FOREIGN = [f"far-{task}" for task in ENGINES]
+UPSTREAM = [f"far-{task}" for task in ENGINES]
 URL = "http://127.0.0.1:1"
 CHAT = {"prompt": "a", "src_lang": "en", "tgt_lang": "kn"}
 TRANSLATE = {"sentences": ["a"], "src_lang": "en", "tgt_lang": "kn"}
@@ -67,7 +67,7 @@ ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         for base in ("/v1/transcribe_batch", "/transcribe_batch")
         for end in ("", "/")
     },
-    **dict.fromkeys(FOREIGN_PATHS, ({"input": "a"}, ())),
+    **dict.fromkeys(UPSTREAM_PATHS, ({"input": "a"}, ())),
 }
 OWN_ROUTE = {
     "generation": "/v1/chat/completions",
@@ -80,7 +80,7 @@ NAMELESS = {"/v1/chat", *VISION_PATHS}
 
 def build() -> Any:
     """The application over real backends whose engines never answer."""
-    server = ServerStats([1] * (len(ENGINES) + len(FOREIGN)))
+    server = ServerStats([1] * (len(ENGINES) + len(UPSTREAM)))
     stats = iter(server.models)
     backends: list[Any] = [
         new_backend(kind, ModelConfig(engine=EngineConfig(model=task)), server, next(stats))
@@ -102,7 +102,7 @@ def build() -> Any:
             limits=LimitsSection(),
             timeouts=TimeoutsSection(request_s=1.0),
         )
-        for name in FOREIGN
+        for name in UPSTREAM
     ]
     for backend in backends[len(ENGINES) :]:
         backend.check_ready = lambda: None
@@ -145,7 +145,7 @@ def test_all_routes_that_take_a_request_are_known_here() -> None:
     assert routes == set(ROUTES) | NAMELESS
 
 
-@pytest.mark.parametrize("model", [*ENGINES, *FOREIGN])
+@pytest.mark.parametrize("model", [*ENGINES, *UPSTREAM])
 def test_model_of_another_task_is_refused_in_words(model: str) -> None:
     async def scenario() -> dict[str, tuple[int, dict[str, Any]]]:
         app = build()

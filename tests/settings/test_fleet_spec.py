@@ -122,7 +122,7 @@ def test_sharing_is_paced_unless_switched_off() -> None:
     assert server_config(parse_fleet(FLEET + "sharing: {means: none}")).sharing.means == "none"
 
 
-def test_foreign_servers_of_the_file() -> None:
+def test_upstream_servers_of_the_file() -> None:
     text = """
 timeouts: {start_s: 7, connect_s: 2, request_s: 90}
 models:

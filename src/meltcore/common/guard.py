@@ -1,7 +1,7 @@
 """Runs a command that must not outlive the process that wants it: `python -m meltcore.common.guard COMMAND ...`.
 
 Standard input is a pipe whose other end that process holds; its first line is the command's environment as JSON. An
-engine of ours ends when its input does. A foreign server does not, and would keep its GPU's memory. The guard leads
+engine of ours ends when its input does. An upstream server does not, and would keep its GPU's memory. The guard leads
 the process group, which it ends with itself.
 """
 

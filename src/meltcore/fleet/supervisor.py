@@ -39,13 +39,13 @@ from meltcore.fleet.plan.planned import FleetPlanner, NoFile
 from meltcore.fleet.plan.running_fleet import Running, planned_places
 from meltcore.fleet.run.console import LoadingProgress, print_line, print_listening, print_ready, print_substitutes
 from meltcore.fleet.run.engines import LaunchSettings, LocalLauncher, MakeLauncher
-from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES, keep_small, log_folder
 from meltcore.fleet.run.replica import ReplicaState
 from meltcore.fleet.run.restart_policy import NeverRestart, RestartAfterPause, RestartPolicy
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.supervised_model import POLL_S, ServerParts
+from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.run.worker_pool import WorkerPool, worker_count
 from meltcore.fleet.swap.mps import MpsDaemon
 from meltcore.fleet.swap.turns import Turns
@@ -159,7 +159,7 @@ class Supervisor:
         num_processes = 1 + worker_count(config)
         self.config = config
         self.port = config.port
-        self.models: dict[int, ServedModel | ForeignModel] = {}
+        self.models: dict[int, ServedModel | UpstreamModel] = {}
         self._placements = placements
         self._folder = folder
         self._options = options
@@ -277,20 +277,20 @@ class Supervisor:
         for config, placements in sorted(models, key=lambda model: model[0].engine.memory_bytes is None):
             await self.add_fleet_model(config, placements)
         for name, section in self.config.upstream.items():
-            self.add_fleet_foreign(name, section)
+            self.add_fleet_upstream(name, section)
         self.turns.start()
 
-    def add_fleet_foreign(self, name: str, config: ModelSection) -> ForeignModel:
+    def add_fleet_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
         """Add a model of other servers and begin to start them; `loading` of the result is done when they answer."""
-        model = self._add_foreign(name, config)
+        model = self._add_upstream(name, config)
         self.turns.add(model)
         model.loading = asyncio.create_task(model.load_or_fail())
         return model
 
-    def _add_foreign(self, name: str, config: ModelSection) -> ForeignModel:
+    def _add_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
         number = next(self._numbers)
         stats = self._stats.add_model(number, config.replicas)
-        model = self.models[number] = ForeignModel(number, name, config, stats, self._parts)
+        model = self.models[number] = UpstreamModel(number, name, config, stats, self._parts)
         return model
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
@@ -326,7 +326,7 @@ class Supervisor:
             model.loading = asyncio.create_task(self._load_model(model))
         return model
 
-    def forget_model(self, model: ServedModel | ForeignModel) -> None:
+    def forget_model(self, model: ServedModel | UpstreamModel) -> None:
         """Remove a model whose engines have ended."""
         if (watch := self._watches.pop(model.number, None)) is not None:
             watch.cancel()
@@ -392,7 +392,7 @@ class Supervisor:
         for config, task, placements in zip(self.config.models, tasks, self._placements, strict=True):
             self._add_model(config, task, placements)
         for name, section in self.config.upstream.items():
-            self._add_foreign(name, section)
+            self._add_upstream(name, section)
         for model in self.models.values():
             model.may_run.set()  # also one that could take turns with others
         loading = asyncio.gather(*(model.load() for model in self.models.values()))

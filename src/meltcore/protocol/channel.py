@@ -46,7 +46,7 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
     engines: list[int | None]
 
 
-class AddForeign(msgspec.Struct, tag="add_foreign", frozen=True):
+class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
     """A model of other servers. Comes with its statistics, and is answered by `ModelOpened`. urls: of each replica."""
 
     model: int
@@ -151,7 +151,7 @@ class EngineUnreadable(msgspec.Struct, tag="unreadable", frozen=True):
 ToAPIServer = (
     Setup
     | AddModel
-    | AddForeign
+    | AddUpstream
     | RemoveModel
     | RoutesChanged
     | OpenModel

@@ -24,8 +24,8 @@ from meltcore.common.tasks import DEFAULT, load, tasks
 from meltcore.protocol.channel import (
     MESSAGE_BYTES,
     AddConnection,
-    AddForeign,
     AddModel,
+    AddUpstream,
     Channel,
     EndRequests,
     EngineUnreadable,
@@ -112,7 +112,7 @@ class APIServer:
     def _on_message(self, message: ToAPIServer, descriptors: list[int]) -> None:
         if isinstance(message, AddConnection):
             self._add_connection(descriptors)
-        elif isinstance(message, AddModel | AddForeign):
+        elif isinstance(message, AddModel | AddUpstream):
             self._add(message, descriptors)
         elif isinstance(message, RoutesChanged):
             self._table.change_routes(message.order, message.languages, message.routes)
@@ -155,19 +155,19 @@ class APIServer:
             self._stats.add("connections_closed")
             self._log.write_rate_limited("connection_lost", error="no file descriptor is left")
 
-    def _add(self, message: AddModel | AddForeign, descriptors: list[int]) -> None:
+    def _add(self, message: AddModel | AddUpstream, descriptors: list[int]) -> None:
         if not descriptors:
             self._channel.send(ModelFailed(message.model, "no file descriptor is left for its statistics"))
             return
-        replicas = len(message.urls if isinstance(message, AddForeign) else message.engines)
+        replicas = len(message.urls if isinstance(message, AddUpstream) else message.engines)
         stats = self._stats.add_model(message.model, replicas, descriptors[0])
         os.close(descriptors[0])
-        if isinstance(message, AddForeign):
-            self._add_foreign(message, stats)
+        if isinstance(message, AddUpstream):
+            self._add_upstream(message, stats)
         else:
             self._add_model(message, stats)
 
-    def _add_foreign(self, message: AddForeign, stats: ModelStats) -> None:
+    def _add_upstream(self, message: AddUpstream, stats: ModelStats) -> None:
         try:
             backend = HttpBackend(
                 message.name,

@@ -51,7 +51,7 @@ from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.status import Status
 from meltcore.serve.tasks.exchange import Endpoint
-from meltcore.serve.upstream.forward import FOREIGN_PATHS, ForwardingEndpoint, forwarded_paths
+from meltcore.serve.upstream.forward import UPSTREAM_PATHS, ForwardingEndpoint, forwarded_paths
 from meltcore.settings.server_config import ServerConfig
 
 JSON = b"application/json"
@@ -75,8 +75,8 @@ def build_app(
     endpoints: dict[str, Endpoint] = {}
     for each in (kind(models, config, log) for kind in endpoint_types()):
         endpoints |= {path: forwarding(each) if path in forwarded_paths() else each for path in each.paths}
-    foreign = dict.fromkeys(FOREIGN_PATHS, forwarding(None))
-    app = _build_starlette(_Handlers(models, config, metrics), config, {**foreign, **endpoints})
+    upstream = dict.fromkeys(UPSTREAM_PATHS, forwarding(None))
+    app = _build_starlette(_Handlers(models, config, metrics), config, {**upstream, **endpoints})
     # Starlette's layers would be a fifth of the cost per token.
     gate = RequestGate(_Shortcut(app, endpoints), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
     if not config.allowed_origins:

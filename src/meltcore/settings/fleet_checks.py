@@ -14,9 +14,9 @@ from meltcore.common.tasks import DEFAULT, setting_tasks, tasks
 from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_spec import PLACEHOLDERS, FleetSpec, LimitsSection, ModelSection
 from meltcore.settings.routes_section import PROMPT_FIELDS, language_models
-from meltcore.settings.server_templates import FOREIGN_TEMPLATES
+from meltcore.settings.server_templates import UPSTREAM_TEMPLATES
 
-# Settings that an engine of Meltcore's own reads. A foreign server would ignore them.
+# Settings that an engine of Meltcore's own reads. An upstream server would ignore them.
 _ENGINE_ONLY = (
     *(
         "tokenizer",
@@ -165,7 +165,7 @@ def _check_task(model: ModelSection, changed: set[str], path: str) -> None:
 
 
 def _has_tokens(model: ModelSection) -> bool:
-    """Return whether the queue of a foreign server counts tokens, by the length of JSON bodies. Uploads have none."""
+    """Return whether the queue of an upstream server counts tokens, by the length of JSON bodies. Uploads have none."""
     return not tasks()[model.task].is_upload
 
 
@@ -188,7 +188,7 @@ def _check_command(model: ModelSection, command: str, path: str) -> None:
     """Check the names in braces: known, given by a field, and the port among them."""
     import shlex
 
-    if command in FOREIGN_TEMPLATES:
+    if command in UPSTREAM_TEMPLATES:
         if model.checkpoint is None:
             raise FleetError(path, f"the template {command} needs the model's checkpoint: add it")
         return

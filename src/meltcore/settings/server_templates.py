@@ -1,6 +1,6 @@
 """Command templates of servers: ours, vLLM, SGLang, llama.cpp, TensorRT-LLM; names in braces stand for values.
 
-A fleet starts foreign servers from them, and `meltcore compare-backends` starts all of them.
+A fleet starts upstream servers from them, and `meltcore compare-backends` starts all of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ TEMPLATES: Mapping[str, ServerTemplate] = {
         },
     ),
 }
-FOREIGN_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # what `command` may name
+UPSTREAM_TEMPLATES = tuple(name for name in TEMPLATES if name != "meltcore")  # what `command` may name
 
 
 def fill_command(command: str, values: Mapping[str, str | None], name: str) -> list[str]:

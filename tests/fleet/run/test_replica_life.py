@@ -17,13 +17,13 @@ from waiting import until
 
 from meltcore.common.errors import ConfigError, EngineDeadError, EnginePendingError
 from meltcore.fleet.plan.placement import Placement
-from meltcore.fleet.run import foreign_model, served_model, supervised_model
-from meltcore.fleet.run.foreign_model import ForeignModel
+from meltcore.fleet.run import served_model, supervised_model, upstream_model
 from meltcore.fleet.run.replica import LIFE, ReplicaEvent, ReplicaLife, ReplicaState
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.start_gate import StartGate
 from meltcore.fleet.run.supervised_model import ServerParts
+from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.sleep import put_to_sleep, wake_up
 from meltcore.protocol.generation import GenerationReady
 from meltcore.protocol.shell import Asleep, Awake, Sleep
@@ -109,7 +109,7 @@ class Policy(RestartAfterPause):
 class Life:
     """A model with one replica, and what its table has been asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, foreign: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, upstream: bool = False) -> None:
         self.seen: list[tuple[ReplicaState, ReplicaEvent]] = []
         self.processes: list[Process] = []
         self.policy, self.pool = Policy(), Mock(num_models=1)
@@ -125,7 +125,7 @@ class Life:
         monkeypatch.setattr(ReplicaLife, "apply", record)
         monkeypatch.setattr(supervised_model, "ROOM_POLL_S", 0.0)
         monkeypatch.setattr(served_model, "ROOM_POLL_S", 0.0)
-        monkeypatch.setattr(foreign_model, "ForeignProcess", lambda *_: self.new_process(Mock()))
+        monkeypatch.setattr(upstream_model, "UpstreamProcess", lambda *_: self.new_process(Mock()))
         self.stats = ServerStats().models[0]
         parts = ServerParts(
             pool=self.pool,
@@ -139,10 +139,10 @@ class Life:
             timeouts=TimeoutsSection(),
             log_folder=folder,
         )
-        self.model: ServedModel | ForeignModel
-        if foreign:
+        self.model: ServedModel | UpstreamModel
+        if upstream:
             command = ModelSection(command="x {port}", residency="sleepable", sleep_mode="vllm")
-            self.model = ForeignModel(0, "far", command, self.stats, parts)
+            self.model = UpstreamModel(0, "far", command, self.stats, parts)
         else:
             engine = EngineConfig(model="near", device="cpu")
             near = ModelConfig(engine=engine, sleepable=True)
@@ -310,7 +310,7 @@ def test_other_events_are_refused() -> None:
 
 def test_server_of_a_command_lives_by_the_same_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def live() -> None:
-        life = Life(monkeypatch, tmp_path, foreign=True)
+        life = Life(monkeypatch, tmp_path, upstream=True)
 
         async def start() -> None:
             await life.is_in("loading")

@@ -20,7 +20,7 @@ from meltcore.settings.server_config import ServerConfig
 
 TRANSLATE = TranslateRoute(backend="llm", prompt="{source} to {target}:", stop=("|",))
 ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="gemma3"))
-FOREIGN_ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="far"))
+UPSTREAM_ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="far"))
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,12 @@ def test_routes_name_models_of_the_server_and_fields_of_prompts() -> None:
 
 
 @pytest.mark.slow
-def test_a_foreign_language_model_is_asked_over_http(server: RunningServer, tmp_path: Path) -> None:
+def test_an_upstream_language_model_is_asked_over_http(server: RunningServer, tmp_path: Path) -> None:
     models = {
         "far": ModelSection(url=server.url, upstream_model="gemma3"),
         "dead": ModelSection(url="http://127.0.0.1:1"),
     }
-    config = ServerConfig(models=(), upstream=models, port=0, api_server_count=1, routes=FOREIGN_ROUTES)
+    config = ServerConfig(models=(), upstream=models, port=0, api_server_count=1, routes=UPSTREAM_ROUTES)
     with running(serve_command(config), tmp_path / "stderr") as near:
         wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
         found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from foreign_tools import CHAT, DONE, EVENT, Upstream, answer, sends, served, stream
+from upstream_tools import CHAT, DONE, EVENT, Upstream, answer, sends, served, stream
 from waiting import WAIT_S, wait_until
 
 from meltcore.common.errors import ConfigError

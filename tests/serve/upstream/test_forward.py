@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import uvloop
-from foreign_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
+from upstream_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
 from meltcore.serve.requests.forwarding import ForwardOutcome
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
-from meltcore.serve.tasks.foreign_chat import ask_foreign
+from meltcore.serve.tasks.upstream_chat import ask_upstream
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
 from meltcore.settings.server_config import ServerConfig
 
@@ -190,7 +190,7 @@ def test_encoded_answer_that_the_server_reads_itself_is_502_and_named(status: st
         upstream = Upstream(sends(_encoded(gzip.compress(TEXT), encoding, status=status)))
         async with served(upstream) as server:
             with pytest.raises(RequestError, match=f"m answered with Content-Encoding '{encoding}'") as caught:
-                await ask_foreign(server.backend, {"model": "m"}, "r1")
+                await ask_upstream(server.backend, {"model": "m"}, "r1")
             assert (caught.value.status, caught.value.code) == (502, "upstream_failed")
 
     uvloop.run(check())

@@ -1,4 +1,4 @@
-"""Foreign servers through the real HTTP API: bytes, faults, time limits, retries, balance."""
+"""Upstream servers through the real HTTP API: bytes, faults, time limits, retries, balance."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import aiohttp
 import msgspec
 import pytest
 import uvloop
-from foreign_tools import CHAT, DONE, EVENT, Received, Upstream, answer, chunk, sends, served, stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from upstream_tools import CHAT, DONE, EVENT, Received, Upstream, answer, chunk, sends, served, stream
 from waiting import until
 
 from meltcore.serve.requests.metrics import Metrics

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import uvloop
-from foreign_tools import CHAT, Upstream, answer, sends, served
+from upstream_tools import CHAT, Upstream, answer, sends, served
 from waiting import WAIT_S
 
 ANSWER = answer(b'{"choices":[]}')

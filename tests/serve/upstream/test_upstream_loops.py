@@ -15,17 +15,17 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from foreign_tools import Upstream, answer, sends
 from server_harness import RunningServer, make_model, running, serve_command, server_config
+from upstream_tools import Upstream, answer, sends
 from waiting import wait_until
 
 from meltcore.common.errors import RequestError
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.upstream.foreign_process import free_port
-from meltcore.serve.upstream.http_backend import ForeignHealth
+from meltcore.serve.upstream.http_backend import UpstreamHealth
 from meltcore.serve.upstream.http_replica import UpstreamReplica
+from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 from meltcore.settings.server_config import ServerConfig
@@ -162,7 +162,7 @@ def test_fleet_that_another_one_waits_for_may_wait_for_more_than_that(tmp_path: 
 def test_model_waits_in_a_circle_only_where_each_of_its_servers_does() -> None:
     def circle(*found: str | None) -> str | None:
         replicas: Any = [SimpleNamespace(circle=AsyncMock(return_value=each)) for each in found]
-        return asyncio.run(ForeignHealth("m", ServerStats().models[0], replicas).circle({}))
+        return asyncio.run(UpstreamHealth("m", ServerStats().models[0], replicas).circle({}))
 
     assert circle("a, which waits for it", "b, which waits for it") == "a, which waits for it and b, which waits for it"
     assert circle("a, which waits for it", None) is None

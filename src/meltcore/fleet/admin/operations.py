@@ -14,10 +14,10 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement, place_replicas, placed_gpus
 from meltcore.fleet.plan.running_fleet import Running
-from meltcore.fleet.run.foreign_model import ForeignModel, check_foreign
 from meltcore.fleet.run.replica import Replica, ReplicaLife
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.supervised_model import POLL_S
+from meltcore.fleet.run.upstream_model import UpstreamModel, check_upstream
 from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
@@ -28,7 +28,7 @@ from meltcore.settings.server_config import ModelConfig, ServerConfig
 if TYPE_CHECKING:
     from meltcore.fleet.plan.planned import FleetPlanner
 
-Model = ServedModel | ForeignModel
+Model = ServedModel | UpstreamModel
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 
 
@@ -74,8 +74,8 @@ class FleetModels(Protocol):
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it."""
 
-    def add_fleet_foreign(self, name: str, config: ModelSection) -> ForeignModel:
-        """Add a foreign model and begin to load it."""
+    def add_fleet_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
+        """Add an upstream model and begin to load it."""
 
     def forget_model(self, model: Model) -> None:
         """Leave out a model that has ended."""
@@ -135,7 +135,7 @@ class FleetOperations:
 
     async def _restart(self, model: Model) -> None:
         try:
-            if isinstance(model, ForeignModel) or model.limits is not None:
+            if isinstance(model, UpstreamModel) or model.limits is not None:
                 await model.replace_engines(self._supervisor.config.drain_timeout_s)
                 return
             started = await self._replace(model, model.config)
@@ -187,7 +187,7 @@ class FleetOperations:
 
     async def _add(self, name: str, config: ModelConfig | ModelSection) -> Model:
         if isinstance(config, ModelSection):
-            return self._supervisor.add_fleet_foreign(name, config)
+            return self._supervisor.add_fleet_upstream(name, config)
         return await self._supervisor.add_fleet_model(config, place_replicas(config))
 
     async def _replace(self, model: Model, config: ModelConfig | ModelSection) -> Model:
@@ -254,7 +254,7 @@ def resolve_config(config: ServerConfig) -> ServerConfig:
     be used.
     """
     for name, model in config.upstream.items():
-        check_foreign(name, model)
+        check_upstream(name, model)
     return resolve_tracing(resolve_keys(config))
 
 
@@ -280,8 +280,8 @@ def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
 
 
 def _rows(model: Model, port: int) -> list[EngineRow]:
-    if isinstance(model, ForeignModel):
-        return [_foreign_row(model, replica, port) for replica in range(model.config.replicas)]
+    if isinstance(model, UpstreamModel):
+        return [_upstream_row(model, replica, port) for replica in range(model.config.replicas)]
     return [_row(model, replica, port) for replica in model.replicas]
 
 
@@ -313,7 +313,7 @@ def _state(model: Model, replica: ReplicaLife) -> str:
     return "sleeping" if replica.state == "unloaded" else replica.state
 
 
-def _foreign_row(model: ForeignModel, replica: int, port: int) -> EngineRow:
+def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
     """Return the row of another server. How much memory it takes is not known here."""
     server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
     process = server.process if server is not None else None

@@ -1,4 +1,4 @@
-"""What models of the supervisor share, with engines of ours or foreign servers: status, drain, sleep, replacement."""
+"""What models of the supervisor share, with engines of ours or upstream servers: status, drain, sleep, replacement."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from meltcore.common.host_memory import ONE_ARENA_ENVIRONMENT
 from meltcore.common.process import STDERR, describe_exit, start_async
 from meltcore.fleet.run.restart_policy import RestartPolicy
 from meltcore.protocol.channel import (
-    AddForeign,
     AddModel,
+    AddUpstream,
     Channel,
     EndRequests,
     EngineUnreadable,
@@ -94,7 +94,7 @@ class APIServerWorker:
 class _Model:
     """What a worker that starts later has to be sent of a model, and whether all workers can serve it."""
 
-    def __init__(self, added: AddModel | AddForeign, stats: ModelStats) -> None:
+    def __init__(self, added: AddModel | AddUpstream, stats: ModelStats) -> None:
         self.added = added
         self.stats = stats
         self.open: OpenModel | None = None
@@ -158,8 +158,8 @@ class WorkerPool:
 
     # --- models
 
-    def add_model(self, message: AddModel | AddForeign, stats: ModelStats) -> None:
-        """Let all workers load the tokenizer of a model, or watch the servers of a foreign one."""
+    def add_model(self, message: AddModel | AddUpstream, stats: ModelStats) -> None:
+        """Let all workers load the tokenizer of a model, or watch the servers of an upstream one."""
         model = self._models[message.model] = _Model(message, stats)
         for worker in self._workers:
             if worker.started:

@@ -11,14 +11,14 @@ from collections import Counter
 
 from meltcore.common.errors import ConfigError
 from meltcore.fleet.plan.placement import placed_gpus
-from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.served_model import ServedModel
+from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.residency import Demand, Residency, Swap
 from meltcore.fleet.swap.sleep import put_to_sleep, refuse_waiting, wake_up
 from meltcore.serve.requests.stats import CLASSES
 from meltcore.settings.server_config import ResidencyConfig
 
-Model = ServedModel | ForeignModel
+Model = ServedModel | UpstreamModel
 CPU = "cpu"  # the device of engines without a GPU
 TICK_S = 0.02
 # A request that was refused because its model would wake too late keeps it wanted for so long.

@@ -11,7 +11,7 @@ from meltcore.serve.requests.backend import Backend, language_backend
 from meltcore.serve.requests.forwarding import is_forwarding
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
-from meltcore.serve.tasks.foreign_chat import ask_foreign
+from meltcore.serve.tasks.upstream_chat import ask_upstream
 
 # An answer that has this many is ended, since these routes have no field for it.
 MAX_ANSWER_TOKENS = 2048
@@ -35,7 +35,7 @@ async def ask(backend: Backend, system: str, prompt: str, request_id: str, *, st
     if is_forwarding(backend):
         fields: dict[str, Any] = {"model": backend.names[0], "messages": messages}
         fields |= {"stop": list(stop)} if stop else {}
-        text, *tokens = await ask_foreign(backend, fields, request_id)
+        text, *tokens = await ask_upstream(backend, fields, request_id)
         return ChatAnswer(text.strip(), *tokens)
     # The text is taken at the end: until then the request can be retried on another replica.
     generation = Generation(request_id, arrived_s=time.monotonic(), streaming=True, every_token=True)

@@ -24,13 +24,13 @@ from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.settings.server_config import ServerConfig
 
-# Paths of OpenAI's and vLLM's APIs that no model of ours serves, and foreign servers may.
-FOREIGN_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
+# Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
+UPSTREAM_PATHS = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/messages", "/v1/audio/translations")
 
 
 def forwarded_paths() -> tuple[str, ...]:
-    """Return the paths whose requests are passed on to foreign servers."""
-    return (*(path for task in tasks().values() for path in task.paths), *FOREIGN_PATHS)
+    """Return the paths whose requests are passed on to upstream servers."""
+    return (*(path for task in tasks().values() for path in task.paths), *UPSTREAM_PATHS)
 
 
 class _Fields(msgspec.Struct):
@@ -102,7 +102,7 @@ class ForwardingEndpoint(Endpoint):
 
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose theirs by language."""
-        has_default = path in LANGUAGE_PATHS or path in FOREIGN_PATHS
+        has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
     def _not_here(self, fields: _Fields | None, name: str | None, path: str) -> RequestError:

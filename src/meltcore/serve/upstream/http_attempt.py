@@ -1,4 +1,4 @@
-"""One request at one foreign server: sent on, its answer checked and relayed as it came."""
+"""One request at one upstream server: sent on, its answer checked and relayed as it came."""
 
 from __future__ import annotations
 

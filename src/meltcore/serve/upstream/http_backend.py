@@ -1,4 +1,4 @@
-"""The backend of a model that foreign servers compute: requests and answers pass through in the bytes they came in.
+"""The backend of a model that upstream servers compute: requests and answers pass through in the bytes they came in.
 
 A request goes to the replica with the fewest open ones. The body is changed only where the upstream knows the model by
 another name; the answer never is. Addresses come from the configuration alone, and redirects are not followed.
@@ -45,8 +45,8 @@ BYTES_PER_TOKEN = 4
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class ForeignHealth(Health):
-    """Whether a foreign model can be served: one of its replicas answers, and its breaker is not open."""
+class UpstreamHealth(Health):
+    """Whether an upstream model can be served: one of its replicas answers, and its breaker is not open."""
 
     def __init__(self, name: str, stats: ModelStats, replicas: list[UpstreamReplica]) -> None:
         super().__init__(stats)
@@ -88,7 +88,7 @@ class _OpenTickets(OpenTickets[UpstreamChild]):
 
 
 class HttpBackend:
-    """The servers of one foreign model, as one API server process uses them."""
+    """The servers of one upstream model, as one API server process uses them."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class HttpBackend:
         self._timeouts = timeouts
         for replica in self.replicas:
             stats.set_answers(replica.index, False)
-        self.health: Health = ForeignHealth(self.names[0], stats, self.replicas)
+        self.health: Health = UpstreamHealth(self.names[0], stats, self.replicas)
         slots = config.max_num_seqs or MAX_CONNECTIONS
         stats.task = config.task
         queue = RequestQueue(
@@ -342,7 +342,7 @@ class HttpBackend:
         return f"serves {', '.join(self.paths)} only"
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card. Of a foreign model little is known here."""
+        """Return OpenAI's model card. Of an upstream model little is known here."""
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "foreign"}
         card["task"] = self.config.task
         card |= {"replicas": len(self.replicas), "paths": list(self.paths)}

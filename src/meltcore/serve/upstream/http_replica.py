@@ -1,4 +1,4 @@
-"""One foreign server: its address, its pool of connections, its circuit breaker and its health."""
+"""One upstream server: its address, its pool of connections, its circuit breaker and its health."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def check_script(text: str, language: Language, param: str) -> None:
     Latin letters do not count, since names and loanwords in them are common in all languages. So a text in Latin
     letters alone is in no wrong script, and neither is a text without letters.
     """
-    own, foreign = _script_patterns(language.script)
-    letter = foreign.search(text)
+    own, other = _script_patterns(language.script)
+    letter = other.search(text)
     if letter and not own.search(text):
         raise RequestError(
             f"{param} is {language.code}, which is written in {language.script}; the text has letters like "

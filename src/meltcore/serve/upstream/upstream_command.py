@@ -1,4 +1,4 @@
-"""Command lines of foreign servers in a fleet: a template or the user's own, filled with the model's settings."""
+"""Command lines of upstream servers in a fleet: a template or the user's own, filled with the model's settings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.server_templates import (
-    FOREIGN_TEMPLATES,
     TEMPLATES,
+    UPSTREAM_TEMPLATES,
     fill_command,
     find_program,
     server_environment,
@@ -17,21 +17,21 @@ from meltcore.settings.server_templates import (
 _SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-class ForeignCommand(NamedTuple):
+class UpstreamCommand(NamedTuple):
     """How one replica is started. `environment` is the whole environment of the process."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
-def foreign_command(name: str, config: ModelSection, replica: int, port: int) -> ForeignCommand:
+def upstream_command(name: str, config: ModelSection, replica: int, port: int) -> UpstreamCommand:
     """Return the command of a replica, each argument whole whatever blanks its values have.
 
     Raises ConfigError for an unknown name in braces, a setting that it needs, and a program that is not there.
     """
     assert config.command is not None
     command = config.command
-    if command in FOREIGN_TEMPLATES:
+    if command in UPSTREAM_TEMPLATES:
         template = TEMPLATES[command]
         command = template.command
         if config.max_model_len is not None:
@@ -47,7 +47,7 @@ def foreign_command(name: str, config: ModelSection, replica: int, port: int) ->
     arguments = fill_command(command, _values(name, config, gpus, port), name)
     added = (_SLEEP_ENVIRONMENT if config.sleep_mode == "vllm" else {}) | config.environment
     environment = server_environment(config.python, None if config.device == "auto" else gpus, added)
-    return ForeignCommand(find_program(arguments, environment, config.python, name), environment)
+    return UpstreamCommand(find_program(arguments, environment, config.python, name), environment)
 
 
 def _values(name: str, config: ModelSection, gpus: tuple[str, ...], port: int) -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""Chats that the server itself has with a foreign model: a request is forwarded, and its answer is read here."""
+"""Chats that the server itself has with an upstream model: a request is forwarded, and its answer is read here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _NoConnection:
     abort = close
 
 
-async def ask_foreign(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
+async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
     """Return the text of a chat completion, and the tokens read and written. Cancelling it ends the work.
 
     Raises RequestError: what the backend raises, and 502 for an answer that is no chat completion.

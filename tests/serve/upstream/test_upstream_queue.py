@@ -1,4 +1,4 @@
-"""Foreign models in our queue: bounds, classes, deadlines, tokens, the log line."""
+"""Upstream models in our queue: bounds, classes, deadlines, tokens, the log line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from foreign_tools import CHAT, DONE, EVENT, Received, Served, Upstream, answer, sends, served, stream
+from upstream_tools import CHAT, DONE, EVENT, Received, Served, Upstream, answer, sends, served, stream
 from waiting import WAIT_S, until
 
 from meltcore.serve.upstream.http_attempt import read_usage

@@ -137,7 +137,7 @@ def sends(*parts: bytes, then: str = "keep") -> Behavior:
 
 
 class Served:
-    """The HTTP API with one foreign model, and a client."""
+    """The HTTP API with one upstream model, and a client."""
 
     def __init__(
         self, backend: HttpBackend, url: str, session: aiohttp.ClientSession, stats: ServerStats, log: io.StringIO
@@ -214,11 +214,11 @@ async def served(
     urls = tuple(each if isinstance(each, str) else each.url for each in upstreams)
     times = {name: settings.pop(name) for name in ("first_byte_s", "health_interval_s") if name in settings}
     timeouts = TimeoutsSection(request_s=timeout_s, **({"health_interval_s": 0.05} | times))
-    foreign = ModelSection(url=urls[0], **settings)
-    config = ServerConfig(models=(), upstream={"m": foreign}, request_timeout_s=timeout_s)
+    upstream = ModelSection(url=urls[0], **settings)
+    config = ServerConfig(models=(), upstream={"m": upstream}, request_timeout_s=timeout_s)
     stats, lines = ServerStats([len(urls)], keys=len(api_keys)), io.StringIO()
     log = Log("json", stats, lines)
-    backend = HttpBackend("m", foreign, urls, stats.models[0], limits=LimitsSection(), timeouts=timeouts)
+    backend = HttpBackend("m", upstream, urls, stats.models[0], limits=LimitsSection(), timeouts=timeouts)
     backend.health.set("ready", "ready")
     backend.start()
     keys, metrics = ApiKeys(api_keys, stats), Metrics(stats, dict)

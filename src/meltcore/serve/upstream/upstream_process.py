@@ -1,4 +1,4 @@
-"""A foreign server that we start: its process group, its log, its readiness, its end.
+"""An upstream server that we start: its process group, its log, its readiness, its end.
 
 It is ready once it answers one tiny real request. The supervisor starts, watches and restarts it; API servers only
 know its address.
@@ -21,10 +21,10 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import LoggedProcess, describe_exit
-from meltcore.serve.upstream.foreign_command import foreign_command
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_connection import UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
+from meltcore.serve.upstream.upstream_command import upstream_command
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
 _GUARD = (sys.executable, "-m", "meltcore.common.guard")
@@ -36,7 +36,7 @@ _PROBES: dict[str, dict[str, object]] = {
 }
 
 
-class ForeignProcess:
+class UpstreamProcess:
     """One replica of a model whose server a command starts."""
 
     def __init__(
@@ -58,7 +58,7 @@ class ForeignProcess:
         self._config = config
         self._start_s = timeouts.start_s
         self._model = config.upstream_model or name
-        self._command = foreign_command(name, config, replica, port)
+        self._command = upstream_command(name, config, replica, port)
         self._name = f"the server of {name}" + (f" (replica {replica})" if config.replicas > 1 else "")
         self._upstream = UpstreamReplica(replica, self.url, timeouts.connect_s, upstream_api_key(name, config))
         self._log_path = log_path

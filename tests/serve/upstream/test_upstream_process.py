@@ -1,4 +1,4 @@
-"""Foreign servers started by a command: templates, environment, readiness, death, the end of their owner."""
+"""Upstream servers started by a command: templates, environment, readiness, death, the end of their owner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from waiting import WAIT_S
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import group_members
-from meltcore.serve.upstream import foreign_process
-from meltcore.serve.upstream.foreign_command import foreign_command
-from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
+from meltcore.serve.upstream import upstream_process
+from meltcore.serve.upstream.upstream_command import upstream_command
+from meltcore.serve.upstream.upstream_process import UpstreamProcess, free_port
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
-from meltcore.settings.server_templates import FOREIGN_TEMPLATES, TEMPLATES
+from meltcore.settings.server_templates import TEMPLATES, UPSTREAM_TEMPLATES
 
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 0"
 SOURCE = str(ROOT / "src")
@@ -35,7 +35,7 @@ def config(command: str = SCRIPTED, **fields: Any) -> ModelSection:
 
 
 def program(folder: Path, name: str, text: str = "") -> Path:
-    """An executable that stands for a foreign server."""
+    """An executable that stands for an upstream server."""
     path = folder / name
     path.write_text(text or "#!/bin/sh\n")
     path.chmod(0o755)
@@ -86,7 +86,7 @@ def test_templates(template: str, name: str, expected: str, tmp_path: Path) -> N
         device=(2, 3),
         environment={"A": "1"},
     )
-    found = foreign_command("m", settings, 0, 7000)
+    found = upstream_command("m", settings, 0, 7000)
     assert found.arguments[0] == str(binaries / name)
     assert " ".join(found.arguments[1:]) == expected
     assert "/w/a b" in found.arguments
@@ -97,15 +97,15 @@ def test_templates(template: str, name: str, expected: str, tmp_path: Path) -> N
 
 
 def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
-    assert tuple(TEMPLATES) == ("meltcore", *FOREIGN_TEMPLATES)
-    for template in FOREIGN_TEMPLATES:
+    assert tuple(TEMPLATES) == ("meltcore", *UPSTREAM_TEMPLATES)
+    for template in UPSTREAM_TEMPLATES:
         for name in ("vllm", "python", "llama-server", "trtllm-serve"):
             program(tmp_path, name)
-        plain = foreign_command("m", config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
+        plain = upstream_command("m", config(template, checkpoint="c", python=str(tmp_path / "python")), 0, 1).arguments
         assert not {"--max-model-len", "--context-length", "--ctx-size", "--parallel", "--tp-size"} & set(plain)
         assert "1" in plain
     settings = {"checkpoint": "c", "python": str(tmp_path / "python"), "sleep_mode": "vllm", "environment": {"A": "1"}}
-    sleeps = foreign_command("m", config("vllm", **settings), 0, 1)
+    sleeps = upstream_command("m", config("vllm", **settings), 0, 1)
     assert sleeps.arguments[-1] == "--enable-sleep-mode"
     assert (sleeps.environment["VLLM_SERVER_DEV_MODE"], sleeps.environment["A"]) == ("1", "1")
 
@@ -123,17 +123,17 @@ def test_settings_that_are_not_given_add_no_flag(tmp_path: Path) -> None:
 )
 def test_command_that_cannot_work_is_refused(command: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        foreign_command("m", config(command), 0, 1)
+        upstream_command("m", config(command), 0, 1)
     assert str(error.value).startswith("m: ")
     assert message in str(error.value)
 
 
 def run(
     tmp_path: Path, settings: ModelSection, check: Any = None, start_s: float = 20.0
-) -> tuple[ForeignProcess, list[str]]:
+) -> tuple[UpstreamProcess, list[str]]:
     reports: list[str] = []
     timeouts = TimeoutsSection(start_s=start_s)
-    process = ForeignProcess("m", settings, 0, free_port(), tmp_path / "log", reports.append, timeouts)
+    process = UpstreamProcess("m", settings, 0, free_port(), tmp_path / "log", reports.append, timeouts)
 
     async def life() -> None:
         try:
@@ -150,7 +150,7 @@ def run(
 
 
 def test_server_is_ready_after_one_real_request_and_ends_with_its_group(tmp_path: Path) -> None:
-    async def check(process: ForeignProcess) -> None:
+    async def check(process: UpstreamProcess) -> None:
         answer = await process._upstream.ask("GET", "/metrics", limit_s=5)
         assert b"requests_in_flight_peak 1.0" in answer.body, "the readiness request"
         assert process.pid is not None
@@ -181,7 +181,7 @@ def test_start_that_fails_names_the_reason_and_the_output(tmp_path: Path) -> Non
 
 
 def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_process, "STOP_LIMIT_S", 0.3)
+    monkeypatch.setattr(upstream_process, "STOP_LIMIT_S", 0.3)
     stubborn = program(tmp_path, "stubborn", f"#!/bin/sh\ntrap '' TERM\n{SCRIPTED.format(port='$1')} &\nwait\nwait\n")
     _, reports = run(tmp_path, config(f"{stubborn} {{port}}"))
     assert reports == ["the server of m did not end within 0.3 s of SIGTERM; killing it"]
@@ -190,11 +190,11 @@ def test_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pyte
 def test_server_does_not_outlive_an_owner_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys, pathlib, msgspec, time\n"
-        "from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port\n"
+        "from meltcore.serve.upstream.upstream_process import UpstreamProcess, free_port\n"
         "from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection\n"
         "config = msgspec.json.decode(sys.argv[1], type=ModelSection)\n"
         "log, timeouts = pathlib.Path(sys.argv[2]), TimeoutsSection()\n"
-        "process = ForeignProcess('m', config, 0, free_port(), log, print, timeouts)\n"
+        "process = UpstreamProcess('m', config, 0, free_port(), log, print, timeouts)\n"
         "asyncio.run(process.start()); print(process.pid, flush=True); time.sleep(60)\n"
     )
     settings = msgspec.json.encode(config()).decode()

@@ -1,4 +1,4 @@
-"""Foreign servers behind a real server: URLs, processes of a command, restart, drain."""
+"""Upstream servers behind a real server: URLs, processes of a command, restart, drain."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from waiting import WAIT_S, wait_until
 
 from meltcore.common.process import LoggedProcess, group_members
 from meltcore.fleet.admin import operations
-from meltcore.fleet.run.foreign_model import ForeignModel
 from meltcore.fleet.run.restart_policy import RestartAfterPause
+from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.upstream.foreign_process import free_port
+from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 from meltcore.settings.server_config import ModelConfig, ResidencyConfig, ServerConfig
@@ -40,7 +40,7 @@ QUESTION: Any = [{"role": "user", "content": "hi"}]
 TIMEOUTS = TimeoutsSection(health_interval_s=0.1, start_s=20.0)
 
 
-def foreign(command: str = SCRIPTED, **fields: Any) -> ModelSection:
+def upstream(command: str = SCRIPTED, **fields: Any) -> ModelSection:
     return ModelSection(command=command, **({"environment": {"PYTHONPATH": SOURCE}} | fields))
 
 
@@ -57,13 +57,13 @@ def serving(
 
 
 def children(server: RunningServer) -> list[int]:
-    """The guards of foreign servers, each the leader of a process group."""
+    """The guards of upstream servers, each the leader of a process group."""
     return [pid for pid, command in server._children() if "common.guard" in command]
 
 
 @pytest.mark.slow
 def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, a=foreign(replicas=2), b=foreign()) as server:
+    with serving(tmp_path, a=upstream(replicas=2), b=upstream()) as server:
         server.wait_healthy()
         guards = children(server)
         assert len(guards) == 3
@@ -84,7 +84,7 @@ def test_command_is_started_used_and_ended_with_the_server(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_process_that_ends_is_started_again_and_the_others_go_on(tmp_path: Path) -> None:
-    with serving(tmp_path, a=foreign(), b=foreign(), fleet=True) as server:
+    with serving(tmp_path, a=upstream(), b=upstream(), fleet=True) as server:
         server.wait_healthy()
         first, _ = children(server)
         os.kill(max(group_members(first)), signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
 
     async def restart() -> None:
         parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path, timeouts=TIMEOUTS)
-        model = ForeignModel(0, "a", foreign(residency="sleepable"), ServerStats().models[0], parts)  # type: ignore[arg-type]
+        model = UpstreamModel(0, "a", upstream(residency="sleepable"), ServerStats().models[0], parts)  # type: ignore[arg-type]
         (server,) = model.replicas
         server.process, server.state = Process(), "sleeping"  # type: ignore[assignment]
         await model.replace_engines(1.0)
@@ -128,9 +128,9 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
     without = {"PYTHONPATH": SOURCE, "VLLM_SERVER_DEV_MODE": "0"}
     sleeps = {"residency": "sleepable", "sleep_mode": "vllm"}
     models = {
-        "a": foreign(**sleeps, priority="interactive"),
-        "b": foreign(**sleeps),
-        "c": foreign(**sleeps, environment=without, priority="batch"),
+        "a": upstream(**sleeps, priority="interactive"),
+        "b": upstream(**sleeps),
+        "c": upstream(**sleeps, environment=without, priority="batch"),
     }
 
     def ask(name: str) -> None:
@@ -163,14 +163,14 @@ def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_start_that_fails_ends_a_server_and_is_a_failed_model_of_a_fleet(tmp_path: Path) -> None:
-    broken = foreign("sh -c 'echo no GPU; exit 3' {port}")
+    broken = upstream("sh -c 'echo no GPU; exit 3' {port}")
     with serving(tmp_path, a=broken) as server:
         assert server.wait_exit() == 2
         assert "the server of a ended while starting (exit status 3):\nno GPU" in server.stderr
-    with serving(tmp_path, a=foreign("no-such-program {port}")) as server:
+    with serving(tmp_path, a=upstream("no-such-program {port}")) as server:
         assert server.wait_exit() == 2
         assert "'no-such-program' of its command is not there" in server.stderr
-    with serving(tmp_path, a=foreign(paths=("/admin",))) as server:
+    with serving(tmp_path, a=upstream(paths=("/admin",))) as server:
         assert server.wait_exit() == 2
         assert "got '/admin'" in server.stderr
 
@@ -214,9 +214,9 @@ REASONS = {  # a shell's command, and the reason that clients and operators see
 @pytest.mark.slow
 def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Path) -> None:
     """In the health of the fleet, and in what clients get."""
-    models = {name: foreign(shlex.join(["sh", "-c", f"{shell} # {{port}}"])) for name, (shell, _) in REASONS.items()}
+    models = {name: upstream(shlex.join(["sh", "-c", f"{shell} # {{port}}"])) for name, (shell, _) in REASONS.items()}
     timeouts = msgspec.structs.replace(TIMEOUTS, start_s=6.0)
-    with serving(tmp_path, fleet=True, settings={"timeouts": timeouts}, good=foreign(), **models) as server:
+    with serving(tmp_path, fleet=True, settings={"timeouts": timeouts}, good=upstream(), **models) as server:
 
         def found() -> dict[str, tuple[str, str]]:
             health = server.request("GET", "/health").json.get("models", {})
@@ -239,8 +239,8 @@ def test_reason_of_a_server_that_does_not_start_has_its_last_lines(tmp_path: Pat
 @pytest.mark.slow
 def test_each_of_several_models_that_fail_has_its_reason_in_an_answer(tmp_path: Path) -> None:
     models = {
-        "mute": foreign("sh -c 'exit 4 # {port}'"),
-        "loud": foreign("sh -c 'echo no memory; exit 5 # {port}'"),
+        "mute": upstream("sh -c 'exit 4 # {port}'"),
+        "loud": upstream("sh -c 'echo no memory; exit 5 # {port}'"),
     }
     with serving(tmp_path, fleet=True, **models) as server:
 
@@ -257,9 +257,9 @@ def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None
     server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=None)
     stats = SimpleNamespace(open_requests=lambda _: 0)
     model = SimpleNamespace(name="m", status="ready", reason="ready", replicas=[server], stats=stats)
-    assert operations._foreign_row(model, 0, 1).reason == "exit status 1: no memory"
+    assert operations._upstream_row(model, 0, 1).reason == "exit status 1: no memory"
     model.status, model.reason = "failed", "m could not be loaded: it ended"
-    assert operations._foreign_row(model, 0, 1).reason == "m could not be loaded: it ended"
+    assert operations._upstream_row(model, 0, 1).reason == "m could not be loaded: it ended"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One foreign model of the supervisor: servers that run elsewhere, or processes that it starts and starts again.
+"""One upstream model of the supervisor: servers that run elsewhere, or processes that it starts and starts again.
 
 API servers only get addresses. Whether a server answers, each of them asks by itself.
 """
@@ -21,14 +21,14 @@ from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
-from meltcore.protocol.channel import AddForeign
+from meltcore.protocol.channel import AddUpstream
 from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.requests.stats import ModelStats
-from meltcore.serve.upstream.foreign_command import foreign_command
-from meltcore.serve.upstream.foreign_process import ForeignProcess, free_port
 from meltcore.serve.upstream.forward import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
+from meltcore.serve.upstream.upstream_command import upstream_command
+from meltcore.serve.upstream.upstream_process import UpstreamProcess, free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -38,23 +38,23 @@ _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 
 @dataclass(eq=False, kw_only=True)
-class ForeignServer(ReplicaLife):
-    """One replica of a foreign model that a command starts."""
+class UpstreamServer(ReplicaLife):
+    """One replica of an upstream model that a command starts."""
 
     log: Path
     port: int
-    process: ForeignProcess | None = None
+    process: UpstreamProcess | None = None
 
 
-class ForeignModel(SupervisedModel[ForeignServer]):
-    """The servers of one foreign model, from their first start to the end of the server, or of the model in it."""
+class UpstreamModel(SupervisedModel[UpstreamServer]):
+    """The servers of one upstream model, from their first start to the end of the server, or of the model in it."""
 
     def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerParts) -> None:
         """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
         key = upstream_api_key(name, config)  # a message here, not a death of every API server
         folder, count = parts.log_folder or parts.sockets, 0 if config.url else config.replicas
         servers = [
-            ForeignServer(index=index, port=free_port(), log=log_path(folder, name, index, count))
+            UpstreamServer(index=index, port=free_port(), log=log_path(folder, name, index, count))
             for index in range(count)
         ]
         super().__init__(
@@ -72,7 +72,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         # A fleet is not ready before servers that run elsewhere have answered.
         self._elsewhere = None if config.url is None else Upstream(0, config.url, parts.timeouts.connect_s, key)
         urls = [config.url] if config.url else [f"http://127.0.0.1:{server.port}" for server in self.replicas]
-        parts.pool.add_model(AddForeign(number, name, config, urls), stats)
+        parts.pool.add_model(AddUpstream(number, name, config, urls), stats)
 
     # --- starting
 
@@ -116,14 +116,14 @@ class ForeignModel(SupervisedModel[ForeignServer]):
     def _shortened(self, reason: str) -> str:
         return one_line(reason)
 
-    async def _start(self, server: ForeignServer) -> float:
+    async def _start(self, server: UpstreamServer) -> float:
         """Start the process of a replica; returns the seconds until it could serve. Raises ConfigError."""
         server.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):
             server.apply("placed")
             self.stats.set("start_s", time.monotonic())
-            server.process = ForeignProcess(
+            server.process = UpstreamProcess(
                 self.name,
                 self.config,
                 server.index,
@@ -144,7 +144,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
         )
         return self._parts.gate.loading(Placement(engine, gpu_environment(tuple(map(str, gpus)))))
 
-    def _on_ready(self, server: ForeignServer, load_s: float) -> None:
+    def _on_ready(self, server: UpstreamServer, load_s: float) -> None:
         server.apply("loaded")
         server.reason = ""
         self.stats.set("start_took_s", load_s)
@@ -155,14 +155,14 @@ class ForeignModel(SupervisedModel[ForeignServer]):
 
     # --- ending
 
-    async def _wait_ended(self, server: ForeignServer) -> str:
+    async def _wait_ended(self, server: UpstreamServer) -> str:
         assert server.process is not None, "it is ready"
         return f"{await server.process.wait()}:\n{server.process.log_tail()}"
 
-    async def _leave(self, server: ForeignServer) -> None:
+    async def _leave(self, server: UpstreamServer) -> None:
         await self._stop_process(server)  # what it left in its group
 
-    def _tell_end(self, server: ForeignServer, *, was_serving: bool, num_open: int, plan: str) -> None:
+    def _tell_end(self, server: UpstreamServer, *, was_serving: bool, num_open: int, plan: str) -> None:
         event, what = ("engine_died", "has ended") if was_serving else ("engine_failed", "could not start")
         reason = server.reason
         self._parts.log.write(
@@ -177,7 +177,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             self.loading.cancel()
         await super().stop()
 
-    async def _stop_process(self, server: ForeignServer) -> None:
+    async def _stop_process(self, server: UpstreamServer) -> None:
         if server.process is not None:
             await server.process.stop()
 
@@ -196,7 +196,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
 
     # --- sleeping
 
-    async def sleep_process(self, server: ForeignServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
+    async def sleep_process(self, server: UpstreamServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
         """Let a server sleep that can; returns whether it does. One that refuses is reported."""
         if self.config.sleep_mode != "vllm" or keep != "host" or server.process is None:
             return False
@@ -208,7 +208,7 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             return False
         return True
 
-    async def wake_process(self, server: ForeignServer, limit_s: float) -> str:
+    async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
         """Wake a server; returns "". One that does not wake is ended, and started again."""
         assert server.process is not None, "it sleeps"
         problem = ""
@@ -250,11 +250,11 @@ class ForeignModel(SupervisedModel[ForeignServer]):
             self.set_status("restarting", f"the server of {self.name} has ended ({reason}); it is started again")
 
 
-def check_foreign(name: str, config: ModelSection) -> None:
-    """Raise ConfigError where a foreign model cannot work: a missing key or program, or a path that has no route."""
+def check_upstream(name: str, config: ModelSection) -> None:
+    """Raise ConfigError where an upstream model cannot work: a missing key or program, or a path that has no route."""
     upstream_api_key(name, config)
     if config.command is not None:
-        foreign_command(name, config, 0, 1)
+        upstream_command(name, config, 0, 1)
     for path in config.upstream_paths:
         if path not in (known := forwarded_paths()):
             raise ConfigError(f"{name}: paths may be {', '.join(known)}; got {path!r}")
