@@ -159,7 +159,10 @@ def start(
 
 
 def running(command: str = "*") -> list[DaemonRecord]:
-    """Return the servers that are up, by port: all, or those of one command. Removes the records of others."""
+    """Return the servers that are up, by port: all, or the servers of one command.
+
+    Removes the records of other servers.
+    """
     records = []
     for path in state_dir().glob(f"{command}-*.json"):
         record = _read(path)
@@ -215,7 +218,7 @@ def _wait_ready(
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the rows of `ps`, none before it is answered."""
+    """Return the rows of `ps`, which are empty before the server has answered."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
@@ -314,7 +317,7 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
 
 
 def find_fleet(port: int | None) -> DaemonRecord:
-    """Return the fleet on a port, by default the only one. Raises ConfigError when there is none, or several."""
+    """Return the fleet on a port, by default the only one. Raises ConfigError when none or several match."""
     fleets = [record for record in running(PlannedFleet.command) if port in (None, record.port)]
     if not fleets:
         raise ConfigError("no fleet is running" + ("" if port is None else f" on port {port}"))

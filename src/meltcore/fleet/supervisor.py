@@ -303,7 +303,7 @@ class Supervisor:
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
         """Return where engines with a budget are or will be: as planned, or where the cluster has started them since.
 
-        without: states of replicas whose place is free for others.
+        The places of replicas in the states `without` are free for other engines.
         """
         places = planned_places(self.config)
         for model in self.models.values():

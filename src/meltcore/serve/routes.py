@@ -166,7 +166,7 @@ class _Handlers:
         self._status = Status(models)
 
     async def health(self, scope: Scope, _receive: Receive) -> dict[str, Any]:
-        """Answer "ready", or "degraded" and which models where one or a replica cannot serve; 503 where none can.
+        """Answer "ready", or "degraded" and which models where one or a replica cannot serve, or 503 where none can.
 
         A model that sleeps can: its requests wait. Where all wait for the server that asks, the answer is 508.
         """

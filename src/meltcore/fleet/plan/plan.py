@@ -85,11 +85,18 @@ def plan_fleet(
 ) -> tuple[Plan | None, Plan | None]:
     """Return the plan of the file as it is, and where it does not fit the nearest one that does, or None for neither.
 
-    gpu_bytes: bytes of each GPU, 0 for one that is gone; host_bytes: of host memory for models on the CPU, in a cluster
-    by node (None: no limit). gpu_nodes: the node of each GPU of a cluster. in_turns: returns those of the
-    sleepable models that take turns, by default all. kept: engines that stay there; lacking: nodes that are no place
-    for a model, as they cannot load it. Models at a URL take no memory here. Raises ConfigError for a model whose
-    memory cannot be known, and for tensor parallelism over nodes.
+    Args:
+        spec: the file.
+        gpu_bytes: bytes of each GPU, 0 for a GPU that is gone.
+        contexts: memory of CUDA contexts.
+        host_bytes: bytes of host memory for models on the CPU, in a cluster by node. None is no limit.
+        gpu_nodes: the node of each GPU of a cluster.
+        in_turns: returns which of the sleepable models take turns, by default all.
+        kept: engines that stay where they are.
+        lacking: nodes that are no place for a model, as they cannot load it.
+
+    Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be known, and for tensor
+    parallelism over nodes.
     """
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}

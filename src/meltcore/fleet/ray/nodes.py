@@ -167,15 +167,13 @@ class NodeReader:
         import ray
 
         nodes = living_nodes(used)
-        open_questions = self._unanswered(self._silent)
+        unanswered = self._unanswered(self._silent)
         asked = {
-            node["NodeID"]: _ask(node["NodeID"], checkpoints)
-            for _, node in nodes
-            if node["NodeID"] not in open_questions
+            node["NodeID"]: _ask(node["NodeID"], checkpoints) for _, node in nodes if node["NodeID"] not in unanswered
         }
         if asked:
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
-        self._silent = open_questions | self._unanswered(asked)
+        self._silent = unanswered | self._unanswered(asked)
         free = free_resources()
         return [_node(name, node, asked.get(node["NodeID"]), free.get(node["NodeID"], {})) for name, node in nodes]
 
@@ -184,8 +182,8 @@ class NodeReader:
 
         if not questions:
             return {}
-        _, open_questions = ray.wait(list(questions.values()), num_returns=len(questions), timeout=0)
-        return {node_id: question for node_id, question in questions.items() if question in open_questions}
+        _, unanswered = ray.wait(list(questions.values()), num_returns=len(questions), timeout=0)
+        return {node_id: question for node_id, question in questions.items() if question in unanswered}
 
 
 def _ask(node_id: str, checkpoints: list[str]) -> Any:

@@ -53,7 +53,7 @@ class StartingServer(Protocol):
     """The supervisor, which starts models in two ways."""
 
     async def start_together(self) -> bool:
-        """Load all models. Returns whether they serve, False where a signal came before. Raises MeltcoreError."""
+        """Load all models. Returns whether they serve, or False where a signal came before. Raises MeltcoreError."""
 
     async def start_each(self) -> None:
         """Begin to load all models, which become ready or fail one by one. Raises ConfigError without a cluster."""
@@ -62,15 +62,15 @@ class StartingServer(Protocol):
 class RestartPolicy(ABC):
     """Decides what the starts and the ends of engines mean to their model and to the server.
 
-    max_early_deaths: how often in a row an API server process that was started again may end before it can serve; then
-    the server ends.
+    The server ends when an API server process that was started again has ended `max_early_deaths` times in a row before
+    it could serve.
     """
 
     max_early_deaths: int
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server. Returns whether it goes on, False where a signal came before it served."""
+        """Start the models of a server. Returns whether it goes on, or False where a signal came before it served."""
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
@@ -80,7 +80,7 @@ class RestartPolicy(ABC):
     def keeps_api_servers(self, *, is_serving: bool) -> bool:
         """Return whether the server goes on with an API server process that has ended, or cannot read a model.
 
-        is_serving: whether any model can be served.
+        `is_serving` says whether any model can be served.
         """
 
     @abstractmethod

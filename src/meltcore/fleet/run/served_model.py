@@ -250,7 +250,7 @@ class ServedModel(SupervisedModel[Replica]):
         return reason
 
     async def _ask(self, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
-        """Return an engine's answer, or why there is none."""
+        """Return an engine's answer, or the reason for its absence."""
         engine = self.engines[replica.index]
         answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
         replica.answer = answer

@@ -25,7 +25,7 @@ class BatchPart(Child):
     def __init__(
         self, ticket: BatchTicket, message: Callable[..., TaskRequest], cost: int, waiting_tokens: int = 0
     ) -> None:
-        """Add a message to a request. message: makes it from its request_id, priority and arrived_s."""
+        """Add a message to a request. `message` makes it from its request_id, priority and arrived_s."""
         super().__init__(ticket, cost, waiting_tokens)
         self._message = message
 
@@ -55,7 +55,7 @@ class BatchTickets(OpenTickets[BatchPart]):
     ) -> list[Any]:
         """Return the result of each message of a request. Cancelling it ends the work in the engines.
 
-        units, cost: as `admit` takes them. Raises RequestError (429, 500, 503, 504).
+        `admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
         """
         parts = list(ticket.children)
         async with self.admitted(ticket, default_class, units=units, cost=cost):
@@ -96,7 +96,7 @@ class BatchTickets(OpenTickets[BatchPart]):
 
 
 class BatchBackend(EngineBackend):
-    """The engines of a model whose answers come whole. slots: messages that a replica runs together, for the queue."""
+    """The engines of a model whose answers come whole. For the queue, a replica runs `slots` messages together."""
 
     slots = 64
     tickets: BatchTickets | None = None
@@ -119,7 +119,7 @@ class BatchBackend(EngineBackend):
         Args:
             messages: make the messages from their request_id, priority and arrived_s.
             costs: what each message counts for in the choice of a replica.
-            units: of the queue's second bound.
+            units: units of the queue's second bound.
         """
         self._loaded()
         self._live_replicas()

@@ -116,7 +116,7 @@ class EngineBackend:
         return self._when_ready(self._ready)
 
     def model_card(self, name: str) -> dict[str, Any]:
-        """Return OpenAI's model card with the facts that a client and a measurement need, also those of its task."""
+        """Return OpenAI's model card with the facts that a client and a measurement need, and the facts of its task."""
         self._loaded()
         engine: EngineReady = self._ready
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "meltcore"}
@@ -125,7 +125,7 @@ class EngineBackend:
         return card | facts | common | {"replicas": self.config.data_parallel_size}
 
     def facts(self, ready: Any) -> Mapping[str, Any]:  # noqa: ARG002 - of some tasks
-        """Return what a model card says of this task. ready: what the engines have said about the loaded model."""
+        """Return what a model card says of this task. `ready` is what the engines have said about the loaded model."""
         return {}
 
     def connect(

@@ -122,20 +122,20 @@ class Histogram:
         """
         self._rows = shared.rows
         self._row = shared.rows[row]
-        self._bounds = bounds
+        self._histogram_bounds = bounds
         self._first = first
         self._sum = first + len(bounds) + 1
 
     def observe(self, value_s: float, count: int = 1) -> None:
         """Count a value."""
-        self._row[self._first + bisect.bisect_left(self._bounds, value_s)] += count
+        self._row[self._first + bisect.bisect_left(self._histogram_bounds, value_s)] += count
         self._row[self._sum] += value_s * count
 
     def totals(self) -> tuple[list[tuple[str, float]], float]:
         """Return Prometheus' cumulative (`le`, count) pairs and the sum of the values, over all processes."""
         buckets = []
         total = 0.0
-        for column, bound in enumerate([*map(str, self._bounds), "+Inf"], self._first):
+        for column, bound in enumerate([*map(str, self._histogram_bounds), "+Inf"], self._first):
             total += sum(row[column] for row in self._rows)
             buckets.append((bound, total))
         return buckets, sum(row[self._sum] for row in self._rows)

@@ -126,14 +126,14 @@ def text_workload(
     names: tuple[str, ...] = (),
     language: str = "",
 ) -> Workload:
-    """Return the workload of requests with one text each, whose answers have no right one. Raises ConfigError.
+    """Return the workload of requests with one text each, to which no answer is the right one. Raises ConfigError.
 
     Args:
-        config: of the run, with the workload's description.
+        config: the run's configuration, with the workload's description.
         request: makes the request of a text.
         reader: makes the readers of the answers.
-        names: options of the description beside those of the texts.
-        language: FLORES code of the texts; "" for Latin letters.
+        names: options of the description beside the options of texts.
+        language: FLORES code of the texts; "" stands for Latin letters.
     """
     texts = Texts(config.workload, workload_fields(config.workload, (*names, *TEXT_OPTIONS)), language)
 
