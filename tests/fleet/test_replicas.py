@@ -378,7 +378,7 @@ class FakeEngine:
 def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> None:
     stats = model_stats(3)
     engines = [FakeEngine("NVIDIA H200"), FakeEngine("2 x CPU"), FakeEngine("NVIDIA H200")]
-    watch = StuckWatch(cast(list[EngineProcess], engines), stats)
+    watch = StuckWatch(lambda: cast(list[EngineProcess], engines), stats)
     now_s = time.monotonic()
     for replica in (0, 1):  # the last one has nothing to do
         stats.assign(replica, 10)
@@ -394,7 +394,7 @@ def test_replica_without_steps_is_ended_only_on_a_gpu_with_open_requests() -> No
 def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("NVIDIA H200")
-    watch = StuckWatch(cast(list[EngineProcess], [engine]), stats, profiles=True)
+    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], stats, profiles=True)
     now_s = time.monotonic()
     stats.assign(0, 10)
     for late_s in (STUCK_AFTER_S + 1, STUCK_AFTER_S + 20):
@@ -405,7 +405,7 @@ def test_replica_that_may_be_writing_a_profile_is_not_ended() -> None:
 def test_replica_that_is_idle_or_stopped_briefly_is_not_ended() -> None:
     stats = model_stats(1)
     engine = FakeEngine("CPU")
-    watch = StuckWatch(cast(list[EngineProcess], [engine]), stats)
+    watch = StuckWatch(lambda: [cast(EngineProcess, engine)], stats)
     now_s = time.monotonic()
     engine.stopped = True
     for late_s in (0.0, 20.0):
@@ -460,7 +460,8 @@ def test_two_real_replicas_give_the_same_answers(tmp_path: Path) -> None:
         answers = [server.chat("What is 7 * 8?").json["choices"][0]["message"]["content"] for _ in range(4)]
         assert len(set(answers)) == 1
         assert "56" in answers[0]
-        streams = [stream(server, max_tokens=400, ignore_eos=True) for _ in range(4)]
+        # As long as the model allows: none may end before its engine is killed.
+        streams = [stream(server, max_tokens=1900, ignore_eos=True) for _ in range(4)]
         assert by_replica(server, "replica_requests") == [2, 2]
         os.kill(server.engine_pids()[1], signal.SIGKILL)
         assert sorted(b"[DONE]" in rest(connection) for connection in streams) == [False, False, True, True]

@@ -355,7 +355,9 @@ class Supervisor:
         number = next(self._numbers)
         stats = self._stats.add_model(number, len(placements))
         model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)
-        watch = StuckWatch(model.engines, stats, profiles=self.config.profiling)
+        watch = StuckWatch(
+            lambda: [replica.process for replica in model.replicas], stats, profiles=self.config.profiling
+        )
         self._watches[number] = asyncio.create_task(watch.run())
         return model
 
@@ -435,13 +437,13 @@ class Supervisor:
         print_line(f"meltcore {self._options.command}: {text}", sys.stderr)
 
     def _on_unreadable(self, model: int, replica: int, reason: str) -> None:
-        self.models[model].engines[replica].fail(reason)
+        self.models[model].replicas[replica].process.fail(reason)
 
     def _on_worker_lost(self, worker: int, exit_reason: str, open_requests: int) -> None:
         for model in self.models.values():
-            for engine in model.engines:
-                if engine.loaded is not None:
-                    engine.send(ForgetClient(worker))
+            for replica in model.replicas if isinstance(model, ServedModel) else ():
+                if replica.process.loaded is not None:
+                    replica.process.send(ForgetClient(worker))
         self._log.write("api_server_died", api_server=worker, how=exit_reason, open_requests=open_requests)
         self._report(f"API server process {worker} has died: {exit_reason}; {open_requests} open requests failed")
 

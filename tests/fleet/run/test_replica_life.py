@@ -116,7 +116,7 @@ class Life:
         self.tasks: list[asyncio.Task[Any]] = []
         apply = ReplicaLife.apply
 
-        def record(replica: ReplicaLife, event: ReplicaEvent) -> None:
+        def record(replica: ReplicaLife[Any], event: ReplicaEvent) -> None:
             before = replica.state
             apply(replica, event)
             assert replica.state == LIFE[before][event]
@@ -147,7 +147,7 @@ class Life:
             engine = EngineConfig(model="near", device="cpu")
             near = ModelConfig(engine=engine, sleepable=True)
             self.model = ServedModel(0, near, None, [Placement(engine, {})], self.stats, parts)
-            self.processes.clear()  # one that is never started
+        self.processes.clear()  # the first one is never started
         self.replica = self.model.replicas[0]
         self.model.may_run.set()
 
@@ -298,7 +298,7 @@ def test_each_row_is_reached(
 
 def test_other_events_are_refused() -> None:
     for state, event in itertools.product(STATES, EVENTS):
-        replica = ReplicaLife(index=3, log=None, state=state)
+        replica = ReplicaLife[Any](index=3, log=None, state=state)
         if (state, event) in ROWS:
             replica.apply(event)
             assert replica.state == LIFE[state][event]

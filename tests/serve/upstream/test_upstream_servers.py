@@ -109,8 +109,13 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
         async def stop(self) -> None:
             ended.append(1)
 
+        async def wait_freed(self) -> None:
+            """It had no memory."""
+
     async def restart() -> None:
-        parts = SimpleNamespace(pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path, timeouts=TIMEOUTS)
+        parts = SimpleNamespace(
+            pool=Mock(), policy=RestartAfterPause(), log_folder=tmp_path, timeouts=TIMEOUTS, report=print
+        )
         model = UpstreamModel(0, "a", upstream(residency="sleepable"), ServerStats().models[0], parts)  # type: ignore[arg-type]
         (server,) = model.replicas
         server.process, server.state = Process(), "sleeping"  # type: ignore[assignment]
@@ -254,7 +259,7 @@ def test_each_of_several_models_that_fail_has_its_reason_in_an_answer(tmp_path: 
 
 def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None:
     reason = "exit status 1:\n\x1b[31mno memory\x1b[0m\n"
-    server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=None)
+    server = SimpleNamespace(state="pausing", reason=reason, restarts=1, log="", process=SimpleNamespace(pid=None))
     stats = SimpleNamespace(open_requests=lambda _: 0)
     model = SimpleNamespace(name="m", status="ready", reason="ready", replicas=[server], stats=stats)
     assert operations._upstream_row(model, 0, 1).reason == "exit status 1: no memory"

@@ -14,10 +14,10 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement, place_replicas, placed_gpus
 from meltcore.fleet.plan.running_fleet import Running
-from meltcore.fleet.run.replica import Replica, ReplicaLife
+from meltcore.fleet.run.replica import Replica
 from meltcore.fleet.run.served_model import ServedModel
 from meltcore.fleet.run.supervised_model import POLL_S
-from meltcore.fleet.run.upstream_model import UpstreamModel, check_upstream
+from meltcore.fleet.run.upstream_model import UpstreamModel, UpstreamServer, check_upstream
 from meltcore.fleet.swap.turns import Turns
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.keys import resolve_keys
@@ -295,18 +295,18 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
         state="loading" if state == "ready" and not is_open else state,
         status=model.status,
         reason=(replica.reason or model.cluster_problem) if model.status == "ready" else model.reason,
-        pid=model.engines[replica.index].pid,
+        pid=replica.process.pid,
         memory_bytes=_memory_bytes(replica),
         restarts=replica.restarts,
         open_requests=round(model.stats.open_requests(replica.index)),
         port=port,
         log=str(replica.log or ""),
         gpus=len(placed_gpus(replica.placement)),
-        node=model.engines[replica.index].node,
+        node=replica.process.node,
     )
 
 
-def _state(model: Model, replica: ReplicaLife) -> str:
+def _state(model: Model, replica: Replica | UpstreamServer) -> str:
     """Return the state of a replica as operators see it: one without a process sleeps like its model."""
     if model.status == "failed":
         return "failed"
@@ -316,7 +316,6 @@ def _state(model: Model, replica: ReplicaLife) -> str:
 def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
     """Return the row of another server. How much memory it takes is not known here."""
     server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
-    process = server.process if server is not None else None
     return EngineRow(
         model=model.name,
         replica=replica,
@@ -324,7 +323,7 @@ def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
         state=model.status if server is None else _state(model, server),
         status=model.status,
         reason=model.reason if model.status != "ready" else one_line(server.reason) if server is not None else "",
-        pid=process.pid if process is not None else None,
+        pid=server.process.pid if server is not None else None,
         memory_bytes=0,
         restarts=server.restarts if server is not None else 0,
         open_requests=round(model.stats.open_requests(replica)),

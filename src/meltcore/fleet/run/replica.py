@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from meltcore.common.errors import EnginePendingError, MeltcoreError
 from meltcore.fleet.plan.placement import Placement
 from meltcore.protocol.shell import Asleep, Awake, EngineReady
+from meltcore.serve.engines.engine_process import EngineProcess
 
 ReplicaState = Literal[
     "waiting",  # until its model may run, and others on its GPUs have loaded
@@ -62,9 +63,42 @@ class Death(NamedTuple):
     node: str
 
 
+class ReplicaProcess(Protocol):
+    """An engine, or a server that a command starts. It is started once."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+
+    async def wait(self) -> str:
+        """Wait until it has ended; returns why."""
+
+    async def stop(self) -> None:
+        """End it. Can be called twice, and where it was not started."""
+
+    async def leave(self) -> None:
+        """Clear away what is left of a process that has ended. Can be called twice."""
+
+    async def wait_freed(self) -> None:
+        """Wait until a process that has ended, and was left, can have no memory any more."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def fail(self, reason: str) -> None:
+        """End a process that cannot be used; it is started again like one that has died."""
+
+
+_P = TypeVar("_P", bound=ReplicaProcess)
+
+
 @dataclass(eq=False, kw_only=True)
-class ReplicaLife:
-    """One replica of a model, whose process may be replaced: an engine, or another server."""
+class ReplicaLife(Generic[_P]):
+    """One replica of a model, whose process may be replaced."""
 
     index: int
     log: Path | None
@@ -74,6 +108,7 @@ class ReplicaLife:
     deaths: list[Death] = field(default_factory=list)
     started: asyncio.Future[Any] | None = None  # the first outcome of a start
     task: asyncio.Task[None] | None = None
+    process: _P = field(init=False)  # the newest one
 
     def apply(self, event: ReplicaEvent) -> None:
         """Take the state that follows by the table of a replica's life. Raises ValueError where no state follows."""
@@ -108,7 +143,7 @@ class ReplicaLife:
 
 
 @dataclass(eq=False, kw_only=True)
-class Replica(ReplicaLife):
+class Replica(ReplicaLife[EngineProcess]):
     """One replica of a model of ours, with its engine."""
 
     placement: Placement
@@ -143,7 +178,7 @@ class Replica(ReplicaLife):
 class Starts:
     """What has come of the starts of a model's replicas."""
 
-    def __init__(self, replicas: Sequence[ReplicaLife]) -> None:
+    def __init__(self, replicas: Sequence[ReplicaLife[Any]]) -> None:
         self._replicas = replicas
         self._changed = asyncio.Event()
 
@@ -177,7 +212,7 @@ class Starts:
             await self._changed.wait()
         raise error
 
-    async def wait(self, replica: ReplicaLife) -> None:
+    async def wait(self, replica: ReplicaLife[Any]) -> None:
         """Wait until a replica serves. Raises MeltcoreError where it fails, or is pending."""
         assert replica.started is not None
         while not replica.started.done():

@@ -64,7 +64,8 @@ class ServedModel(SupervisedModel[Replica]):
         stats.task = (task or DEFAULT).name  # for the metrics of this process
         self.limits: EngineReady | None = None  # of all replicas, once the model is open
         self.synthetic_tokenizer = False
-        self.engines = [self._new_engine(replica) for replica in self.replicas]
+        for replica in replicas:
+            replica.process = self._new_engine(replica)
         parts.pool.add_model(AddModel(number, config, None if task is None else task.name, [None] * count), stats)
 
     # --- starting
@@ -108,7 +109,7 @@ class ServedModel(SupervisedModel[Replica]):
         async with self._parts.gate.loading(replica.placement):
             number = self._parts.next_engine()
             replica.sockets = socket_folder(self._parts.sockets, number)
-            engine = self.engines[replica.index] = self._new_engine(replica)
+            engine = replica.process = self._new_engine(replica)
             limit_s, began_s = self.config.start_timeout_s, time.monotonic()
             self.stats.set("start_s", began_s)
             try:
@@ -129,7 +130,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
         """Wait until the engine of a replica is tried again, which was not started. That is no death."""
-        await self.engines[replica.index].stop()
+        await replica.process.stop()
         self._remove_sockets(replica)
         if (replica.state, replica.reason) != ("pending", reason):
             replica.reason = reason
@@ -138,7 +139,7 @@ class ServedModel(SupervisedModel[Replica]):
         replica.apply("unplaced")
         self._starts.note()
         self.update_status()
-        await asyncio.gather(asyncio.sleep(ROOM_POLL_S), self.engines[replica.index].wait_freed())
+        await asyncio.gather(asyncio.sleep(ROOM_POLL_S), replica.process.wait_freed())
 
     def _on_ready(self, replica: Replica, limits: EngineReady) -> None:
         replica.apply("loaded")
@@ -195,30 +196,6 @@ class ServedModel(SupervisedModel[Replica]):
     def _is_final(self, replica: Replica, error: MeltcoreError) -> bool:
         return isinstance(error, ConfigError) and replica.limits is None
 
-    def _is_evicted(self, replica: Replica) -> bool:
-        return self.engines[replica.index].is_evicted
-
-    async def _wait_ended(self, replica: Replica) -> str:
-        return await self.engines[replica.index].wait()
-
-    async def _leave(self, replica: Replica) -> None:
-        await self.engines[replica.index].leave()
-
-    async def _stop_process(self, replica: Replica) -> None:
-        await self.engines[replica.index].stop()
-
-    async def _wait_freed(self, replica: Replica) -> None:
-        await self.engines[replica.index].wait_freed()
-
-    def fail_start(self, replica: int, reason: str) -> None:
-        """End an engine that takes too long to start; it is started again like one that has died."""
-        self.engines[replica].fail(reason)
-
-    def kill(self) -> None:
-        """End all engines without waiting."""
-        for engine in self.engines:
-            engine.kill()
-
     # --- sleeping
 
     async def sleep_process(self, replica: Replica, keep: Literal["host", "disk"], limit_s: float) -> bool:
@@ -251,7 +228,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     async def _ask(self, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
         """Return an engine's answer, or the reason for its absence."""
-        engine = self.engines[replica.index]
+        engine = replica.process
         answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
         replica.answer = answer
         engine.send(message)

@@ -26,7 +26,7 @@ POLL_S = 0.02  # while draining
 ROOM_POLL_S = 5.0  # until an engine is tried again that no node has room for
 REPLICA_DEAD = "the replica that worked on this has died; the others go on, so the request can be sent again"
 REPLICA_REPLACED = "the engine that worked on this is replaced, and its time to finish is over"
-_R = TypeVar("_R", bound=ReplicaLife)
+_R = TypeVar("_R", bound=ReplicaLife[Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +88,6 @@ class SupervisedModel(ABC, Generic[_R]):
         """Start all replicas and wait for them. Raises MeltcoreError when the model cannot serve."""
 
     @abstractmethod
-    def kill(self) -> None:
-        """End all processes without waiting."""
-
-    @abstractmethod
-    def fail_start(self, replica: int, reason: str) -> None:
-        """End a process that takes too long to start; it is started again like one that has died."""
-
-    @abstractmethod
     def update_status(self, pause_s: float | None = None) -> None:
         """Derive the status from the replicas. A process that has just ended is started again after `pause_s`."""
 
@@ -116,27 +108,11 @@ class SupervisedModel(ABC, Generic[_R]):
         """Note that a replica serves. `_start` has returned `result`."""
 
     @abstractmethod
-    async def _wait_ended(self, replica: _R) -> str:
-        """Wait until the process of a replica has ended; returns why."""
-
-    @abstractmethod
-    async def _stop_process(self, replica: _R) -> None:
-        """End the process of a replica, which is not kept any more."""
-
-    @abstractmethod
-    async def _leave(self, replica: _R) -> None:
-        """Clear away what is left of a process that has ended."""
-
-    @abstractmethod
     def _tell_end(self, replica: _R, *, was_serving: bool, num_open: int, plan: str) -> None:
         """Log and print how a process with `num_open` requests has ended or could not start, and the plan for it."""
 
     def _is_final(self, replica: _R, error: MeltcoreError) -> bool:  # noqa: ARG002 - another try may help
         """Return whether a start that has failed with this error will always fail."""
-        return False
-
-    def _is_evicted(self, replica: _R) -> bool:  # noqa: ARG002 - a process of this machine is not
-        """Return whether a process was ended for lack of memory on its node, which is no death."""
         return False
 
     def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
@@ -175,16 +151,16 @@ class SupervisedModel(ABC, Generic[_R]):
                 result = await self._start(replica)
             except MeltcoreError as error:
                 failure, is_final = error, self._is_final(replica, error)
-                await self._stop_process(replica)
+                await replica.process.stop()
             else:
                 self._on_ready(replica, result)
-                failure, is_final = EngineDeadError(await self._wait_ended(replica)), False
+                failure, is_final = EngineDeadError(await replica.process.wait()), False
             pause_s = self._after_end(replica, str(failure), is_final=is_final)
-            await self._leave(replica)
+            await replica.process.leave()
             if pause_s is None:
                 self._give_up(replica, failure)
                 return
-            await asyncio.gather(asyncio.sleep(pause_s), self._wait_freed(replica))  # not beside one that has memory
+            await asyncio.gather(asyncio.sleep(pause_s), replica.process.wait_freed())  # not beside one that has memory
             replica.restarts += 1
 
     def _after_end(self, replica: _R, reason: str, *, is_final: bool) -> float | None:
@@ -192,7 +168,7 @@ class SupervisedModel(ABC, Generic[_R]):
 
         Returns the pause until the next start, or None for no start.
         """
-        policy, now_s, is_evicted = self._parts.policy, time.monotonic(), self._is_evicted(replica)
+        policy, now_s, is_evicted = self._parts.policy, time.monotonic(), replica.process.is_evicted
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
         replica.reason = reason
         if not is_evicted:
@@ -261,23 +237,25 @@ class SupervisedModel(ABC, Generic[_R]):
         self._draining = True
         await self._stop_all()
 
+    def kill(self) -> None:
+        """End all processes without waiting."""
+        for replica in self.replicas:
+            replica.process.kill()
+
     async def _stop_all(self) -> None:
         tasks = [replica.task for replica in self.replicas if replica.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*map(self._stop_process, self.replicas))
+        await asyncio.gather(*(replica.process.stop() for replica in self.replicas))
 
     async def _end_process(self, replica: _R) -> None:
         if replica.task is not None:
             replica.task.cancel()
             await asyncio.gather(replica.task, return_exceptions=True)
         self._end_requests(replica, REPLICA_REPLACED)
-        await self._stop_process(replica)
-        await self._wait_freed(replica)
-
-    async def _wait_freed(self, replica: _R) -> None:
-        """Wait until a process that was ended can have no memory any more: another one is started."""
+        await replica.process.stop()
+        await replica.process.wait_freed()  # another one is started
 
     def _end_requests(self, replica: _R, message: str) -> None:
         """End the requests of a replica whose process has ended or is about to, with this error."""

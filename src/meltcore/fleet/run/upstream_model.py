@@ -22,7 +22,6 @@ from meltcore.fleet.run.logs import log_path
 from meltcore.fleet.run.replica import ReplicaLife
 from meltcore.fleet.run.supervised_model import ServerParts, SupervisedModel
 from meltcore.protocol.channel import AddUpstream
-from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.upstream.forward import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
@@ -38,12 +37,11 @@ _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 
 @dataclass(eq=False, kw_only=True)
-class UpstreamServer(ReplicaLife):
-    """One replica of an upstream model that a command starts."""
+class UpstreamServer(ReplicaLife[UpstreamProcess]):
+    """One replica of a upstream model that a command starts."""
 
     log: Path
     port: int
-    process: UpstreamProcess | None = None
 
 
 class UpstreamModel(SupervisedModel[UpstreamServer]):
@@ -68,7 +66,8 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         )
         self.config = config
         stats.task = config.task  # for the metrics of this process
-        self.engines: list[EngineProcess] = []  # none of ours
+        for server in servers:
+            server.process = self._new_process(server)
         # A fleet is not ready before servers that run elsewhere have answered.
         self._elsewhere = None if config.url is None else Upstream(0, config.url, parts.timeouts.connect_s, key)
         urls = [config.url] if config.url else [f"http://127.0.0.1:{server.port}" for server in self.replicas]
@@ -110,7 +109,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
 
     async def fail_loading(self, reason: str) -> None:
         """Give up a model that takes too long to load for the first time, with the last output of its server."""
-        late = next((each.process for each in self.replicas if each.process and each.state == "loading"), None)
+        late = next((each.process for each in self.replicas if each.state == "loading"), None)
         await super().fail_loading(reason if late is None else f"{reason}; its last output:\n{late.log_tail()}")
 
     def _shortened(self, reason: str) -> str:
@@ -123,16 +122,14 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         async with self._gate(server.index):
             server.apply("placed")
             self.stats.set("start_s", time.monotonic())
-            server.process = UpstreamProcess(
-                self.name,
-                self.config,
-                server.index,
-                server.port,
-                server.log,
-                self._parts.report,
-                self._parts.timeouts,
-            )
+            server.process = self._new_process(server)
             return await server.process.start()
+
+    def _new_process(self, server: UpstreamServer) -> UpstreamProcess:
+        parts = self._parts
+        return UpstreamProcess(
+            self.name, self.config, server.index, server.port, server.log, parts.report, parts.timeouts
+        )
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
         """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
@@ -155,13 +152,6 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
 
     # --- ending
 
-    async def _wait_ended(self, server: UpstreamServer) -> str:
-        assert server.process is not None, "it is ready"
-        return f"{await server.process.wait()}:\n{server.process.log_tail()}"
-
-    async def _leave(self, server: UpstreamServer) -> None:
-        await self._stop_process(server)  # what it left in its group
-
     def _tell_end(self, server: UpstreamServer, *, was_serving: bool, num_open: int, plan: str) -> None:
         event, what = ("engine_died", "has ended") if was_serving else ("engine_failed", "could not start")
         reason = server.reason
@@ -177,28 +167,11 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
             self.loading.cancel()
         await super().stop()
 
-    async def _stop_process(self, server: UpstreamServer) -> None:
-        if server.process is not None:
-            await server.process.stop()
-
-    def fail_start(self, replica: int, reason: str) -> None:
-        """End a process that takes too long to start; it is started again like one that has ended."""
-        process = self.replicas[replica].process
-        if process is not None:
-            self._parts.report(f"the server of {self.name}: {reason}")
-            process.kill()
-
-    def kill(self) -> None:
-        """End all processes without waiting."""
-        for server in self.replicas:
-            if server.process is not None:
-                server.process.kill()
-
     # --- sleeping
 
     async def sleep_process(self, server: UpstreamServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
         """Let a server sleep that can; returns whether it does. One that refuses is reported."""
-        if self.config.sleep_mode != "vllm" or keep != "host" or server.process is None:
+        if self.config.sleep_mode != "vllm" or keep != "host":
             return False
         try:
             await server.process.post(_SLEEP_PATH, limit_s)
@@ -210,7 +183,6 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
 
     async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
         """Wake a server; returns "". One that does not wake is ended, and started again."""
-        assert server.process is not None, "it sleeps"
         problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)

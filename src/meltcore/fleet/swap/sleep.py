@@ -20,7 +20,7 @@ from meltcore.settings.server_config import ResidencyConfig
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
 WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
-_R = TypeVar("_R", bound=ReplicaLife)
+_R = TypeVar("_R", bound=ReplicaLife[Any])
 _LEVELS: dict[Literal["host", "disk"], int] = {"host": 1, "disk": 2}
 
 
@@ -73,7 +73,7 @@ def refuse_waiting(model: SupervisedModel[Any], reason: str, until_s: float) -> 
 
 
 async def _sleep(
-    model: SupervisedModel[Any], replica: ReplicaLife, config: ResidencyConfig, drain_limit_s: float
+    model: SupervisedModel[Any], replica: ReplicaLife[Any], config: ResidencyConfig, drain_limit_s: float
 ) -> None:
     await _drain(model, replica.index, drain_limit_s)
     is_asleep = replica.state == "draining" and await model.sleep_process(replica, config.keep, WAKE_LIMIT_S)
@@ -106,4 +106,4 @@ async def _wait_started(model: SupervisedModel[Any], limit_s: float) -> None:
         await asyncio.sleep(POLL_S)
     for each in model.replicas:
         if each.state in starting:
-            model.fail_start(each.index, f"it was not loaded within {limit_s:g} s")
+            each.process.fail(f"it was not loaded within {limit_s:g} s")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meltcore.serve.engines.engine_process import EngineProcess
 from meltcore.serve.requests.backend import STUCK_AFTER_S
@@ -22,10 +22,12 @@ CONFIRM_S = 5.0
 class StuckWatch:
     """Detects replicas of one model that no longer finish steps, for the supervisor."""
 
-    def __init__(self, engines: Sequence[EngineProcess], stats: ModelStats, *, profiles: bool = False) -> None:
+    def __init__(
+        self, engines: Callable[[], Sequence[EngineProcess]], stats: ModelStats, *, profiles: bool = False
+    ) -> None:
         """Start to watch.
 
-        `engines` has one process per replica, replaced in place when it is restarted. `profiles` says whether profiles
+        `engines` returns the newest process of each replica. `profiles` says whether profiles
         may be taken; no step finishes while a long profile is written.
         """
         self._engines = engines
@@ -42,7 +44,7 @@ class StuckWatch:
 
     def check(self, now_s: float) -> None:
         """End each replica that has looked stuck for CONFIRM_S. `now_s` is in monotonic seconds."""
-        for replica, engine in enumerate(self._engines):
+        for replica, engine in enumerate(self._engines()):
             problem = None if self._ended_engines.get(replica) is engine else self._problem(replica, engine, now_s)
             if problem is None:
                 self._since_s.pop(replica, None)

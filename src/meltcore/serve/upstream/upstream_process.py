@@ -39,6 +39,8 @@ _PROBES: dict[str, dict[str, object]] = {
 class UpstreamProcess:
     """One replica of a model whose server a command starts."""
 
+    is_evicted = False  # no cluster has it
+
     def __init__(
         self,
         name: str,
@@ -96,11 +98,11 @@ class UpstreamProcess:
         return time.monotonic() - started_s
 
     async def wait(self) -> str:
-        """Wait until the server has ended; returns why."""
+        """Wait until the server has ended; returns why, with the end of its output."""
         assert self._process is not None
         while self._process.running:  # noqa: ASYNC110 - a process of LoggedProcess has no event
             await asyncio.sleep(_POLL_S)
-        return self._how_it_ended()
+        return f"{self._how_it_ended()}:\n{self.log_tail()}"
 
     async def stop(self) -> None:
         """End the whole process group. Can be called twice."""
@@ -111,10 +113,22 @@ class UpstreamProcess:
             os.close(self._alive)
             self._alive = None
 
+    async def leave(self) -> None:
+        """End what a server that has ended left in its process group. Can be called twice."""
+        await self.stop()
+
+    async def wait_freed(self) -> None:
+        """Return: its process group has ended."""
+
     def kill(self) -> None:
         """End the process group now."""
         if self._process is not None:
             self._process.stop(0.0)
+
+    def fail(self, reason: str) -> None:
+        """End a server that cannot be used, and print why."""
+        self._report(f"{self._name}: {reason}")
+        self.kill()
 
     async def post(self, path: str, limit_s: float) -> None:
         """Send an empty POST. Raises ConfigError for an answer that is not 200, and for none within the limit."""
