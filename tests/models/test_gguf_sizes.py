@@ -13,7 +13,6 @@ from test_gguf import reference_of
 from meltcore.engine.memory.memory_needs import engine_needs
 from meltcore.layers.tensor_parallel import TensorParallelGroup
 from meltcore.models.checkpoints.checkpoint import open_checkpoint
-from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
 from meltcore.models.loader import build_model, load_weights, matrix_dtypes
 from meltcore.models.quantized.host_weights import host_weights, weight_bytes
 from meltcore.settings.fleet_spec import ModelSection
@@ -78,14 +77,3 @@ def test_one_kv_head_is_on_every_rank(tmp_path: Path, store: str) -> None:
         needed[ranks] = engine_needs(section).rows[0].size_bytes
         assert needed[ranks] == weight_bytes(model)
     assert needed[4] > needed[1] // 4
-
-
-def test_tensors_that_no_rank_reads_are_not_counted(tmp_path: Path) -> None:
-    from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
-    from meltcore.models.quantized.gguf_sizes import device_weight_bytes
-
-    file = write_model(tmp_path / "model.gguf", reference_of("llama", **PADDED), "Q8_0")
-    checkpoint = open_checkpoint(str(file), files="all")
-    config, tensors = DECODER_CONFIGS["LlamaForCausalLM"](checkpoint.config), GGUFModel(file).tensors
-    more = tensors | {"blk.0.attn_rot_embd.weight": tensors["output_norm.weight"]}
-    assert device_weight_bytes(more, config, 2) == device_weight_bytes(tensors, config, 2)

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from meltcore.common.options import Size
 from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import engine_needs
-from meltcore.kernels.gemm import half_sizes
 from meltcore.kernels.gemm.half_weight import supports_half_weights
 from meltcore.layers.ggml_weights import GgmlWeight
 from meltcore.layers.half_weights import HalfWeight
@@ -48,8 +47,6 @@ def in_float32(folder: Path) -> PreTrainedModel:
 
 def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_weights, "supports_half_weights", lambda: False)
-    for place in ("meltcore.engine.generation.memory", half_sizes.__name__):
-        monkeypatch.setattr(f"{place}.processor_packs_half", lambda: False)
 
 
 def with_half(_: pytest.MonkeyPatch) -> None:
@@ -71,7 +68,7 @@ def test_held_weights_have_the_logits_and_the_bytes_of_the_plan(
     family: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The plan of a fleet file knows them without torch, to the byte. Plan and log say what the file takes and how."""
+    """The plan of a fleet file knows them to the byte. Plan and log say what the file takes and how."""
     processor(monkeypatch)
     reference = reference_of(family, **BLOCKS_OF_32)
     file = write_model(tmp_path / "model.gguf", reference, store)

@@ -33,6 +33,8 @@ class Task:
         engine: makes an engine, as `engine(config, progress=...)`.
         messages: the module of its messages, with the unions ToEngine and FromEngine.
         needs: says how much memory an engine takes (`engine/memory/memory_needs.py`).
+        sizes: builds a model on torch's meta device and returns its sizes for `needs`. "" for a task whose `needs`
+            asks for none.
         concurrency: requests that run together, where a plan's file names no number.
         architectures: names in the config.json of its checkpoints.
         recognizes: says whether a checkpoint that has no config.json is one of the task's, as `recognizes(model,
@@ -57,6 +59,7 @@ class Task:
     settings: tuple[str, ...] = ()
     has_context: bool = False
     is_upload: bool = False
+    sizes: str = ""
     workload: str = ""
 
     def __post_init__(self) -> None:
@@ -76,6 +79,7 @@ _BUILT_IN = (
         engine="meltcore.engine.generation.engine:GenerationEngine",
         messages="meltcore.protocol.generation",
         needs="meltcore.engine.generation.memory:generation_needs",
+        sizes="meltcore.engine.worker.loading:decoder_sizes",
         paths={"/v1/chat/completions": "chat", "/v1/completions": "text_completion"},
         settings=(
             *("tokenizer", "chat_template", "special_tokens_in_messages"),
@@ -93,6 +97,7 @@ _BUILT_IN = (
         engine="meltcore.engine.translation.engine:translation_engine",
         messages="meltcore.protocol.translation",
         needs="meltcore.engine.translation.memory:translation_needs",
+        sizes="meltcore.engine.translation.translation:weight_bytes",
         concurrency=64,
         architectures=frozenset(("IndicTransForConditionalGeneration",)),
         paths={"/v1/translate": "translation"},
@@ -109,6 +114,7 @@ _BUILT_IN = (
         engine="meltcore.engine.transcription.engine:transcription_engine",
         messages="meltcore.protocol.transcription",
         needs="meltcore.engine.transcription.memory:transcription_needs",
+        sizes="meltcore.engine.transcription.engine:weight_bytes",
         recognizes="meltcore.models.checkpoints.checkpoint:is_transcription_model",
         paths={"/v1/audio/transcriptions": "transcription"},
         settings=("max_queue_audio_s",),
@@ -127,6 +133,7 @@ _BUILT_IN = (
         engine="meltcore.engine.synthesis.engine:synthesis_engine",
         messages="meltcore.protocol.synthesis",
         needs="meltcore.engine.synthesis.memory:synthesis_needs",
+        sizes="meltcore.engine.synthesis.synthesis:weight_bytes",
         concurrency=4,
         architectures=frozenset(("INF5Model",)),
         paths={"/v1/audio/speech": "speech"},

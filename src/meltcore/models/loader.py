@@ -86,12 +86,21 @@ def build_meta_model(
     device: torch.device,
     quantization: Quantization = "none",
     group: TensorParallelGroup | None = None,
+    *,
+    checks_files: bool = True,
 ) -> Model:
     """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
 
-    With `group` only this rank's shard is built. Raises ConfigError for an unknown architecture, and for one that does
-    not support the quantization or the group size. Raises it also for a second quantization, and when `device` has too
-    little memory.
+    Args:
+        checkpoint: the configuration, and the headers of weights that are stored quantized.
+        dtype: the type of weights that are not quantized.
+        device: where the model will be allocated.
+        quantization: what is quantized while loading.
+        group: build only this rank's shard.
+        checks_files: refuse files that do not hold each tensor of a quantized checkpoint once.
+
+    Raises ConfigError for an unknown architecture, for one that does not support the quantization or the group size,
+    for a second quantization, and when `device` has too little memory.
     """
     ranks = group.size if group else 1
     try:
@@ -101,7 +110,9 @@ def build_meta_model(
         while largest > 1 and not _can_shard(checkpoint, dtype, device, quantization, largest):
             largest -= 1
         raise ConfigError(f"{error}; the largest size that {checkpoint.name} can have is {largest}") from error
-    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, ranks)
+    check_memory(checkpoint.name, parameter_bytes(model), device, ranks)
+    if not checks_files:
+        return model
     is_published = read_quantization_config(checkpoint.config) is not None
     if checkpoint.gguf is not None or (is_published and _has_weight_files(checkpoint)):
         check_tensors(model, checkpoint)  # headers have all shapes: none that contradicts them is allocated
@@ -139,7 +150,7 @@ def _shard_on_meta(
             f"{checkpoint.name} is quantized already (quant_method {published.quant_method}); "
             f"it cannot be served with --quantization {quantization}"
         )
-    with torch.device("meta"), _default_dtype(dtype):
+    with torch.device("meta"), default_dtype(dtype):
         with _named_source(checkpoint):
             model = ARCHITECTURES[supported_names[0]](checkpoint.config)
         if group is not None:
@@ -198,6 +209,11 @@ def _named_source(checkpoint: Checkpoint) -> Iterator[None]:
         raise ConfigError(f"{checkpoint.folder}: {error}") from error
 
 
+def planned_device(on_cpu: bool) -> torch.device:
+    """Return the type of device that an engine is planned for, which need not be on this machine."""
+    return torch.device("cpu" if on_cpu else "cuda")
+
+
 def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> torch.dtype:
     """Return the type of weights and activations. "auto": `on_gpu` on a GPU, float32 on a CPU."""
     if name != "auto":
@@ -226,12 +242,17 @@ def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: 
         )
 
 
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters, which may be on the meta device."""
+    return sum(values.nbytes for values in model.parameters())
+
+
 def _has_weight_files(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.weight_files)
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Return a context in which new tensors have type `dtype` unless their constructor names another type."""
     previous_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

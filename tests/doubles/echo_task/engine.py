@@ -36,7 +36,7 @@ def echo_engine(_config: EngineConfig, progress: Callable[[str, float], None]) -
     return BatchEngine(EchoTask())
 
 
-def echo_needs(model: ModelSection, _checkpoint: Checkpoint, _on_cpu: bool, source: str) -> EngineNeeds:
+def echo_needs(model: ModelSection, _checkpoint: Checkpoint, _on_cpu: bool, source: str, _sizes: None) -> EngineNeeds:
     def divide(memory_bytes: int) -> tuple[bool, list[MemoryRow]]:
         return memory_bytes >= concurrency(model) * 2**20, [MemoryRow("weights", 0)]
 

@@ -6,18 +6,20 @@ searched here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.tasks import DEFAULT, load, recognized_task, task_of_architectures, tasks
+from meltcore.common.tasks import DEFAULT, Task, load, recognized_task, task_of_architectures, tasks
 from meltcore.engine.memory.memory_plan import smallest_budget
+from meltcore.engine.memory.model_sizes import SizeRequest, read_sizes
 from meltcore.engine.memory.workspace import sleep_rounding_bytes
 from meltcore.kernels.comm.buffer_sizes import buffer_bytes
-from meltcore.models.checkpoints.checkpoint import open_checkpoint
+from meltcore.models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -78,7 +80,38 @@ def peer_bytes(ranks: int) -> int:
     return buffer_bytes(ranks) if ranks > 1 else 0
 
 
+def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
+    """Read the sizes of several models together, which `engine_needs` then knows.
+
+    models: each with whether its engine runs on a CPU. `engine_needs` raises the errors of a model.
+    """
+    requests = []
+    for model, on_cpu in models:
+        with suppress(ConfigError):
+            requests.append(_opened(model, on_cpu).request)
+    read_sizes(request for request in requests if request.function)
+
+
+class _Opened(NamedTuple):
+    """A model whose checkpoint, or name of a checkpoint without config.json, is known. source: of its sizes."""
+
+    task: Task
+    checkpoint: Checkpoint | str
+    source: str
+    request: SizeRequest
+
+
 def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
+    task, checkpoint, source, request = _opened(model, on_cpu)
+    sizes = read_sizes([request])[0] if request.function else None
+    if isinstance(sizes, ConfigError):
+        raise sizes
+    needs: EngineNeeds = load(task.needs)(model, checkpoint, on_cpu, source, sizes)
+    return needs
+
+
+def _opened(model: ModelSection, on_cpu: bool) -> _Opened:
+    """Open a model's checkpoint. Raises ConfigError where it cannot be read, or is of another task."""
     assert model.checkpoint is not None, "the caller plans engines only"
     name, source = model.checkpoint, "its configuration"
     if model.shapes is not None and not Path(name).expanduser().exists():
@@ -98,8 +131,20 @@ def _awake_needs(model: ModelSection, on_cpu: bool) -> EngineNeeds:
         raise TaskMismatchError(
             f"got {model.task}{default}; {name} is a model of task {task.name}: write `task: {task.name}`"
         )
-    needs: EngineNeeds = load(task.needs)(model, checkpoint or name, on_cpu, source)
-    return needs
+    contents, path = "" if checkpoint is None else repr(checkpoint.config), Path(name).expanduser()
+    if path.exists():
+        contents += str(path.stat().st_mtime_ns)
+    section = ModelSection(
+        checkpoint=name,
+        task=task.name,
+        load_format="dummy" if is_dummy else "auto",
+        dtype=model.dtype,
+        quantization=model.quantization,
+        format=model.format,
+        tensor_parallel_size=model.tensor_parallel_size,
+        residency=model.residency if on_cpu else "always_on",
+    )
+    return _Opened(task, checkpoint or name, source, SizeRequest(task.sizes, section, on_cpu, contents))
 
 
 def concurrency(model: ModelSection) -> int:
@@ -125,10 +170,6 @@ def budget_rows(
     return smallest, divide(smallest)[1]
 
 
-def weight_element_size(model: ModelSection, on_cpu: bool, default: str) -> int:
-    """Return the bytes of a weight. `default` is the type on a GPU where the file names none."""
-    return (
-        DTYPE_BYTES.get("float32" if on_cpu and model.dtype == "auto" else default, 2)
-        if model.dtype == "auto"
-        else (DTYPE_BYTES[model.dtype])
-    )
+def weight_element_size(model: ModelSection, on_cpu: bool) -> int:
+    """Return the bytes of a weight. A file that names no type has 16 bits on a GPU, and float32 on a CPU."""
+    return (4 if on_cpu else 2) if model.dtype == "auto" else DTYPE_BYTES[model.dtype]

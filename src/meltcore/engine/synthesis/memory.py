@@ -14,8 +14,7 @@ from meltcore.engine.core.waiting import shape_buckets
 from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
-from meltcore.models.configs.task_configs import IndicF5Config, VocosConfig
-from meltcore.models.quantized.weight_sizes import linear
+from meltcore.models.configs.task_configs import IndicF5Config
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.text.synthesis.chunks import MAX_SPEECH_S
@@ -31,7 +30,6 @@ _GUIDANCE_ROWS = 2
 # The longest step that is a CUDA graph, in frames, and the number of graphs: more frames keep a GPU busy
 # for longer than their launches take. And those of an engine with a budget in bytes.
 GRAPHS, BUDGET_GRAPHS = (4096, 8), (2048, 4)
-_STEPS = 32 + 16 + 8  # whose modulations are kept instead of their weights, synthesis.py
 # For workspaces of libraries and fragmentation. An engine with a budget in bytes on a GPU computes them instead.
 _RESERVE = 0.1
 
@@ -105,34 +103,14 @@ def plan_synthesis(
     )
 
 
-def synthesis_weight_bytes(config: IndicF5Config, element_size: int) -> int:
-    """Return the bytes of an IndicF5 model with its vocoder, and of the modulations that replace their weights."""
-    size, inner, text = config.hidden_size, config.num_heads * config.head_size, config.text_size
-    wide = config.text_feed_forward_size
-    text_layer = 8 * text + 2 * text + linear(text, wide) + 2 * wide + linear(wide, text)
-    values = linear(256, size) + linear(size, size)  # of the time
-    values += (config.vocab_size + 1) * text + config.num_text_layers * text_layer
-    values += linear(2 * config.mel.num_mels + text, size) + linear(size, config.mel.num_mels)
-    values += 2 * (31 * size // 16 + 1) * size  # convolutions over positions
-    layer = linear(size, 3 * inner) + linear(inner, size)
-    layer += linear(size, config.feed_forward_size) + linear(config.feed_forward_size, size)
-    values += config.num_layers * layer
-    values += _STEPS * (6 * config.num_layers + 2) * size
-    return values * element_size + _vocoder_values(config.vocoder, config.mel.num_mels, config.mel.n_fft) * 4
-
-
-def _vocoder_values(config: VocosConfig, num_mels: int, n_fft: int) -> int:
-    size, wide = config.hidden_size, config.intermediate_size
-    layer = 8 * size + 2 * size + linear(size, wide) + linear(wide, size) + size
-    return (7 * num_mels + 1) * size + 4 * size + config.num_layers * layer + linear(size, n_fft + 2)
-
-
-def synthesis_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+def synthesis_needs(
+    model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
+) -> EngineNeeds:
     """Return the memory of an engine of a model. `source` says where its sizes come from."""
     vocabulary = load_vocabulary(checkpoint, is_dummy=True)
     config = IndicF5Config.read(checkpoint.config, vocabulary.size)
-    element_size, device = weight_element_size(model, on_cpu, "bfloat16"), "cpu" if on_cpu else "cuda"
-    weight_bytes, max_shape = synthesis_weight_bytes(config, element_size), synthesis_shape(config)
+    element_size, device = weight_element_size(model, on_cpu), "cpu" if on_cpu else "cuda"
+    max_shape = synthesis_shape(config)
     limits = MAX_BATCH_FRAMES[device], MAX_SYNTHESIS_COST[device]
     texts = min(concurrency(model), math.ceil(limits[0] / max_shape))
     frames = min(limits[0], texts * max_shape)

@@ -21,10 +21,20 @@ from torch.nn import functional
 from meltcore.engine.synthesis.memory import GRAPHS
 from meltcore.engine.synthesis.synthesis_graphs import StepGraphs, StepInputs, step_velocity
 from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
 from meltcore.models.configs.task_configs import IndicF5Config
-from meltcore.models.loader import allocate, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.loader import (
+    allocate,
+    check_memory,
+    fill_dummy_weights,
+    load_weights,
+    parameter_bytes,
+    planned_device,
+    task_dtype,
+)
 from meltcore.models.tasks.indicf5 import FILLER, IndicF5
+from meltcore.settings.fleet_spec import ModelSection
+from meltcore.text.synthesis.vocabulary import load_vocabulary
 
 # Accepted numbers of steps; the first is the default.
 STEPS = (32, 16, 8)
@@ -234,11 +244,8 @@ def load_synthesis_model(
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    config = IndicF5Config.read(checkpoint.config, vocab_size)
-    with torch.device("meta"):
-        model = IndicF5(config).to(dtype)
-        model.vocoder.float()
-    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
+    model = _meta_model(checkpoint, dtype, vocab_size)
+    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
     model = allocate(model, device)
     if dummy_seed is not None:
         fill_dummy_weights(model, checkpoint, dummy_seed)
@@ -247,3 +254,25 @@ def load_synthesis_model(
     free_cached_memory(device)
     model.prepare(steps)
     return model
+
+
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype, vocab_size: int) -> IndicF5:
+    with torch.device("meta"):
+        model = IndicF5(IndicF5Config.read(checkpoint.config, vocab_size)).to(dtype)
+        model.vocoder.float()
+    return model
+
+
+def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
+    """Return the bytes of a prepared model's weights, for a plan.
+
+    Preparing replaces the weights of modulations by their values at each step. It is not done here, since torch imports
+    its compiler to compute on the meta device.
+    """
+    assert model.checkpoint is not None
+    checkpoint = open_checkpoint(model.checkpoint, files="config")
+    dtype = task_dtype(model.dtype, planned_device(on_cpu), on_gpu=torch.bfloat16)
+    network = _meta_model(checkpoint, dtype, load_vocabulary(checkpoint, is_dummy=True).size)
+    kept_bytes = sum(values.nbytes for name, values in network.named_parameters() if "modulation." not in name)
+    rows = sum(each.out_features for each in network.modulation_layers)
+    return kept_bytes + sum(STEPS) * rows * dtype.itemsize

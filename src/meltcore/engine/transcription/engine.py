@@ -23,6 +23,7 @@ from meltcore.engine.transcription.memory import (
     MAX_TRANSCRIPTION_COST,
     TRANSCRIPTION_GRAPHS,
     plan_transcription,
+    planned_config,
     transcription_shape,
 )
 from meltcore.engine.transcription.speech_encoding import EncoderGraphs, encode_samples
@@ -30,11 +31,12 @@ from meltcore.engine.transcription.transducer import TransducerGraphs, transduce
 from meltcore.models.checkpoints.checkpoint import Progress, find_transcriber, has_assets
 from meltcore.models.checkpoints.nemo_archive import NemoArchive
 from meltcore.models.configs.task_configs import IndicConformerConfig
-from meltcore.models.loader import allocate, check_memory, task_dtype
+from meltcore.models.loader import allocate, check_memory, parameter_bytes, planned_device, task_dtype
 from meltcore.models.tasks.indicconformer import IndicConformer, TranscriberFiles
 from meltcore.models.tasks.transcriber_assets import PublishedAssets
 from meltcore.protocol.transcription import Transcribe, Transcript, TranscriptionOutputs, TranscriptionReady, Word
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 _SAMPLE_BYTES = 2
 # Seconds per RNN-T token of random weights: their heads would emit none, or all they may. Speech has 3 to 5 per s.
@@ -253,10 +255,22 @@ def _build(
     config: EngineConfig, model_config: IndicConformerConfig, dtype: torch.dtype, device: torch.device
 ) -> IndicConformer:
     """Build the model with uninitialized weights on the device. Raises ConfigError when they do not fit."""
-    with torch.device("meta"):
-        model = IndicConformer(model_config).to(dtype)
-    check_memory(config.model, sum(values.nbytes for values in model.parameters()), device, 1)
+    model = _meta_model(model_config, dtype)
+    check_memory(config.model, parameter_bytes(model), device, 1)
     return allocate(model, device)
+
+
+def _meta_model(config: IndicConformerConfig, dtype: torch.dtype) -> IndicConformer:
+    with torch.device("meta"):
+        return IndicConformer(config).to(dtype)
+
+
+def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
+    """Return the bytes of a model's weights, for a plan. Raises UnknownSizesError as `planned_config`."""
+    dtype = task_dtype(model.dtype, planned_device(on_cpu), on_gpu=torch.float16)
+    assert model.checkpoint is not None
+    config = planned_config(model.checkpoint, is_dummy=model.load_format == "dummy")
+    return parameter_bytes(_meta_model(config, dtype))
 
 
 def _load(

@@ -23,7 +23,6 @@ from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, 
 from meltcore.models.checkpoints.checkpoint import find_transcriber
 from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
 from meltcore.models.configs.task_configs import MAX_SUBSAMPLING_ELEMENTS, IndicConformerConfig
-from meltcore.models.quantized.weight_sizes import linear
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -155,46 +154,24 @@ def _transcription_workspace(
     return pool + graphs.encoder * kept + graphs.transducer * decode_loop_bytes + LIBRARY_BYTES + LEAST_BATCH_GAP_BYTES
 
 
-def transcription_weight_bytes(config: IndicConformerConfig, element_size: int) -> int:
-    """Return the bytes of an IndicConformer's weights."""
-    encoder = config.encoder
-    size, wide, channels = encoder.hidden_size, encoder.feed_forward_size, encoder.subsampling_channels
-    stages = encoder.subsampling_factor.bit_length() - 1
-    values = 9 * channels + channels  # of the first convolution, with one input channel
-    if encoder.subsampling == "dw_striding":
-        values += (stages - 1) * (9 * channels + channels + linear(channels, channels))
-    else:
-        values += (stages - 1) * (9 * channels * channels + channels)
-    values += linear(channels * (encoder.num_mels >> stages), size)
-    feed_forward = 2 * size + linear(size, wide) + linear(wide, size)
-    attention = 2 * size + linear(size, 3 * size) + linear(size, size) + linear(size, size, bias=False) + 2 * size
-    convolution = 2 * size + linear(size, 2 * size) + (encoder.conv_kernel + 1) * size + linear(size, size)
-    values += encoder.num_layers * (2 * feed_forward + attention + convolution + 2 * size)
-    values += linear(size, config.vocab_size + 1)
-    prediction, joint = config.prediction_size, config.joint_size
-    values += (config.vocab_size + 1) * prediction
-    values += config.prediction_layers * (8 * prediction * prediction + 8 * prediction)  # an LSTM with two biases
-    values += linear(size, joint) + linear(prediction, joint)
-    values += len(config.languages) * linear(joint, config.tokens_per_language + 1)
-    return values * element_size
-
-
-def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str) -> EngineNeeds:
-    """Return the memory of an engine of a model. `name` is its checkpoint or its shapes, and `source` says which."""
+def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
+    """Return the configuration of a checkpoint. Raises UnknownSizesError where only an engine can read it."""
     try:
-        path = find_transcriber(name, dummy=model.load_format == "dummy" or model.shapes is not None)
+        path = find_transcriber(name, dummy=is_dummy)
     except ConfigError as error:
         raise UnknownSizesError(str(error)) from error
     assert path is not None, "the caller has recognized it"
     import yaml
 
     if not (path / CONFIG_FILE).is_file():
-        raise UnknownSizesError(
-            f"{model.checkpoint}: its sizes are inside {path.name}; name `shapes` to plan without it"
-        )
-    config = read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
-    element_size = weight_element_size(model, on_cpu, "float16")
-    weight_bytes, max_shape = transcription_weight_bytes(config, element_size), transcription_shape(config)
+        raise UnknownSizesError(f"{name}: its sizes are inside {path.name}; name `shapes` to plan without it")
+    return read_config(yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8")))
+
+
+def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str, weight_bytes: int) -> EngineNeeds:
+    """Return the memory of an engine of a model. name: of its checkpoint or its shapes, which `source` says."""
+    config = planned_config(name, is_dummy=model.load_format == "dummy" or model.shapes is not None)
+    element_size, max_shape = weight_element_size(model, on_cpu), transcription_shape(config)
     limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)
     clips = min(concurrency(model), math.ceil(limit / clip_frames))
     frames = min(limit, clips * clip_frames)

@@ -13,8 +13,7 @@ from meltcore.common.sizes import size_text
 from meltcore.engine.memory.memory_needs import EngineNeeds, budget_rows, concurrency, unused, weight_element_size
 from meltcore.engine.memory.workspace import BATCH_GAPS, LEAST_BATCH_GAP_BYTES, LIBRARY_BYTES, graph_node_bytes
 from meltcore.models.checkpoints.checkpoint import Checkpoint
-from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config, StackConfig, graph_rows
-from meltcore.models.quantized.weight_sizes import linear
+from meltcore.models.configs.task_configs import NUM_BEAMS, IndicTrans2Config, graph_rows
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.fleet_spec import ModelSection
 
@@ -71,27 +70,11 @@ def plan_slots(
     return slots
 
 
-def translation_weight_bytes(config: IndicTrans2Config, element_size: int) -> int:
-    """Return the bytes of an IndicTrans2 model's weights."""
-    size = config.hidden_size
-    attention = linear(size, 3 * size) + linear(size, size) + 2 * size  # with the norm before it
-
-    def layer(stack: StackConfig, attentions: int) -> int:
-        return attentions * attention + 2 * size + linear(size, stack.ffn_size) + linear(stack.ffn_size, size)
-
-    values = sum(stack.vocab_size * size for stack in (config.encoder, config.decoder))
-    values += 0 if config.tie_head else config.decoder.vocab_size * size
-    values += 4 * size + (4 * size if config.layernorm_embedding else 0)
-    # Cross attention has the sizes of self-attention: a query matrix, and keys and values together.
-    values += config.encoder.num_layers * layer(config.encoder, 1)
-    values += config.decoder.num_layers * layer(config.decoder, 2)
-    return values * element_size
-
-
-def translation_needs(model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str) -> EngineNeeds:
+def translation_needs(
+    model: ModelSection, checkpoint: Checkpoint, on_cpu: bool, source: str, weight_bytes: int
+) -> EngineNeeds:
     """Return the memory of an engine of a model. `source` says where its sizes come from."""
-    config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu, "float16")
-    weight_bytes = translation_weight_bytes(config, element_size)
+    config, element_size = IndicTrans2Config.read(checkpoint.config), weight_element_size(model, on_cpu)
     source_tokens, tokens = config.sentence_limits(model.max_model_len)
     slot = config.slot_bytes(element_size, num_beams=NUM_BEAMS, max_new_tokens=tokens, max_source=source_tokens)
     limit = MAX_SLOTS["cpu" if on_cpu else "cuda"]

@@ -9,9 +9,18 @@ import torch
 from meltcore.engine.translation.beam_search import BeamSearch
 from meltcore.engine.translation.beam_state import BeamOptions
 from meltcore.kernels.memory_pools import free_cached_memory
-from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
-from meltcore.models.loader import allocate, check_memory, fill_dummy_weights, load_weights
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
+from meltcore.models.loader import (
+    allocate,
+    check_memory,
+    fill_dummy_weights,
+    load_weights,
+    parameter_bytes,
+    planned_device,
+    task_dtype,
+)
 from meltcore.models.tasks.indictrans2 import IndicTrans2
+from meltcore.settings.fleet_spec import ModelSection
 
 
 def load_translation_model(
@@ -26,9 +35,8 @@ def load_translation_model(
 
     Raises ConfigError when the configuration or a file cannot be used, or memory is not enough.
     """
-    with torch.device("meta"):
-        model = IndicTrans2(checkpoint.config).to(dtype)
-    check_memory(checkpoint.name, sum(weight.nbytes for weight in model.parameters()), device, 1)
+    model = _meta_model(checkpoint, dtype)
+    check_memory(checkpoint.name, parameter_bytes(model), device, 1)
     model = allocate(model, device)
     if dummy_seed is not None:
         fill_dummy_weights(model, checkpoint, dummy_seed)
@@ -37,6 +45,18 @@ def load_translation_model(
     free_cached_memory(device)
     model.prepare()
     return model
+
+
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> IndicTrans2:
+    with torch.device("meta"):
+        return IndicTrans2(checkpoint.config).to(dtype)
+
+
+def weight_bytes(model: ModelSection, on_cpu: bool) -> int:
+    """Return the bytes of a model's weights, for a plan."""
+    assert model.checkpoint is not None
+    dtype = task_dtype(model.dtype, planned_device(on_cpu), on_gpu=torch.float16)
+    return parameter_bytes(_meta_model(open_checkpoint(model.checkpoint, files="config"), dtype))
 
 
 def translate_all(

@@ -15,12 +15,14 @@ from meltcore.common.host_memory import trim_memory
 from meltcore.common.sizes import size_text
 from meltcore.engine.core.kv_cache import PageLayout
 from meltcore.engine.host.device import byte_budget, default_batched_tokens, has_budget
+from meltcore.engine.memory.memory_needs import UnknownSizesError
 from meltcore.engine.memory.memory_plan import DEFAULT_SEQS, MemoryPlan, ModelShape, plan_memory, smallest_budget
 from meltcore.kernels.fp8.fp8 import FP8
 from meltcore.kernels.memory_pools import free_cached_memory
 from meltcore.layers.tensor_parallel import TensorParallelGroup
-from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress
+from meltcore.models.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint
 from meltcore.models.configs.config_fields import MAX_POSITIONS
+from meltcore.models.configs.quantization_config import without_quantization
 from meltcore.models.decoders.kv_cache_specs import group_layers
 from meltcore.models.decoders.model import Model
 from meltcore.models.decoders.rope import apply_overrides, scaling_for
@@ -28,15 +30,19 @@ from meltcore.models.loader import (
     TORCH_DTYPES,
     build_meta_model,
     build_model,
+    default_dtype,
     fill_dummy_weights,
     load_weights,
     matrix_dtypes,
+    planned_device,
 )
 from meltcore.models.quantized.host_weights import HostWeights, host_weights, weight_bytes
-from meltcore.models.quantized.quantization import require_fp8, scratch_bytes
+from meltcore.models.quantized.quantization import largest_slices, quantize_as_llama_cpp, require_fp8, scratch_bytes
 from meltcore.models.quantized.step_sizes import decoder_step
+from meltcore.models.registry import ARCHITECTURES
 from meltcore.protocol.shell import MemoryRow
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import ModelSection
 
 if TYPE_CHECKING:
     from meltcore.models.checkpoints.gguf.gguf_file import GGUFModel
@@ -171,22 +177,7 @@ def _plan_memory(
     held: HostWeights | None = None,
 ) -> MemoryPlan:
     """Divide the memory. `held` says how the weights will be held; None keeps them as they are now."""
-    num_bytes = weight_bytes(model) if held is None else held.total_bytes
-    scratch = scratch_bytes(model, device) if held is None else 0
-    shape = ModelShape(
-        num_bytes,
-        model.config.vocab_size,
-        group_layers(model.kv_cache_specs()),
-        model.dtype.itemsize,
-        cache_dtype.itemsize,
-        scratch,
-        decoder_step(
-            model.config,
-            model.dtype.itemsize,
-            is_packed=scratch > 0,
-            ranks=config.tensor_parallel_size,
-        ),
-    )
+    shape = _shape(model, device, cache_dtype, config.tensor_parallel_size, held)
     divide = partial(
         plan_memory,
         shape,
@@ -197,10 +188,59 @@ def _plan_memory(
         snapshots=config.enable_prefix_caching,
         has_graphs=not config.enforce_eager if has_budget(config, device) else None,
     )
-    memory_bytes = byte_budget(config, device, 0 if model.device.type == "meta" else num_bytes)
+    memory_bytes = byte_budget(config, device, 0 if model.device.type == "meta" else shape.weight_bytes)
     if device.type == "cpu" and config.memory_bytes is None:
         memory_bytes = min(memory_bytes, _default_host_bytes(config, shape, max_model_len, divide, memory_bytes))
     return divide(memory_bytes=memory_bytes)
+
+
+def _shape(
+    model: Model, device: torch.device, cache_dtype: torch.dtype, ranks: int, held: HostWeights | None
+) -> ModelShape:
+    """Return the sizes of a model, which may be on the meta device. `held` is as in `_plan_memory`."""
+    scratch = scratch_bytes(model, device) if held is None else 0
+    return ModelShape(
+        weight_bytes(model) if held is None else held.total_bytes,
+        model.config.vocab_size,
+        group_layers(model.kv_cache_specs()),
+        model.dtype.itemsize,
+        cache_dtype.itemsize,
+        scratch,
+        decoder_step(model.config, model.dtype.itemsize, largest_slices(model) if scratch else None, ranks=ranks),
+    )
+
+
+def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, str]:
+    """Return a model's sizes with a cache of its own type, its context, and a note on weights held in other formats.
+
+    Raises UnknownSizesError for an unknown architecture, and ConfigError where an engine would.
+    """
+    assert model.checkpoint is not None
+    checkpoint = open_checkpoint(model.checkpoint, files="config")
+    names = checkpoint.config.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in names):
+        names_text = ", ".join(names) or "nothing"
+        raise UnknownSizesError(f"{checkpoint.name}: config.json names {names_text}; not a model here")
+    if model.format != "auto":
+        checkpoint = replace(checkpoint, config=without_quantization(checkpoint.config))
+    config = EngineConfig(model=model.checkpoint, dtype=model.dtype)
+    device, ranks = planned_device(on_cpu), model.tensor_parallel_size
+    group = TensorParallelGroup(0, ranks) if ranks > 1 else None
+    dtype, meta = _choose_dtype(checkpoint, config, device), torch.device("meta")
+    decoder = build_meta_model(checkpoint, dtype, meta, model.quantization, group, checks_files=False)
+    if model.format in ("q4_0", "q8_0") and checkpoint.gguf is None:
+        with meta, default_dtype(dtype):
+            quantize_as_llama_cpp(decoder, model.format)
+    held, note = None, ""
+    if on_cpu and model.residency != "sleepable":
+        held = host_weights(decoder, matrix_dtypes(checkpoint))
+    if checkpoint.gguf is not None and model.quantization == "none":
+        from meltcore.models.checkpoints.gguf.gguf_formats import describe_on_host, restored_formats
+
+        tensors = checkpoint.gguf.tensors
+        uses = restored_formats(tensors, dtype.itemsize)
+        note = describe_on_host(tensors, held.note) if held else "; ".join(use.describe() for use in uses)
+    return _shape(decoder, device, dtype, ranks, held), decoder.config.max_context, note
 
 
 def _default_host_bytes(

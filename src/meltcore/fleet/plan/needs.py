@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from meltcore.common.errors import ConfigError
-from meltcore.engine.memory.memory_needs import EngineNeeds, TaskMismatchError, UnknownSizesError, engine_needs
+from meltcore.engine.memory.memory_needs import (
+    EngineNeeds,
+    TaskMismatchError,
+    UnknownSizesError,
+    engine_needs,
+    read_model_sizes,
+)
 from meltcore.settings.fleet_spec import FleetSpec, ModelSection
 
 # Of the process of an engine on a CPU beside its budget: interpreter, torch and their libraries. Not measured.
@@ -35,6 +43,13 @@ def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -
     if key not in known:
         known[key] = named_needs(name, model)
     return known[key]
+
+
+def read_fleet_sizes(spec: FleetSpec) -> None:
+    """Read the sizes of all models together, also as engines on the CPU, where the nearest plan may put them."""
+    engines = [model for model in spec.models.values() if model.kind == "engine"]
+    on_cpu = [msgspec.structs.replace(model, device="cpu", residency="always_on") for model in engines]
+    read_model_sizes((model, model.device == "cpu") for model in (*engines, *on_cpu))
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:

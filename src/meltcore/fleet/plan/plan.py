@@ -26,7 +26,7 @@ from meltcore.fleet.plan.first_fit import (
     place_on_hosts,
 )
 from meltcore.fleet.plan.nearest import nearest
-from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes
+from meltcore.fleet.plan.needs import cpu_engines, fleet_needs, pinned_bytes, read_fleet_sizes
 from meltcore.protocol.fleet_plan import FleetPlan, PlannedGpu, PlannedHost, PlannedModel, PlannedPart
 from meltcore.settings.fleet_spec import FleetSpec
 
@@ -98,6 +98,7 @@ def plan_fleet(
     Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be known, and for tensor
     parallelism over nodes.
     """
+    read_fleet_sizes(spec)
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
     by_node = host_bytes if isinstance(host_bytes, Mapping) else {"": host_bytes}
     hosts = [Host(node, total) for node, total in by_node.items()]

@@ -27,7 +27,7 @@ from meltcore.fleet.plan.context_memory import ContextMemory, find_contexts
 from meltcore.fleet.plan.first_fit import Host, Place
 from meltcore.fleet.plan.from_spec import server_config
 from meltcore.fleet.plan.nearest import SEARCH_LIMIT_S
-from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs
+from meltcore.fleet.plan.needs import fleet_needs, host_needs, named_needs, read_fleet_sizes
 from meltcore.fleet.plan.plan import Plan, empty_gpus, plan_fleet, with_needs, with_plan
 from meltcore.fleet.plan.running_fleet import Running, place_engine, unchanged_models
 from meltcore.fleet.plan.site import OneMachine
@@ -242,6 +242,7 @@ def find_plan(
             _check_no_numbers(spec, left_out)
         report(left_out)
     spec = _on_this_machine(spec, machine)
+    read_fleet_sizes(spec)
     unknown = dict(_unknown(spec))
     for name, reason in unknown.items():
         report(f"models.{name} is not in the plan: {reason}")

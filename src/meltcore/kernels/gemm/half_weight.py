@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from meltcore.kernels.gemm.half_sizes import packed_half_bytes
-
+_PACKED_ROWS = 16  # of a weight, which FBGEMM packs together
+_PACKED_COLUMNS = 512  # a shorter last block is padded, and the padding is written too
 # The largest float16.
 HALF_MAX = 65504.0
 # Rounding errors are at most this part of a value, so that times its inverse they are as exact as the value itself.
@@ -25,6 +25,15 @@ _ROUNDING = 2.0**-12
 def supports_half_weights() -> bool:
     """Return whether this processor multiplies by `PackedHalf`: one of x86-64 with AVX2."""
     return torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
+def packed_half_bytes(rows: int, columns: int, *, in_two_parts: bool) -> int:
+    """Return the bytes of a packed weight [rows, columns]."""
+    padded_rows, padded_columns = (
+        -(-rows // _PACKED_ROWS) * _PACKED_ROWS,
+        -(-columns // _PACKED_COLUMNS) * _PACKED_COLUMNS,
+    )
+    return (1 + in_two_parts) * 2 * padded_columns * padded_rows
 
 
 class PackedHalf:

@@ -286,19 +286,20 @@ def experts_scratch_values(gate_up: Sequence[GgmlTensor], down: GgmlTensor) -> i
     """Return how many values are dequantized at a time for many tokens. Tensors may be on the meta device."""
     if len(gate_up) > 1:
         return 0
-    return max(_experts_per_slice(each) * each.values.shape[1] * each.columns for each in (*gate_up, down))
+    sizes = [(len(each.values), each.values.shape[1] * each.columns) for each in (*gate_up, down)]
+    return max(experts_per_slice(experts, values) * values for experts, values in sizes)
 
 
-def _experts_per_slice(weight: GgmlTensor) -> int:
-    """Return the experts that are dequantized at a time, in slices of about one size."""
-    experts, rows = weight.values.shape[:2]
-    slices = -(-experts // max(1, SLICE_VALUES // (rows * weight.columns)))
+def experts_per_slice(experts: int, values: int) -> int:
+    """Return the experts, of `values` each, that are dequantized at a time, in slices of about one size."""
+    slices = -(-experts // max(1, SLICE_VALUES // values))
     return -(-experts // slices)
 
 
 def _dequantized(weight: GgmlTensor, scratch: torch.Tensor) -> Iterator[WeightSlice]:
     """Dequantize some experts at a time into the same memory: kernels on one stream run in order."""
-    (experts, rows), count = weight.values.shape[:2], _experts_per_slice(weight)
+    experts, rows = weight.values.shape[:2]
+    count = experts_per_slice(experts, rows * weight.columns)
     for first in range(0, experts, count):
         part = weight.rows(slice(first, first + count))
         shape = (len(part.values) * rows, weight.columns)

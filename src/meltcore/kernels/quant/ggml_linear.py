@@ -54,19 +54,19 @@ def ggml_linear(
 
 def scratch_values(weight: GgmlTensor, device: torch.device) -> int:
     """Return how many values of `weight` are dequantized at a time for many tokens on `device`."""
-    return _slice_rows(weight, device) * weight.columns
+    return slice_rows(len(weight.values), weight.columns, device) * weight.columns
 
 
-def _slice_rows(weight: GgmlTensor, device: torch.device) -> int:
-    """Return the rows of a slice, of slices of about one size."""
-    num_rows, num_values = len(weight.values), SLICE_VALUES if device.type == "cuda" else _CPU_SLICE_VALUES
-    slices = -(-num_rows * weight.columns // num_values)
+def slice_rows(num_rows: int, columns: int, device: torch.device) -> int:
+    """Return the rows of a slice of a weight [num_rows, columns], of slices of about one size."""
+    num_values = SLICE_VALUES if device.type == "cuda" else _CPU_SLICE_VALUES
+    slices = -(-num_rows * columns // num_values)
     return min(num_rows, -(-num_rows // (slices * _TILE_ROWS)) * _TILE_ROWS)
 
 
 def _multiply_slices(hidden: torch.Tensor, weight: GgmlTensor, output: torch.Tensor, *, add: bool) -> torch.Tensor:
     """Write hidden W^T to `output`, or add it, by dequantizing a bounded number of rows of the weight at a time."""
-    rows = _slice_rows(weight, hidden.device)
+    rows = slice_rows(len(weight.values), weight.columns, hidden.device)
     scratch = hidden.new_empty(rows, weight.columns)
     for start in range(0, len(weight.values), rows):
         part = weight.rows(slice(start, start + rows))

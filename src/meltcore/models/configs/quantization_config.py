@@ -144,6 +144,14 @@ def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | 
     return None
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parsed config.json without its quantization_config, at its top level and in text_config."""
+    fields = {name: value for name, value in config.items() if name != "quantization_config"}
+    if isinstance(text := fields.get("text_config"), dict):
+        fields["text_config"] = {name: value for name, value in text.items() if name != "quantization_config"}
+    return fields
+
+
 def _read_block_fp8(fields: Fields) -> BlockFp8Config:
     _require(fields, "weight_block_size", list(FP8_BLOCK))
     _require(fields, "activation_scheme", "dynamic")

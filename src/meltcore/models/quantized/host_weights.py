@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meltcore.kernels.gemm.half_sizes import converted_bytes, describe_host_weights, stores_half
-from meltcore.kernels.gemm.half_weight import supports_half_weights
+from meltcore.kernels.gemm.half_weight import packed_half_bytes, supports_half_weights
 from meltcore.kernels.launch import use_triton
 from meltcore.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from meltcore.layers.ggml_weights import GgmlWeight
@@ -29,6 +28,8 @@ from meltcore.models.checkpoints.checkpoint import Progress
 from meltcore.models.decoders.decoder import Decoder
 from meltcore.models.decoders.model import Model
 from meltcore.models.quantized.quantization import tensors_of_layers
+
+_HALF_TYPES = {"F16", "BF16", "float16", "bfloat16"}  # of safetensors and GGUF, and of config.json
 
 
 class HostWeights(NamedTuple):
@@ -47,7 +48,8 @@ class HostWeights(NamedTuple):
     @property
     def note(self) -> str:
         """A description, for the user, of the form in which these weights are held."""
-        return describe_host_weights(in_half=self.in_half, in_two_parts=any(map(_in_two_parts, self.layers)))
+        parts = " in two parts" if any(map(_in_two_parts, self.layers)) else ""
+        return f"held in float16{parts} for the CPU" if self.in_half else "held in float32 for the CPU"
 
     def convert(self, progress: Progress) -> None:
         """Convert the loaded weights, layer by layer, so that two forms of one layer exist at a time."""
@@ -81,7 +83,7 @@ def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | No
     if not isinstance(model, Decoder) or model.dtype != torch.float32 or use_triton(torch.empty(0, device="cpu")):
         return None
     in_half = supports_half_weights()
-    dense_in_half = in_half and stores_half(dtype_names)
+    dense_in_half = in_half and bool(dtype_names) and _HALF_TYPES.issuperset(dtype_names)
     layers = [layer for layer in _layers(model) if _is_convertible(_module(layer), dense=dense_in_half)]
     if not layers:
         return None
@@ -122,15 +124,16 @@ def _loaded_bytes(layer: LinearBase | ParallelLMHead) -> int:
 
 
 def _held_bytes(layer: LinearBase | ParallelLMHead, in_half: bool) -> int:
-    rows, columns = _shape(layer)
-    return converted_bytes(
-        rows,
-        columns,
-        in_half=in_half,
-        in_blocks=_in_two_parts(layer),
-        is_embedding=isinstance(layer, VocabParallelEmbedding),
-        loaded_bytes=_loaded_bytes(layer),
-    )
+    """Return the bytes of a layer's weight once it is converted.
+
+    The rows of an embedding are looked up too: blocks are kept for that, and 16-bit values unpacked.
+    """
+    (rows, columns), in_blocks = _shape(layer), _in_two_parts(layer)
+    if not in_half:
+        return 4 * rows * columns
+    table_bytes = _loaded_bytes(layer) if in_blocks else 2 * rows * columns
+    is_embedding = isinstance(layer, VocabParallelEmbedding)
+    return packed_half_bytes(rows, columns, in_two_parts=in_blocks) + (table_bytes if is_embedding else 0)
 
 
 def _in_two_parts(layer: LinearBase | ParallelLMHead) -> bool:

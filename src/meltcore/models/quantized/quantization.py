@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from meltcore.common.errors import ConfigError
 from meltcore.kernels.fp8.fp8 import FP8_CAPABILITY
 from meltcore.kernels.fp8.fp8_linear import SIZE_MULTIPLE
-from meltcore.kernels.quant.ggml_linear import scratch_values
+from meltcore.kernels.quant.ggml_experts import experts_per_slice
+from meltcore.kernels.quant.ggml_linear import scratch_values, slice_rows
 from meltcore.kernels.quant.ggml_types import GgmlType
 from meltcore.layers.attention import Attention
 from meltcore.layers.embedding import ParallelLMHead
@@ -22,6 +24,7 @@ from meltcore.layers.merged_weight import merged_method
 from meltcore.layers.quantization import UNQUANTIZED, QuantizationMethod
 from meltcore.models.decoders.decoder import Decoder, DecoderBlock
 from meltcore.models.decoders.model import Model
+from meltcore.models.quantized.step_sizes import Slices
 
 
 def require_fp8(option: str, device: torch.device) -> None:
@@ -122,6 +125,40 @@ def tensors_of_layers(
             yield mlp.down_proj, (f"{prefix}.mlp.down_proj.weight",)
         else:
             yield mlp, tuple(f"{prefix}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def quantize_as_llama_cpp(model: Model, weight_format: Literal["q4_0", "q8_0"]) -> None:
+    """Make every layer hold the blocks that llama.cpp's quantizer writes. Called on the meta device, without a file.
+
+    A head beside Q4_0 is in Q6_K, or in Q8_0 where its rows are no whole blocks of it. Gemma 3 has 16 bits there.
+    """
+    assert isinstance(model, Decoder)
+    block_type = GgmlType[weight_format.upper()]
+    for layer, names in tensors_of_layers(model):
+        layer_type = block_type
+        if layer is model.lm_head and weight_format == "q4_0":
+            if model.config.tie_word_embeddings and model.config.rounds_embedding_scale:
+                continue
+            layer_type = GgmlType.Q8_0 if model.config.hidden_size % GgmlType.Q6_K.block_size else GgmlType.Q6_K
+        layer.quantize(ggml_method(*[layer_type] * len(names)))
+
+
+def largest_slices(model: Model) -> Slices:
+    """Return the values of weights that a step on a GPU would dequantize together. They may be on the meta device."""
+    assert isinstance(model, Decoder)
+    linear = head = experts = 0
+    device = torch.device("cuda")
+    for layer, _ in tensors_of_layers(model):
+        if isinstance(layer, LinearBase):
+            rows, columns = sum(layer.output_sizes), layer.input_size
+            linear = max(linear, slice_rows(rows, columns, device) * columns)
+        elif isinstance(layer, SparseMoeBlock):
+            values, count = layer.local_width * layer.router.shape[1], layer.num_experts + layer.shared_expert
+            experts = max(experts, *(experts_per_slice(count, each) * each for each in (values, 2 * values)))
+        else:
+            rows, columns = layer.local_vocab_size, layer.hidden_size
+            head = max(head, slice_rows(rows, columns, device) * columns)
+    return Slices(linear, head, experts)
 
 
 def scratch_bytes(model: Model, device: torch.device) -> int:

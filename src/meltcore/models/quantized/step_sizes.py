@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meltcore.models.decoders.decoder_config import DecoderConfig
-from meltcore.models.quantized.weight_sizes import largest_expert_slice, largest_slice
 
 _EXPERT_TILE_ROWS = 128  # rows that kernels of routed experts round each expert's up to
 # Partial sums of GEMMs and attention that are split, in float32, with the tables of a step. Only steps of few tokens
@@ -18,6 +17,14 @@ _DELTA_CHUNK = 64  # tokens whose pairs a recurrent layer computes together
 _ROTARY_BYTES = 4
 MIN_DEQUANTIZED_PAIRS = 256  # per expert, kernels/quant/ggml_experts.py
 FUSED_ROWS = 32  # that kernels multiply with quantized blocks of any format without dequantizing a slice
+
+
+class Slices(NamedTuple):
+    """The values of quantized weights that a step dequantizes together at most, by kind of layer."""
+
+    linear: int = 0
+    head: int = 0
+    experts: int = 0
 
 
 class StepShape(NamedTuple):
@@ -42,10 +49,13 @@ class StepShape(NamedTuple):
     expert_tokens: int = 0
 
 
-def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, ranks: int = 1) -> StepShape:
+def decoder_step(
+    config: DecoderConfig, element_size: int, slices: Slices | None = None, *, ranks: int = 1
+) -> StepShape:
     """Return the sizes of a step on one rank.
 
-    Values of the model's type take `element_size` bytes. With `is_packed` weights are in blocks of ggml.
+    Values of the model's type take `element_size` bytes. `slices` are of weights in blocks of ggml; None for a model
+    without such weights.
     """
     hidden = config.hidden_size
     # Residual stream, its norm, and the output of a block before it is added.
@@ -55,7 +65,6 @@ def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, r
     # Projection, queries and keys with positions, the attended values, and a gated copy of them.
     widest = max(widest, (1 + config.output_gate) * queries + 2 * keys + queries + 2 * keys + (2 * queries))
     experts, recurrent = config.experts, config.recurrent
-    scratch = largest_slice(config, ranks, ("linear", "gate"))
     expert_bytes = expert_tokens = 0
     if config.intermediate_size is not None:
         widest = max(widest, 3 * config.intermediate_size // ranks)
@@ -64,11 +73,10 @@ def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, r
         router = 2 * (experts.num_experts + pairs) * 4 // element_size
         count = experts.num_experts + experts.shared_expert
         rows = count * _EXPERT_TILE_ROWS
-        widest = max(widest, pairs * (3 * width + hidden) + router + (0 if is_packed else pairs * hidden))
-        fixed = 0 if is_packed else rows * (hidden + 3 * width)
-        if is_packed:
-            slices = max(0, largest_expert_slice(config, ranks) - scratch)
-            expert_bytes = (rows * (hidden + width) + slices) * element_size
+        widest = max(widest, pairs * (3 * width + hidden) + router + (0 if slices else pairs * hidden))
+        fixed = 0 if slices else rows * (hidden + 3 * width)
+        if slices is not None:
+            expert_bytes = (rows * (hidden + width) + max(0, slices.experts - slices.linear)) * element_size
             expert_tokens = -(-MIN_DEQUANTIZED_PAIRS * count // pairs)
     if recurrent is not None:
         key_size = recurrent.linear_num_key_heads * recurrent.linear_key_head_dim // ranks
@@ -84,8 +92,8 @@ def decoder_step(config: DecoderConfig, element_size: int, *, is_packed: bool, r
         fixed_bytes=fixed * element_size + _PARTIAL_BYTES,
         layers=config.num_hidden_layers,
         position_bytes=tables * config.head_dim * _ROTARY_BYTES,
-        scratch_bytes=scratch * element_size if is_packed else 0,
-        head_scratch_bytes=largest_slice(config, ranks, ("head", "embedding")) * element_size if is_packed else 0,
+        scratch_bytes=slices.linear * element_size if slices else 0,
+        head_scratch_bytes=slices.head * element_size if slices else 0,
         expert_bytes=expert_bytes,
         expert_tokens=expert_tokens,
     )

@@ -240,6 +240,12 @@ class IndicF5(nn.Module):
             hidden = grouped_convolution(hidden, conv.weight, conv.bias, lengths)
         return hidden
 
+    @property
+    def modulation_layers(self) -> list[nn.Linear]:
+        """The layers that `prepare` replaces by their outputs, which differ by step alone."""
+        layers = [*(layer.modulation for layer in self.layers), self.final_modulation]
+        return [layer for layer in layers if isinstance(layer, nn.Linear)]
+
     def _modulations(self, times: torch.Tensor) -> torch.Tensor:
         """Return the modulations at times [steps]: [steps, 6 per layer and 2 at the end, hidden_size]."""
         half = _TIME_SIZE // 2
@@ -250,8 +256,10 @@ class IndicF5(nn.Module):
         first, last = (self.time_mlp[i] for i in (0, 2))
         embedded = _in_float32(first, torch.cat([angles.sin(), angles.cos()], dim=-1))
         embedded = functional.silu(_in_float32(last, functional.silu(embedded)))
-        linears = [*(layer.modulation for layer in self.layers), self.final_modulation]
-        rows = [_in_float32(linear, embedded).unflatten(-1, (-1, self.config.hidden_size)) for linear in linears]
+        rows = [
+            _in_float32(linear, embedded).unflatten(-1, (-1, self.config.hidden_size))
+            for linear in self.modulation_layers
+        ]
         return torch.cat(rows, dim=1).to(self.dtype)
 
     def checkpoint_tensors(self) -> dict[str, WeightLoader]:
