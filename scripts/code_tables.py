@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
+from source_counts import CHAT_FORMS
 
 from meltcore.common.errors import ConfigError
 from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
@@ -242,7 +243,16 @@ def _gpus(capabilities: list[int]) -> str:
     return f"{capabilities[0] / 10} and later ({GPU_ARCHITECTURES[capabilities[0]].gpu_type})"
 
 
+def chat_forms() -> list[str]:
+    """Lines of a table: each form of a chat request, what it holds, and the border that it crosses or its lifetime."""
+    lines = ["| form | what it holds | border, or lifetime |", "|---|---|---|"]
+    for name, (content, lifetime) in CHAT_FORMS.items():
+        lines.append(f"| {f'`{name}`' if name[0].isupper() else name} | {content} | {lifetime} |")
+    return lines
+
+
 TABLES = {
+    "forms of a chat request": chat_forms,
     "unsupported fields": unsupported_fields,
     "load metrics": load_metrics,
     "task metrics": task_metrics,

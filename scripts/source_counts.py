@@ -12,7 +12,7 @@ import argparse
 import ast
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TypeGuard
 
@@ -29,12 +29,31 @@ CLIENT_LIBRARIES = ("http.client", "urllib.request", "aiohttp", "httpx")
 CLIENT_BASES = ("Protocol", "BufferedProtocol")
 MOST_VERDICTS = 20  # fault codes are more
 ABSENT = {"NOT_APPLICABLE", "UNKNOWN"}  # what stands for a reading that is missing
-# The forms in which a chat request exists on its way, and a model on the way from fleet.yaml to its engine.
-CHAT_FORMS = (
-    *("connection", "scope", "RequestTerms", "RequestSpan", "body", "_Fields", "ForwardedRequest", "ChatRequest"),
-    *("Generation", "Choice", "token ids", "SamplingParams", "Waiting", "AddRequest", "Request", "Chunk", "Batch"),
-    *("PaddedInputs", "AttentionMetadata", "SampleResult", "SequenceOutput", "StepOutputs"),
-)
+# The forms of a chat request: what each holds, and the process border that it crosses or how long it lives. Then the
+# forms of a model between fleet.yaml and its engine.
+CHAT_FORMS = {
+    "connection": ("the socket of its client, with what was read of it", "several requests, one after another"),
+    "scope": ("method, path and headers, as ASGI has them", "border of the HTTP server"),
+    "RequestTerms": ("its key, its class, its time limit and its span", "from the gate to the log line"),
+    "Exchange": ("how to answer it, and the fields of its log line", "from the route to the log line"),
+    "body": ("the bytes of JSON", "until they are decoded, or sent to an upstream server"),
+    "ForwardedFields": ("model and stream, where an upstream server may answer", "until a backend is chosen"),
+    "ChatRequest": ("all fields of the body", "until it is submitted"),
+    "token ids": ("the prompt of a chat after its template", "until its choice has packed them"),
+    "Generation": ("the ticket: its choices, and where it waits", "from its admission to the end of the answer"),
+    "Choice": ("one prompt, its text so far, its detokenizer", "as long as its ticket, at one replica after another"),
+    "Waiting": ("its place and cost in the queue", "from its admission to the log line, without the answer"),
+    "SamplingParams": ("how tokens are chosen", "border of the engine, with each prompt"),
+    "AddRequest": ("prompt, sampling, priority", "border of the engine"),
+    "Request": ("tokens and pages of one sequence", "from its arrival in the engine to its last token"),
+    "Chunk": ("its tokens in one step", "one step"),
+    "Batch": ("the chunks of all sequences, flat", "one step, sent to all ranks"),
+    "PaddedInputs": ("the batch, padded to a prefill graph", "one step with prompts, on the device"),
+    "AttentionMetadata": ("where its keys and values are", "one step, on the device"),
+    "SampleResult": ("sampled tokens and log-probabilities", "until the host has read them from the device"),
+    "SequenceOutput": ("new tokens of one sequence", "border of the API server"),
+    "StepOutputs": ("the outputs of a step for one API server", "border of the API server"),
+}
 MODEL_FORMS = (
     *("ModelSection", "ModelSection with needs", "EngineNeeds", "Engine", "Plan", "ModelSection with a plan"),
     *("ModelConfig", "Placement", "AddModel", "_Model of the worker pool", "_Model of an API server", "ServedModel"),
@@ -173,7 +192,7 @@ def model_forms() -> list[str]:
     return _existing(MODEL_FORMS)
 
 
-def _existing(forms: tuple[str, ...]) -> list[str]:
+def _existing(forms: Iterable[str]) -> list[str]:
     """Return the forms after a check that each named class exists. Raises LookupError for one that does not."""
     classes = {node.name for tree in _files().values() for node in _nodes(tree) if isinstance(node, ast.ClassDef)}
     missing = {name for form in forms if (name := form.partition(" ")[0]).lstrip("_")[0].isupper()} - classes

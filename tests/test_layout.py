@@ -83,7 +83,7 @@ MOST = {
     "files that name a task": 2,
     "files that name synthesis": 4,
     "settings": 166,
-    "forms of a chat request": 22,
+    "forms of a chat request": 21,
     "forms of a model at start": 12,
     "branches by mode": 0,
     "server starters": 3,

@@ -21,6 +21,7 @@ from meltcore.protocol.batch import BatchStats
 from meltcore.protocol.shell import AbortRequests
 from meltcore.protocol.synthesis import SynthesisOutputs, SynthesisReady, Synthesized
 from meltcore.protocol.translation import TranslationReady
+from meltcore.serve.engines.batch_backend import BatchTicket, BatchTickets
 from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.tasks.audio_backend import _RUNNING_REQUESTS
@@ -137,6 +138,17 @@ def test_texts_are_prepared_in_turns_and_the_longest_are_refused(monkeypatch: py
         assert len(prepared) == num_prepared < 12, "the rest of its texts was prepared"
 
     asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
+
+
+def test_a_request_without_messages_waits_for_no_result() -> None:
+    (stats,) = ServerStats().models
+    tickets = BatchTickets(stats, lambda *_message: None, wide_queue(stats), 30.0)
+
+    async def scenario() -> list[Any]:
+        return await tickets.results(BatchTicket(time.monotonic()), "standard", units=0, cost=0)
+
+    assert asyncio.run(asyncio.wait_for(scenario(), WAIT_S)) == []
+    assert (len(tickets), stats.total("accepted")) == (0, 0)
 
 
 def test_tasks_and_settings_that_do_not_fit(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from waiting import WAIT_S, wait_until
 from meltcore.common.errors import ConfigError
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
+from meltcore.serve.requests.request_span import describe_span, end_span, trace_headers
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing, resolve_tracing
 from meltcore.settings.server_config import ServerConfig
@@ -197,9 +198,9 @@ def test_sampling_is_that_of_the_environment_and_of_the_client(monkeypatch: pyte
         for flags in ("00", "01"):
             headers = [(b"traceparent", f"00-{TRACE}-{PARENT}-{flags}".encode())]
             span = traces.begin({"headers": headers, "method": "POST", "path": CHAT})
-            assert span.headers["traceparent"].endswith(flags), "an upstream samples as we do"
-            span.describe({"status": 200, "model": "m"})
-            span.end()
+            assert trace_headers(span)["traceparent"].endswith(flags), "an upstream samples as we do"
+            describe_span(span, {"status": 200, "model": "m"})
+            end_span(span)
         traces.begin({"headers": [], "method": "POST", "path": CHAT}).end()
         traces.close()
     assert len(found.spans) == 1

@@ -13,8 +13,8 @@ from upstream_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, ModelTable
-from meltcore.serve.requests.forwarding import ForwardOutcome
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.tasks.upstream_chat import ask_upstream
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
 from meltcore.settings.server_config import ServerConfig

@@ -58,6 +58,8 @@ class BatchTickets(OpenTickets[BatchPart]):
         `admit` explains units and cost. Raises RequestError (429, 500, 503, 504).
         """
         parts = list(ticket.children)
+        if not parts:
+            return []
         async with self.admitted(ticket, default_class, units=units, cost=cost):
             await ticket.done
         return [part.result for part in parts]

@@ -18,12 +18,14 @@ from meltcore.serve.http.paths import OPEN_PATHS
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
+from meltcore.serve.requests.request_span import end_span
 from meltcore.serve.requests.stats import CLASSES
 from meltcore.serve.requests.terms import RequestTerms, set_terms
 from meltcore.settings.config import PriorityClass
 
 if TYPE_CHECKING:
-    from meltcore.serve.requests.request_span import RequestSpan
+    from opentelemetry.trace import Span
+
     from meltcore.serve.requests.tracing import Tracing
 
 TIMEOUT_HEADER, CLASS_HEADER = b"x-request-timeout", b"x-priority-class"
@@ -89,9 +91,7 @@ class RequestGate:
             return self._pass_traced(scope, receive, send, self._tracing)
         return self._check_and_pass(scope, receive, send)
 
-    def _check_and_pass(
-        self, scope: Scope, receive: Receive, send: Send, span: RequestSpan | None = None
-    ) -> Awaitable[None]:
+    def _check_and_pass(self, scope: Scope, receive: Receive, send: Send, span: Span | None = None) -> Awaitable[None]:
         try:
             terms = read_terms(scope, self._keys)
         except RequestError as error:
@@ -111,7 +111,7 @@ class RequestGate:
             failure = error
             raise
         finally:
-            span.end(failure)
+            end_span(span, failure)
 
     async def _refuse(self, scope: Scope, send: Send, error: RequestError) -> None:
         began_s, identity = time.monotonic(), request_id(scope)

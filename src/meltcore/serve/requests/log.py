@@ -12,6 +12,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from meltcore.serve.requests.request_fields import shorten
+from meltcore.serve.requests.request_span import describe_span
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.terms import current_terms
 
@@ -45,7 +46,7 @@ class Log:
             terms = current_terms()
             fields |= terms.log_fields()
             if terms.span is not None:
-                terms.span.describe(fields)
+                describe_span(terms.span, fields)
         record = {"time": self._timestamp(), "event": event}
         for key, value in fields.items():
             record[key] = shorten(value) if isinstance(value, str) else value

@@ -25,42 +25,42 @@ _ATTRIBUTES = {  # of the fields of a request's log line
 }
 
 
-class RequestSpan:
-    """The span of one request, from the gate to the end of its answer."""
+def describe_span(span: Span, fields: dict[str, Any]) -> None:
+    """Set the attributes that the fields of the request's log line give, and its name."""
+    if not span.is_recording():
+        return
+    for field, name in _ATTRIBUTES.items():
+        if (value := fields.get(field)) is not None:
+            span.set_attribute(name, shorten(value))
+    if reason := fields.get("finish_reason"):
+        span.set_attribute("gen_ai.response.finish_reasons", reason.split(","))
+    if model := fields.get("model"):
+        span.update_name(f"{span.name} {shorten(model)}")  # type: ignore[attr-defined]  # of one that is recorded
+    if error := fields.get("error"):
+        span.set_attribute("error.type", shorten(error))
+    if fields.get("status", 0) >= 500:
+        _fail(span, fields.get("error"))
 
-    __slots__ = ("_name", "_span", "headers")
 
-    def __init__(self, span: Span, name: str, headers: dict[str, str]) -> None:
-        """Wrap a span that has begun. `headers` make it the parent of an upstream's span."""
-        self._span = span
-        self._name = name
-        self.headers = headers
+def end_span(span: Span, error: BaseException | None = None) -> None:
+    """End the span of a request. `error` is a fault of this server."""
+    if error is not None:
+        span.set_attribute("error.type", type(error).__name__)
+        _fail(span, type(error).__name__)
+    span.end()
 
-    def describe(self, fields: dict[str, Any]) -> None:
-        """Set the attributes that the fields of the request's log line give, and its name."""
-        span = self._span
-        if not span.is_recording():
-            return
-        for field, name in _ATTRIBUTES.items():
-            if (value := fields.get(field)) is not None:
-                span.set_attribute(name, shorten(value))
-        if reason := fields.get("finish_reason"):
-            span.set_attribute("gen_ai.response.finish_reasons", reason.split(","))
-        if model := fields.get("model"):
-            span.update_name(f"{self._name} {shorten(model)}")
-        if error := fields.get("error"):
-            span.set_attribute("error.type", shorten(error))
-        if fields.get("status", 0) >= 500:
-            self._fail(fields.get("error"))
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the span. `error` is a fault of this server."""
-        if error is not None:
-            self._span.set_attribute("error.type", type(error).__name__)
-            self._fail(type(error).__name__)
-        self._span.end()
+def trace_headers(span: Span) -> dict[str, str]:
+    """Return the headers that make a span the parent of an upstream's."""
+    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    def _fail(self, description: str | None) -> None:
-        from opentelemetry.trace import Status, StatusCode
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
+    return headers
 
-        self._span.set_status(Status(StatusCode.ERROR, description))
+
+def _fail(span: Span, description: str | None) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_status(Status(StatusCode.ERROR, description))

@@ -13,9 +13,10 @@ from meltcore.common.errors import RequestError
 from meltcore.settings.config import PriorityClass
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from meltcore.serve.requests.fair_queue import Waiting
     from meltcore.serve.requests.keys import ApiKey
-    from meltcore.serve.requests.request_span import RequestSpan
     from meltcore.serve.requests.stats import ModelStats
 
 
@@ -40,7 +41,7 @@ class RequestTerms:
         self.timeout_s = timeout_s
         self.waits: list[Waiting] = []
         self.retries = 0  # on other replicas, after the death of the first
-        self.span: RequestSpan | None = None  # where traces are on
+        self.span: Span | None = None  # where traces are on
 
     def class_of(self, default: PriorityClass, priority: int | None = None) -> PriorityClass:
         """Return the request's class, not above its key's. `default` is the model's class.

@@ -24,13 +24,13 @@ from meltcore.common.options import is_number, shown_url
 from meltcore.common.tasks import tasks
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import header, shorten
-from meltcore.serve.requests.request_span import RequestSpan
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.settings.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
 
 TRACES_VARIABLE, BASE_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 QUEUE_VARIABLE, DEFAULT_QUEUE = "OTEL_BSP_MAX_QUEUE_SIZE", 2048
@@ -102,10 +102,10 @@ class Tracing:
         self._tracer = self._provider.get_tracer("meltcore")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, scope: Scope) -> RequestSpan:
+    def begin(self, scope: Scope) -> Span:
         """Begin the span of a request: a child of the client's where the request names one."""
         from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace import SpanKind
 
         carrier = {
             name.decode(): value.decode("latin-1")
@@ -117,11 +117,8 @@ class Tracing:
         attributes = {"http.request.method": scope["method"], "url.path": shorten(scope["path"])}
         if operation is not None:
             attributes |= {"gen_ai.operation.name": operation, "gen_ai.provider.name": "meltcore"}
-        name = operation or scope["method"]
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes)
-        headers: dict[str, str] = {}
-        self._propagator.inject(headers, set_span_in_context(span, parent))
-        return RequestSpan(span, name, headers)
+        span: Span = self._tracer.start_span(operation or scope["method"], parent, SpanKind.SERVER, attributes)
+        return span
 
     def close(self) -> None:
         """Send what is queued, for at most CLOSE_S."""

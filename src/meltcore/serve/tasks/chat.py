@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import Backend, language_backend
-from meltcore.serve.requests.forwarding import is_forwarding
 from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.protocol import ChatMessage, ChatRequest
+from meltcore.serve.tasks.forwarding import is_forwarding
 from meltcore.serve.tasks.upstream_chat import ask_upstream
 
 # An answer that has this many is ended, since these routes have no field for it.

@@ -46,7 +46,8 @@ class Exchange:
         self.identity = request_id(scope)
         self.fields: dict[str, Any] = {"model": None, "user": None}
         self.content_type: bytes | None = None  # of an answer that has begun
-        self.passed_body: bytes | None = None  # of a request that another endpoint is to answer
+        # Of a request that is passed on: to an upstream server, or to another endpoint, which then writes the log line.
+        self.passed_body, self.passed_type, self.is_left = b"", "", False
         self.receive = receive
         self.send = send
         self.headers: Headers = [(b"x-request-id", self.identity.encode())]
@@ -169,7 +170,7 @@ class Endpoint(ABC):
             await exchange.fail(RequestError(f"the server failed: {type(error).__name__}", status=500))
             raise
         finally:
-            if exchange.passed_body is None:
+            if not exchange.is_left:
                 fields.setdefault("error", None)
                 self._log.write(
                     "request",

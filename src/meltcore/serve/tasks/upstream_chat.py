@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from starlette.types import Message
 
 from meltcore.common.errors import RequestError
 from meltcore.serve.requests.backend import LANGUAGE_PATHS
-from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardingBackend
+from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend
 
 _MAX_ANSWER_BYTES = 8 * 2**20
 
@@ -56,6 +56,10 @@ class _NoConnection:
     abort = close
 
 
+async def _no_body() -> NoReturn:
+    raise AssertionError("the body of a chat of ours is known")
+
+
 async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], request_id: str) -> tuple[str, int, int]:
     """Return the text of a chat completion, and the tokens read and written. Cancelling it ends the work.
 
@@ -74,19 +78,15 @@ async def ask_upstream(backend: ForwardingBackend, fields: dict[str, Any], reque
         if size <= _MAX_ANSWER_BYTES:
             parts.append(body)
 
-    outcome = await backend.forward(
-        ForwardedRequest(
-            scope={"type": "http", "headers": [], "path": LANGUAGE_PATHS[0], "meltcore.connection": _NoConnection()},
-            send=send,
-            path=LANGUAGE_PATHS[0],
-            request_id=request_id,
-            arrived_s=time.monotonic(),
-            body=msgspec.json.encode(fields),
-            content_type="application/json",
-            model=fields["model"],
-            is_streamed=False,
-        )
-    )
+    scope = {
+        "type": "http",
+        "headers": [(b"x-request-id", request_id.encode())],
+        "path": LANGUAGE_PATHS[0],
+        "meltcore.connection": _NoConnection(),
+    }
+    exchange = Exchange(scope, _no_body, send)
+    exchange.passed_body, exchange.passed_type = msgspec.json.encode(fields), "application/json"
+    outcome = await backend.forward(exchange, ForwardedFields(model=fields["model"]))
     answer, name = b"".join(parts), backend.names[0]
     if outcome.error is not None or size > _MAX_ANSWER_BYTES:
         reason = outcome.error or f"it has more than {_MAX_ANSWER_BYTES} bytes"

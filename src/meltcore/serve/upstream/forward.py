@@ -7,7 +7,6 @@ model's name, and passes the request to its backend, or to the other endpoint.
 from __future__ import annotations
 
 import codecs
-from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -18,10 +17,10 @@ from meltcore.common.tasks import tasks
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.http.http import discard_body
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, Backend, ModelTable
-from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardingBackend, is_forwarding
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
+from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardingBackend, is_forwarding
 from meltcore.settings.server_config import ServerConfig
 
 # Paths of OpenAI's and vLLM's APIs that no model of ours serves, and upstream servers may.
@@ -33,16 +32,7 @@ def forwarded_paths() -> tuple[str, ...]:
     return (*(path for task in tasks().values() for path in task.paths), *UPSTREAM_PATHS)
 
 
-class _Fields(msgspec.Struct):
-    """What the API needs of a request; the rest is the upstream's to check."""
-
-    model: str | None = None
-    stream: bool | None = None
-    user: str | None = None
-    priority: Any = None
-
-
-_decode_fields = msgspec.json.Decoder(_Fields).decode
+_decode_fields = msgspec.json.Decoder(ForwardedFields).decode
 
 
 class ForwardingEndpoint(Endpoint):
@@ -59,7 +49,7 @@ class ForwardingEndpoint(Endpoint):
         if any(is_forwarding(backend) for backend in self._models.backends):
             exchange = Exchange(scope, receive, send)
             await self.serve(exchange)
-            if exchange.passed_body is None:
+            if not exchange.is_left:
                 return
             receive = _replay(exchange.passed_body, receive)
         if self._own is None:
@@ -72,50 +62,36 @@ class ForwardingEndpoint(Endpoint):
         path = exchange.scope["path"]
         body, content_type = await exchange.body(self.limit_bytes)
         body, content_type = body.removeprefix(codecs.BOM_UTF8), content_type or "application/json"
+        exchange.passed_body, exchange.passed_type = body, content_type
         fields = read_fields(body, content_type)
         name = None if fields is None else fields.model or self._default(path)
         backend = None if name is None else self._models.get(name)
         if fields is None or not is_forwarding(backend):
             if self._own is None:
                 raise self._not_here(fields, name, path)
-            exchange.passed_body = body
+            exchange.is_left = True
             return
         exchange.fields |= {"model": backend.names[0], "user": fields.user, "stream": bool(fields.stream)}
         if path not in backend.paths:
             raise _not_served(backend, path)
-        request = ForwardedRequest(
-            scope=exchange.scope,
-            send=exchange.send,
-            path=path,
-            request_id=exchange.identity,
-            arrived_s=exchange.arrived_s,
-            body=body,
-            content_type=content_type,
-            model=fields.model or "",
-            is_streamed=bool(fields.stream),
-            priority=fields.priority if isinstance(fields.priority, int) else 0,
-        )
-        outcome = await backend.forward(request)
-        if request.first_byte_s is not None:
-            exchange.fields["ttft_s"] = round(request.first_byte_s - exchange.arrived_s, 6)
-        exchange.fields |= msgspec.structs.asdict(outcome)
+        exchange.fields |= msgspec.structs.asdict(await backend.forward(exchange, fields))
 
     def _default(self, path: str) -> str | None:
         """Return the model of a request that names none. Speech and translation choose theirs by language."""
         has_default = path in LANGUAGE_PATHS or path in UPSTREAM_PATHS
         return self._models.default(path) if has_default else None
 
-    def _not_here(self, fields: _Fields | None, name: str | None, path: str) -> RequestError:
+    def _not_here(self, fields: ForwardedFields | None, name: str | None, path: str) -> RequestError:
         if fields is None:
             return RequestError("the body is neither a JSON object nor a form")
         return _not_served(self._models.find(name), path)
 
 
-def read_fields(body: bytes, content_type: str) -> _Fields | None:
+def read_fields(body: bytes, content_type: str) -> ForwardedFields | None:
     """Return the fields that the API needs of a JSON body or a form. None means that it is neither."""
     if is_multipart(content_type):
         place = find_field(body, content_type, "model")
-        return _Fields() if place is None else _Fields(body[place].decode(errors="replace"))
+        return ForwardedFields() if place is None else ForwardedFields(body[place].decode(errors="replace"))
     try:
         return _decode_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -12,12 +12,14 @@ from typing import Any
 from meltcore.common.errors import RequestError
 from meltcore.serve.http.hops import via_lines
 from meltcore.serve.http.http import error_json, send_bytes
-from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.request_fields import header
+from meltcore.serve.requests.request_span import trace_headers
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.requests.ticket import Child, Ticket
 from meltcore.serve.requests.tracing import CONTEXT_HEADERS
+from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.upstream.event_stream import EventBuffer
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamConnection, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
@@ -165,22 +167,27 @@ class Attempt:
 
     def __init__(
         self,
-        request: ForwardedRequest,
+        exchange: Exchange,
         ticket: UpstreamTicket,
         replica: UpstreamReplica,
         *,
+        is_streamed: bool,
         stats: ModelStats,
         server: str,
         limit_s: float,
     ) -> None:
-        """Create an attempt. `server` is the replica's name for the client, and `limit_s` limits the whole request."""
-        self._request = request
+        """Create an attempt.
+
+        With `is_streamed` its answer is server-sent events. `server` is the replica's name for the client, and
+        `limit_s` limits the whole request.
+        """
+        self._exchange = exchange
         self._ticket = ticket
         self._replica = replica
         self._stats = stats
         self._server = server
         self._limit_s = limit_s
-        self._events = EventBuffer() if request.is_streamed else None
+        self._events = EventBuffer() if is_streamed else None
         self._is_judged = False  # the breaker knows how it went
         self._usage = b""  # what came last with the upstream's count of tokens
         self._num_events = 0
@@ -240,16 +247,17 @@ class Attempt:
 
     async def _send(self, body: bytes) -> UpstreamConnection:
         """Send the request and wait for the head of its answer. Raises UpstreamError."""
-        request, replica, ticket = self._request, self._replica, self._ticket
-        headers = f"X-Request-Id: {request.request_id}\r\n{via_lines(request.scope)}"
+        exchange, replica, ticket = self._exchange, self._replica, self._ticket
+        scope = exchange.scope
+        headers = f"X-Request-Id: {exchange.identity}\r\n{via_lines(scope)}"
         span = current_terms().span
         if span is not None:
-            headers += "".join(f"{name}: {value}\r\n" for name, value in span.headers.items())
+            headers += "".join(f"{name}: {value}\r\n" for name, value in trace_headers(span).items())
         else:
             for name in CONTEXT_HEADERS:
-                if (value := header(request.scope, name)) is not None:
+                if (value := header(scope, name)) is not None:
                     headers += f"{name.decode()}: {value.decode('latin-1')}\r\n"
-        data = replica.encode("POST", request.path, body, request.content_type, headers)
+        data = replica.encode("POST", scope["path"], body, exchange.passed_type, headers)
         idle = replica.idle_connection()
         if idle is not None:
             ticket.connection = idle
@@ -275,8 +283,8 @@ class Attempt:
         if 300 <= status < 400:
             raise UpstreamError("malformed", f"it answered with status {status}, a redirect", had_bytes=True)
         is_stream = kind == "text/event-stream"
-        if status >= 400 or not self._request.is_streamed:
-            wants_json = status >= 400 or self._request.path.endswith(_JSON_PATHS)
+        if status >= 400 or self._events is None:
+            wants_json = status >= 400 or self._exchange.scope["path"].endswith(_JSON_PATHS)
             is_json = kind == "application/json" or kind.endswith("+json")
             if (wants_json and not is_json) or kind in ("text/html", ""):
                 raise _wrong_type(status, content_type, "application/json")
@@ -304,21 +312,21 @@ class Attempt:
         raise UpstreamError("closed", "its stream ended before the first whole event", had_bytes=True)
 
     def _observe_first_byte(self) -> None:
-        request = self._request
-        request.first_byte_s = now_s = time.monotonic()
-        if request.is_streamed:
-            self._stats.time_to_first_token.observe(now_s - request.arrived_s)
+        ttft_s = time.monotonic() - self._exchange.arrived_s
+        self._exchange.fields["ttft_s"] = round(ttft_s, 6)
+        if self._events is not None:
+            self._stats.time_to_first_token.observe(ttft_s)
 
     async def _send_whole(self, connection: UpstreamConnection, body: bytes) -> None:
         headers = self._headers(connection)
         self._ticket.is_sending = True
         content_type = connection.headers[b"content-type"]
-        await send_bytes(self._request.send, body, content_type, status=connection.status, headers=headers[1:])
+        await send_bytes(self._exchange.send, body, content_type, status=connection.status, headers=headers[1:])
         self._ticket.is_sending = False
 
     async def _relay(self, connection: UpstreamConnection, first: bytes) -> ForwardOutcome | None:
         """Send an answer on as it comes. Returns the outcome of one that broke off, which the client has received."""
-        send, ticket, events = self._request.send, self._ticket, self._events
+        send, ticket, events = self._exchange.send, self._ticket, self._events
         headers = self._headers(connection)
         if events is None and b"content-length" in connection.headers:
             headers.append((b"content-length", connection.headers[b"content-length"]))
@@ -390,7 +398,7 @@ class Attempt:
         if not ticket.is_gone:
             if events is not None and not events.is_inside_event and not ticket.is_sending:
                 event = b"event: error\ndata: " + error_json(failure) + b"\n\n"
-                await self._request.send({"type": "http.response.body", "body": event, "more_body": True})
+                await self._exchange.send({"type": "http.response.body", "body": event, "more_body": True})
             await ticket.close_client()
         return ForwardOutcome(499 if ticket.is_gone else failure.status, self._replica.index, failure.code)
 
@@ -399,7 +407,7 @@ class Attempt:
         headers = [(name, connection.headers[name]) for name in _RELAYED_HEADERS if name in connection.headers]
         if connection.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
             headers.append((b"x-accel-buffering", b"no"))  # nginx would gather events into blocks
-        return headers + self._request.headers
+        return headers + self._exchange.headers
 
 
 def _wrong_type(status: int, content_type: str, wanted: str) -> UpstreamError:

@@ -19,7 +19,6 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.forms import find_field, is_multipart
 from meltcore.serve.requests.admission import TOKENS, Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
-from meltcore.serve.requests.forwarding import ForwardedRequest, ForwardOutcome
 from meltcore.serve.requests.request_queue import (
     EXPECTED_OUTPUT_TOKENS,
     OUTPUT_TOKENS_WEIGHT,
@@ -27,6 +26,8 @@ from meltcore.serve.requests.request_queue import (
 )
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.ticket import OpenTickets, Outcome, RequestTimeLimit, Ticket
+from meltcore.serve.tasks.exchange import Exchange
+from meltcore.serve.tasks.forwarding import ForwardedFields, ForwardOutcome
 from meltcore.serve.upstream.http_attempt import IDLE_TIMEOUT_S, STATUS_OF, Attempt, UpstreamChild, UpstreamTicket
 from meltcore.serve.upstream.http_connection import FailureKind, UpstreamError
 from meltcore.serve.upstream.http_replica import UpstreamReplica
@@ -187,20 +188,24 @@ class HttpBackend:
         if problem is not None:
             raise self.health.not_ready(problem)
 
-    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
-        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+    async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
+        """Send the body that `exchange` passes on, and its answer back.
+
+        Raises RequestError, in which case nothing was sent back.
+        """
         self.check_ready()
-        body, client = self._upstream_body(request), request.scope["meltcore.connection"]
-        ticket = UpstreamTicket(request.arrived_s, client)
-        tokens = 0.0 if is_multipart(request.content_type) else len(request.body) / BYTES_PER_TOKEN
+        body, client = self._upstream_body(exchange, fields.model), exchange.scope["meltcore.connection"]
+        ticket = UpstreamTicket(exchange.arrived_s, client)
+        tokens = 0.0 if is_multipart(exchange.passed_type) else len(exchange.passed_body) / BYTES_PER_TOKEN
+        priority = fields.priority if isinstance(fields.priority, int) else 0
         cost = tokens + self._output_tokens
-        self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=request.priority)
+        self.tickets.admit(ticket, self.config.priority, units=tokens, cost=cost, priority=priority)
         ticket.cost = tokens
         self._time_limit.watch(ticket)
         client.set_disconnect_callback(ticket.disconnect)
         ended: Outcome = "failed"
         try:
-            outcome = await self._serve(request, ticket, body)
+            outcome = await self._serve(exchange, ticket, body, is_streamed=bool(fields.stream))
             ended = "finished" if outcome.error is None else "aborted" if outcome.status == 499 else "failed"
             self._count_tokens(ticket, outcome)
             return outcome
@@ -211,7 +216,7 @@ class HttpBackend:
             client.set_disconnect_callback(None)
             self._time_limit.forget(ticket)
             if ended == "finished":
-                self.stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - request.arrived_s)
+                self.stats.histograms["e2e_request_latency_seconds"].observe(time.monotonic() - exchange.arrived_s)
             self.tickets.close(ticket.child, ended)
             ticket.children.clear()  # they refer to it: a cycle would stay until the next collection
             ticket.waiting = None
@@ -229,7 +234,9 @@ class HttpBackend:
             self._output_tokens += (output_tokens - self._output_tokens) * OUTPUT_TOKENS_WEIGHT
         ticket.terms.charge(round(ticket.cost))
 
-    async def _serve(self, request: ForwardedRequest, ticket: UpstreamTicket, body: bytes) -> ForwardOutcome:
+    async def _serve(
+        self, exchange: Exchange, ticket: UpstreamTicket, body: bytes, *, is_streamed: bool
+    ) -> ForwardOutcome:
         """Wait for the request's turn, then send it on."""
         waiting = ticket.waiting
         assert waiting is not None
@@ -240,7 +247,7 @@ class HttpBackend:
             if waiting.is_held or ticket.error is not None:  # its end came before its turn
                 raise ticket.error or self.tickets.overdue(ticket)
             await self._wait_usable(ticket)
-        return await self._try_replicas(request, ticket, body)
+        return await self._try_replicas(exchange, ticket, body, is_streamed=is_streamed)
 
     async def _wait_usable(self, ticket: UpstreamTicket) -> None:
         """Wait until this process, too, has seen that a server answers which has just been started."""
@@ -250,7 +257,9 @@ class HttpBackend:
                 return
             await asyncio.sleep(WAKE_CHECK_S)
 
-    async def _try_replicas(self, request: ForwardedRequest, ticket: UpstreamTicket, body: bytes) -> ForwardOutcome:
+    async def _try_replicas(
+        self, exchange: Exchange, ticket: UpstreamTicket, body: bytes, *, is_streamed: bool
+    ) -> ForwardOutcome:
         tried: set[int] = set()
         while True:
             replica = self._choose(tried)
@@ -260,9 +269,10 @@ class HttpBackend:
             replica.num_open += 1
             replica.breaker.begin()
             attempt = Attempt(
-                request,
+                exchange,
                 ticket,
                 replica,
+                is_streamed=is_streamed,
                 stats=self.stats,
                 server=f"the server of {self.names[0]}" + (f" (replica {replica.index})" if self._are_several else ""),
                 limit_s=self.tickets.limit_s,
@@ -316,14 +326,14 @@ class HttpBackend:
             if each.index in live and each.index not in tried and each.problem(now_s) is None
         ]
 
-    def _upstream_body(self, request: ForwardedRequest) -> bytes:
+    def _upstream_body(self, exchange: Exchange, model: str | None) -> bytes:
         """Return the body with the upstream's name of the model; every other byte of a value stays."""
         name = self.config.upstream_model or self.names[0]
-        if name == request.model:
-            return request.body
-        body = request.body
-        if is_multipart(request.content_type):
-            place = find_field(body, request.content_type, "model")
+        body = exchange.passed_body
+        if name == model:
+            return body
+        if is_multipart(exchange.passed_type):
+            place = find_field(body, exchange.passed_type, "model")
             return body if place is None else body[: place.start] + name.encode() + body[place.stop :]
         fields = _decode_fields(body)
         fields["model"] = msgspec.Raw(msgspec.json.encode(name))

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import msgspec
-from starlette.types import Scope, Send
+
+from meltcore.serve.tasks.exchange import Exchange
 
 
-@dataclass(slots=True)
-class ForwardedRequest:
-    """One request and the way to answer it. With `is_streamed` its answer is server-sent events."""
+class ForwardedFields(msgspec.Struct):
+    """What is read of a request that may be forwarded. The rest of its body is the upstream's to check."""
 
-    scope: Scope
-    send: Send
-    path: str
-    request_id: str
-    arrived_s: float  # time.monotonic()
-    body: bytes
-    content_type: str
-    model: str  # the name that the client used
-    is_streamed: bool
-    priority: int = 0  # vLLM's field
-    first_byte_s: float | None = None  # time.monotonic(), of the body of the answer
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that every answer of ours has."""
-        return [(b"x-request-id", self.request_id.encode())]
+    model: str | None = None  # the name that the client used
+    stream: bool | None = None  # the answer is server-sent events
+    user: str | None = None
+    priority: Any = None  # vLLM's field
 
 
 class ForwardOutcome(msgspec.Struct):
@@ -57,8 +44,11 @@ class ForwardingBackend(Protocol):
     def check_ready(self) -> None:
         """Raise RequestError (503) while no request can be served."""
 
-    async def forward(self, request: ForwardedRequest) -> ForwardOutcome:
-        """Send the request on and its answer back. Raises RequestError, in which case nothing was sent back."""
+    async def forward(self, exchange: Exchange, fields: ForwardedFields) -> ForwardOutcome:
+        """Send the body that `exchange` passes on, and its answer back.
+
+        Raises RequestError, in which case nothing was sent back.
+        """
 
 
 def is_forwarding(backend: object) -> TypeGuard[ForwardingBackend]:
