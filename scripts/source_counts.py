@@ -55,8 +55,8 @@ CHAT_FORMS = {
     "StepOutputs": ("the outputs of a step for one API server", "border of the API server"),
 }
 MODEL_FORMS = (
-    *("ModelSection", "ModelSection with needs", "EngineNeeds", "Engine", "Plan", "ModelSection with a plan"),
-    *("ModelConfig", "Placement", "AddModel", "_Model of the worker pool", "_Model of an API server", "ServedModel"),
+    *("ModelSection", "ModelSection with needs", "EngineNeeds", "PlannedEngine", "Plan", "ModelSection with a plan"),
+    *("ModelConfig", "Placement", "AddModel", "ServedModel"),
 )
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

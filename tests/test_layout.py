@@ -84,7 +84,7 @@ MOST = {
     "files that name synthesis": 4,
     "settings": 166,
     "forms of a chat request": 21,
-    "forms of a model at start": 12,
+    "forms of a model at start": 10,
     "branches by mode": 0,
     "server starters": 3,
     "HTTP clients": 2,

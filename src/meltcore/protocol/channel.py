@@ -33,34 +33,6 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     name: str  # of the server, in `Via`
 
 
-class AddModel(msgspec.Struct, tag="add_model", frozen=True):
-    """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
-
-    task: None where it could not be found out, because the model cannot be loaded. engines: the number of each
-    replica's engine, in whose folder its sockets are; None: the replica has none now.
-    """
-
-    model: int
-    config: ModelConfig
-    task: str | None
-    engines: list[int | None]
-
-
-class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
-    """A model of other servers. Comes with its statistics, and is answered by `ModelOpened`. urls: of each replica."""
-
-    model: int
-    name: str
-    config: ModelSection
-    urls: list[str]
-
-
-class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
-    """A model has left the server. Its requests have ended."""
-
-    model: int
-
-
 class OpenModel(msgspec.Struct, tag="open_model", frozen=True):
     """The engines of a model are ready. Answered by `ModelOpened` once the tokenizer is loaded too."""
 
@@ -75,6 +47,39 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
     model: int
     status: ModelStatus
     reason: str
+
+
+class AddModel(msgspec.Struct, tag="add_model", frozen=True):
+    """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
+
+    task: None where it could not be found out, because the model cannot be loaded. engines: the number of each
+    replica's engine, in whose folder its sockets are; None: the replica has none now. open, status: where they are
+    known, for a process that starts later.
+    """
+
+    model: int
+    config: ModelConfig
+    task: str | None
+    engines: list[int | None]
+    open: OpenModel | None = None
+    status: StatusChanged | None = None
+
+
+class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
+    """A model of other servers. Comes with its statistics, and is answered by `ModelOpened`. urls: of each replica."""
+
+    model: int
+    name: str
+    config: ModelSection
+    urls: list[str]
+    open: None = None
+    status: StatusChanged | None = None
+
+
+class RemoveModel(msgspec.Struct, tag="remove_model", frozen=True):
+    """A model has left the server. Its requests have ended."""
+
+    model: int
 
 
 class RoutesChanged(msgspec.Struct, tag="routes", frozen=True):

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ from meltcore.serve.engines.engine_link import socket_folder
 from meltcore.serve.http.hops import set_own_name
 from meltcore.serve.http.http_server import HttpServer, tune_gc
 from meltcore.serve.http.listener import raise_file_limit
-from meltcore.serve.requests.backend import SERVING, ModelTable
+from meltcore.serve.requests.backend import ModelTable
 from meltcore.serve.requests.keys import ApiKeys
 from meltcore.serve.requests.log import Log
 from meltcore.serve.requests.metrics import Metrics
@@ -57,16 +56,6 @@ from meltcore.serve.requests.terms import MODEL_ASLEEP, asleep_error
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
 from meltcore.serve.upstream.http_backend import HttpBackend
-
-
-@dataclass(eq=False)
-class _Model:
-    """A model of this process: its backend, and what is being loaded for it beside its engines."""
-
-    backend: EngineBackend | HttpBackend
-    text: asyncio.Task[Any] | None = None
-    opening: asyncio.Task[None] | None = None
-    failed: bool = False
 
 
 class APIServer:
@@ -87,7 +76,7 @@ class APIServer:
         self._stats = stats
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
         self._log = Log(config.log_format, stats)
-        self._models: dict[int, _Model] = {}
+        self._models: dict[int, EngineBackend | HttpBackend] = {}
         self._table = ModelTable()
         self._closing: set[asyncio.Task[None]] = set()
         metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
@@ -114,6 +103,9 @@ class APIServer:
             self._add_connection(descriptors)
         elif isinstance(message, AddModel | AddUpstream):
             self._add(message, descriptors)
+            for missed in (message.open, message.status):
+                if missed is not None and message.model in self._models:
+                    self._on_model_message(missed)
         elif isinstance(message, RoutesChanged):
             self._table.change_routes(message.order, message.languages, message.routes)
         elif isinstance(message, Exit):
@@ -124,11 +116,9 @@ class APIServer:
     def _on_model_message(
         self, message: OpenModel | StatusChanged | EndRequests | ReplicaStarted | ReplicaEnded | RemoveModel
     ) -> None:
-        model = self._models[message.model]
-        backend = model.backend
+        backend = self._models[message.model]
         if isinstance(message, StatusChanged):
-            if not (model.failed and message.status in SERVING):
-                backend.health.set(message.status, message.reason)
+            backend.health.set(message.status, message.reason)
             if isinstance(backend, HttpBackend):
                 backend.check_health()
         elif isinstance(message, EndRequests):
@@ -141,7 +131,7 @@ class APIServer:
         elif isinstance(backend, HttpBackend):
             return  # it has no engines
         elif isinstance(message, OpenModel):
-            model.opening = asyncio.create_task(self._open(model, message))
+            backend.opening = asyncio.create_task(self._open(backend, message))
         elif isinstance(message, ReplicaStarted):
             self._connect(message.model, message.replica, message.engine)
         else:
@@ -181,7 +171,7 @@ class APIServer:
             self._channel.send(ModelFailed(message.model, str(error)))
             return
         backend.start()
-        self._models[message.model] = _Model(backend)
+        self._models[message.model] = backend
         self._table.add(backend)
         self._channel.send(ModelOpened(message.model, False))
 
@@ -194,53 +184,51 @@ class APIServer:
             request_timeout_s=self._config.request_timeout_s,
             class_shares=self._config.class_shares,
         )
-        model = self._models[message.model] = _Model(backend)
+        self._models[message.model] = backend
         for replica, engine in enumerate(message.engines):
             if engine is None:
                 stats.set_connected(replica, False)
             else:
                 self._connect(message.model, replica, engine)
         if message.task is not None:
-            model.text = asyncio.create_task(self._load_text(message.model, backend, model))
+            backend.loading = asyncio.create_task(self._load_text(message.model, backend))
         self._table.add(backend)
 
     def _remove_model(self, model: int) -> None:
         removed = self._models.pop(model)
-        self._table.remove(removed.backend)
+        self._table.remove(removed)
         self._stats.remove_model(model)
-        for work in (removed.text, removed.opening):
-            if work is not None:
-                work.cancel()
-        removed.backend.close()
-        if isinstance(removed.backend, EngineBackend):
-            task = asyncio.create_task(removed.backend.close_workers())
+        removed.close()
+        if isinstance(removed, EngineBackend):
+            for work in (removed.loading, removed.opening):
+                if work is not None:
+                    work.cancel()
+            task = asyncio.create_task(removed.close_workers())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     def _connect(self, model: int, replica: int, engine: int) -> None:
         folder = socket_folder(Path(self._setup.directory), engine)
         on_unreadable = partial(self._report_unreadable, model)
-        backend = self._models[model].backend
+        backend = self._models[model]
         assert not isinstance(backend, HttpBackend)
         backend.connect(replica, folder, self._setup.api_server, on_unreadable)
 
-    async def _load_text(self, number: int, backend: EngineBackend, model: _Model) -> Any:
+    async def _load_text(self, number: int, backend: EngineBackend) -> Any:
         """Return what the model needs beside its engines, or None if it needs nothing or the load fails."""
         try:
             return await asyncio.to_thread(backend.load)
         except MeltcoreError as error:
-            model.failed = True
-            backend.health.set("failed", f"{backend.names[0]} could not be loaded by this API server process: {error}")
+            backend.health.fail(f"{backend.names[0]} could not be loaded by this API server process: {error}")
             self._channel.send(ModelFailed(number, str(error)))
         return None
 
-    async def _open(self, model: _Model, message: OpenModel) -> None:
-        assert model.text is not None
-        assert isinstance(model.backend, EngineBackend)
-        text, engine = await model.text, msgspec.msgpack.decode(message.engine, type=from_engine())
-        if model.failed:
+    async def _open(self, backend: EngineBackend, message: OpenModel) -> None:
+        assert backend.loading is not None
+        text, engine = await backend.loading, msgspec.msgpack.decode(message.engine, type=from_engine())
+        if backend.health.has_failed:
             return  # reported already
-        model.backend.open(text, engine, message.created)
+        backend.open(text, engine, message.created)
         tune_gc()
         is_synthetic = text.is_synthetic if text is not None else getattr(engine, "tokens", "real") == "synthetic"
         self._channel.send(ModelOpened(message.model, is_synthetic))

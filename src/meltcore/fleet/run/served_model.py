@@ -66,7 +66,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.synthetic_tokenizer = False
         for replica in replicas:
             replica.process = self._new_engine(replica)
-        parts.pool.add_model(AddModel(number, config, None if task is None else task.name, [None] * count), stats)
+        parts.pool.add_model(AddModel(number, config, None if task is None else task.name, [None] * count))
 
     # --- starting
 

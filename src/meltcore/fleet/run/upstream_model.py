@@ -71,7 +71,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         # A fleet is not ready before servers that run elsewhere have answered.
         self._elsewhere = None if config.url is None else Upstream(0, config.url, parts.timeouts.connect_s, key)
         urls = [config.url] if config.url else [f"http://127.0.0.1:{server.port}" for server in self.replicas]
-        parts.pool.add_model(AddUpstream(number, name, config, urls), stats)
+        parts.pool.add_model(AddUpstream(number, name, config, urls))
 
     # --- starting
 

@@ -44,7 +44,7 @@ from meltcore.protocol.channel import (
     ToAPIServer,
 )
 from meltcore.serve.http.hops import own_name
-from meltcore.serve.requests.stats import ModelStats, ServerStats
+from meltcore.serve.requests.stats import ServerStats
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection
 from meltcore.settings.server_config import ServerConfig
 
@@ -91,30 +91,6 @@ class APIServerWorker:
             self.process.kill()
 
 
-class _Model:
-    """What a worker that starts later has to be sent of a model, and whether all workers can serve it."""
-
-    def __init__(self, added: AddModel | AddUpstream, stats: ModelStats) -> None:
-        self.added = added
-        self.stats = stats
-        self.open: OpenModel | None = None
-        self.status: StatusChanged | None = None
-        self.synthetic = False  # its tokenizer
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
-
-    def keep(self, message: ModelMessage) -> None:
-        """Note a message that has just been sent to all workers."""
-        if isinstance(message, OpenModel):
-            self.open = message
-        elif isinstance(message, StatusChanged):
-            self.status = message
-        elif isinstance(message, ReplicaStarted | ReplicaEnded) and isinstance(self.added, AddModel):
-            engines = list(self.added.engines)
-            engines[message.replica] = message.engine if isinstance(message, ReplicaStarted) else None
-            self.added = msgspec.structs.replace(self.added, engines=engines)
-
-
 class WorkerPool:
     """All API server processes of a server."""
 
@@ -144,7 +120,9 @@ class WorkerPool:
         self._workers: list[APIServerWorker] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._pending: deque[socket.socket] = deque()  # connections that no worker could take yet
-        self._models: dict[int, _Model] = {}
+        self._models: dict[int, AddModel | AddUpstream] = {}  # as a worker that starts later is sent them
+        # Done once all workers can serve a model, with whether its tokenizer is a substitute.
+        self._opened: dict[int, asyncio.Future[bool]] = {}
         self._policy, self._report = policy, report
         self._exiting = False
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -158,41 +136,42 @@ class WorkerPool:
 
     # --- models
 
-    def add_model(self, message: AddModel | AddUpstream, stats: ModelStats) -> None:
+    def add_model(self, message: AddModel | AddUpstream) -> None:
         """Let all workers load the tokenizer of a model, or watch the servers of an upstream one."""
-        model = self._models[message.model] = _Model(message, stats)
-        for worker in self._workers:
-            if worker.started:
-                worker.send(message, model.stats.shared.fd)
+        self._models[message.model] = message
+        opened = self._opened[message.model] = asyncio.get_running_loop().create_future()
+        opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
+        self._send(message, self._stats.model(message.model).shared.fd)
 
     def remove_model(self, model: int) -> None:
         """Let all workers forget a model."""
-        del self._models[model]
+        del self._models[model], self._opened[model]
         for worker in self._workers:
             worker.opened.discard(model)
+        self._send(RemoveModel(model))
+
+    def _send(self, message: ToAPIServer, descriptor: int | None = None) -> None:
+        for worker in self._workers:
             if worker.started:
-                worker.send(RemoveModel(model))
+                worker.send(message, descriptor)
 
     async def open_model(self, message: OpenModel) -> bool:
         """Let all workers accept requests for a model, and wait until they can.
 
         Returns whether its tokenizer is a substitute. Raises ConfigError when one cannot load what it needs.
         """
-        model = self._models[message.model]
+        opened = self._opened[message.model]
         self.broadcast(message)
-        waited: set[asyncio.Future[Any]] = {model.opened, self.failed}
+        waited: set[asyncio.Future[Any]] = {opened, self.failed}
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not model.opened.done():
+        if not opened.done():
             raise ConfigError(self.failed.result())
-        model.opened.result()
-        return model.synthetic
+        return opened.result()
 
     def change_routes(self, config: ServerConfig) -> None:
         """Let all workers choose models by the routes of `config`, which later ones start with."""
         self._config = config
-        for worker in self._workers:
-            if worker.started:
-                worker.send(self._routes())
+        self._send(self._routes())
 
     def _routes(self) -> RoutesChanged:
         return RoutesChanged(self._config.order, self._config.languages, self._config.routes)
@@ -202,16 +181,14 @@ class WorkerPool:
         """The number of models of the server."""
         return len(self._models)
 
-    def model_failed(self, model: int) -> asyncio.Future[None]:
+    def model_failed(self, model: int) -> asyncio.Future[bool]:
         """Return a future with the error of a model that a worker cannot serve. It is done also when all can."""
-        return self._models[model].opened
+        return self._opened[model]
 
     def broadcast(self, message: ModelMessage) -> None:
         """Send a message about a model to every worker."""
-        self._models[message.model].keep(message)
-        for worker in self._workers:
-            if worker.started:
-                worker.send(message)
+        self._models[message.model] = _after(self._models[message.model], message)
+        self._send(message)
 
     # --- connections
 
@@ -263,7 +240,7 @@ class WorkerPool:
     def _is_available(self, worker: APIServerWorker) -> bool:
         """Whether a worker serves all that every other one can serve: without, it would refuse requests."""
         return worker.started and all(
-            number in worker.opened for number, model in self._models.items() if _is_open(model.opened)
+            number in worker.opened for number, opened in self._opened.items() if _is_open(opened)
         )
 
     # --- processes
@@ -297,27 +274,23 @@ class WorkerPool:
         if isinstance(message, Started):
             worker.started = True
             worker.send(self._routes())  # not in its setup: they name models
-            for model in self._models.values():
-                worker.send(model.added, model.stats.shared.fd)
-                for missed in (model.open, model.status):
-                    if missed is not None:
-                        worker.send(missed)
+            for number, model in self._models.items():
+                worker.send(model, self._stats.model(number).shared.fd)
             self._assign_pending()
         elif isinstance(message, EngineUnreadable):
             if message.model in self._models:
                 self._on_unreadable(message.model, message.replica, message.message)
-        elif (opened := self._models.get(message.model)) is not None:  # else it has been removed meanwhile
+        elif (opened := self._opened.get(message.model)) is not None:  # else it has been removed meanwhile
             if isinstance(message, ModelFailed):
                 self._on_model_failed(worker, message)
                 return
             worker.opened.add(message.model)
-            opened.synthetic = message.synthetic
-            if all(message.model in each.opened for each in self._workers) and not opened.opened.done():
-                opened.opened.set_result(None)
+            if all(message.model in each.opened for each in self._workers) and not opened.done():
+                opened.set_result(message.synthetic)
             self._assign_pending()
 
     def _on_model_failed(self, worker: APIServerWorker, message: ModelFailed) -> None:
-        opened = self._models[message.model].opened
+        opened = self._opened[message.model]
         if not opened.done():
             opened.set_exception(ConfigError(message.message))
         elif _is_open(opened):  # the others have loaded it
@@ -340,7 +313,7 @@ class WorkerPool:
         worker.channel.close()
         if self._exiting:
             return
-        any_open = any(_is_open(model.opened) for model in self._models.values())
+        any_open = any(map(_is_open, self._opened.values()))
         has_served = self._is_available(worker) and self._policy.keeps_api_servers(is_serving=any_open)
         worker.started, worker.opened = False, set()
         if has_served:
@@ -356,8 +329,8 @@ class WorkerPool:
             sum(model.fail_process_requests(worker.worker_id) for model in self._stats.models),
         )
         is_serving = any(
-            model.status is not None and model.status.status == "ready" and model.stats.live_replicas()
-            for model in self._models.values()
+            model.status is not None and model.status.status == "ready" and self._stats.model(number).live_replicas()
+            for number, model in self._models.items()
         )
         if self._policy.keeps_api_servers(is_serving=is_serving):
             await self._start(worker)
@@ -367,5 +340,18 @@ class WorkerPool:
             self.failed.set_result(reason)
 
 
-def _is_open(opened: asyncio.Future[None]) -> bool:
+def _after(model: AddModel | AddUpstream, message: ModelMessage) -> AddModel | AddUpstream:
+    """Return what is sent of a model to a worker that starts after a message about it."""
+    if isinstance(message, StatusChanged):
+        return msgspec.structs.replace(model, status=message)
+    if isinstance(message, EndRequests) or isinstance(model, AddUpstream):
+        return model
+    if isinstance(message, OpenModel):
+        return msgspec.structs.replace(model, open=message)
+    engines = list(model.engines)
+    engines[message.replica] = message.engine if isinstance(message, ReplicaStarted) else None
+    return msgspec.structs.replace(model, engines=engines)
+
+
+def _is_open(opened: asyncio.Future[bool]) -> bool:
     return opened.done() and not opened.cancelled() and opened.exception() is None

@@ -34,6 +34,8 @@ class EngineBackend:
     purpose: str
     unit: Unit
     tickets: OpenTickets[Any] | None = None  # once there can be any
+    loading: asyncio.Task[Any] | None = None  # of what `load` returns; None where no engine can be started
+    opening: asyncio.Task[None] | None = None
 
     def __init__(
         self,

@@ -88,14 +88,20 @@ class Health:
     def __init__(self, stats: ModelStats, stuck_after_s: float = STUCK_AFTER_S) -> None:
         self.status: ModelStatus = "loading"
         self.reason = "loading: starting"
+        self.has_failed = False  # in this process, which cannot load what it needs
         self._stats = stats
         self._stuck_after_s = stuck_after_s
 
     def set(self, status: ModelStatus, reason: str) -> None:
-        """Change the status. "dead" is final."""
-        if self.status != "dead":
+        """Change the status. "dead" is final, and a model that has failed in this process never serves in it."""
+        if self.status != "dead" and not (self.has_failed and status in SERVING):
             self.status = status
             self.reason = reason
+
+    def fail(self, reason: str) -> None:
+        """Note that this process can never serve the model."""
+        self.has_failed = True
+        self.set("failed", reason)
 
     def not_ready(self, reason: str) -> RequestError:
         """Return the error (503) of a request that cannot be served now, with an estimate of when it can."""

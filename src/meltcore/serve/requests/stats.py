@@ -221,6 +221,10 @@ class ServerStats(_Columns):
         """Forget a model."""
         del self._models[model]
 
+    def model(self, model: int) -> ModelStats:
+        """Return the statistics of a model."""
+        return self._models[model]
+
     @property
     def models(self) -> list[ModelStats]:
         """The statistics of all models, in the order in which they were added."""
