@@ -64,7 +64,7 @@ class Load:
         while steps > 0 or (until and until not in self._last_s and time.monotonic() < end_s):
             steps -= 1
             step = self.engine.step()
-            self._most_pages = max(self._most_pages, self.engine.pool.used)
+            self._most_pages = max(self._most_pages, self.engine.pool.num_used)
             for output in step.outputs:
                 before, self._last_s[output.request_id] = self._last_s.get(output.request_id), step.step_ended_s
                 if before is not None and output.request_id in self._load:

@@ -119,7 +119,7 @@ class Subject:
     def decode(self, sequences: int, context: int) -> Row:
         names = self.add(sequences, context, 500)
         running = self.engine.scheduler.running
-        while len(running) < sequences or any(request.remaining > 1 for request in running):
+        while len(running) < sequences or any(request.num_remaining > 1 for request in running):
             self.engine.step()
         for _ in range(3):
             self.engine.step()

@@ -52,7 +52,7 @@ from meltcore.measure.problems.tones import (
 )
 from meltcore.models.checkpoints.nemo_archive import WEIGHTS_FILE
 from meltcore.models.configs.nemo_config import CONFIG_FILE, read_config
-from meltcore.models.tasks.conformer import padding_mask, shortened, sinusoids
+from meltcore.models.tasks.conformer import padding_mask, sinusoids, subsampled_frames
 from meltcore.models.tasks.indicconformer import IndicConformer
 from meltcore.models.tasks.log_mel import LogMel
 
@@ -200,7 +200,7 @@ class Trainee:
         for layer in encoder.pre_encode.conv:
             hidden = layer(hidden)
             if isinstance(layer, torch.nn.Conv2d) and layer.stride[0] > 1:
-                frames = shortened(frames)
+                frames = subsampled_frames(frames)
             elif isinstance(layer, torch.nn.ReLU):
                 hidden = hidden.masked_fill(padding_mask(frames, hidden.shape[2])[:, None, :, None], 0.0)
         hidden = encoder.pre_encode.out(hidden.transpose(1, 2).flatten(2))

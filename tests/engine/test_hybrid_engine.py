@@ -154,7 +154,7 @@ def test_ended_sequences_release_their_slots(folder: Path, monkeypatch: pytest.M
     seen.engine.abort(["r0"])
     with pytest.raises(AssertionError, match="still"):
         seen.engine.check_idle()
-    assert seen.engine.stats().recurrent_state_slots_used == states.used > 0
+    assert seen.engine.stats().recurrent_state_slots_used == states.num_used > 0
     seen.run()
     stats = seen.engine.stats()
     assert (stats.recurrent_state_slots_used, stats.recurrent_state_slots) == (0, states.total)

@@ -157,7 +157,7 @@ def test_pages_are_free_once_they_left_the_window(network: sliding_tools.Network
         if request is not None:
             computed = request.num_computed_tokens
             first = max(0, computed - network.window) // PAGE_SIZE  # of the step that was just computed
-            assert seen.engine.pool.used == full * pages_for(computed) + sliding * (pages_for(computed) - first)
+            assert seen.engine.pool.num_used == full * pages_for(computed) + sliding * (pages_for(computed) - first)
     seen.engine.check_idle()
 
 

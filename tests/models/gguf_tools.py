@@ -202,7 +202,7 @@ def load_dequantized(reference: PreTrainedModel, path: Path) -> int:
     """Give a network the values of a file's rounded tensors by the gguf package. Returns how many there are."""
     model, config = GGUFModel(path), reference.config
     stored = {
-        name: torch.from_numpy(dequantize(model.file_of[name].blocks(name), tensor.type)).view(tensor.shape)
+        name: torch.from_numpy(dequantize(model.file_by_tensor[name].blocks(name), tensor.type)).view(tensor.shape)
         for name, tensor in model.tensors.items()
         if tensor.type.name in GgmlType.__members__ or tensor.type.name in ("BF16", "F16")
     }

@@ -50,14 +50,14 @@ def assert_requantized(source: Path, written: Path, to: GGMLQuantizationType, he
     before, after = GGUFModel(source), GGUFModel(written)
     assert list(after.tensors) == list(before.tensors)
     for name, tensor in before.tensors.items():
-        expected = before.file_of[name].blocks(name)
+        expected = before.file_by_tensor[name].blocks(name)
         found = after.tensors[name]
         assert found.shape == tensor.shape
         is_kept = len(tensor.shape) == 1 or "inp" in name
         assert found.type == (tensor.type if is_kept else Q8_0 if name == head else to)
         if found.type != tensor.type:
             expected = quantize(dequantize(expected, tensor.type), found.type)
-        assert np.array_equal(after.file_of[name].blocks(name), expected), name
+        assert np.array_equal(after.file_by_tensor[name].blocks(name), expected), name
 
 
 @pytest.mark.parametrize("to", [Q8_0, Q4_0], ids=lambda each: each.name)

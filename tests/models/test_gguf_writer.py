@@ -68,7 +68,7 @@ def write(folder: Path, to: str = "q8_0", name: str = "written.gguf", **settings
 def contents(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     model = GGUFModel(path)
     return {
-        name: (tensor.type.name, tensor.shape, model.file_of[name].blocks(name).tobytes())
+        name: (tensor.type.name, tensor.shape, model.file_by_tensor[name].blocks(name).tobytes())
         for name, tensor in model.tensors.items()
     }
 

@@ -20,7 +20,7 @@ from meltcore.common.errors import ConfigError, RequestError
 from meltcore.measure.load.workloads.sentences import make_sentence
 from meltcore.text.languages import LANGUAGES
 from meltcore.text.translation.indic_scripts import transliterate
-from meltcore.text.translation.languages import TAGS, check_script, direction_of, find_language, needed_direction
+from meltcore.text.translation.languages import TAGS, check_script, find_direction, find_language, needed_direction
 from meltcore.text.translation.sentences import join_sentences, split_sentences
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer
 from meltcore.text.visible import is_visible
@@ -81,7 +81,7 @@ def test_language_of_two_scripts_needs_one(name: str, codes: str) -> None:
     ],
 )  # fmt: skip
 def test_direction_is_read_from_the_last_part_of_a_name(name: str, direction: str | None) -> None:
-    assert direction_of(name) == direction
+    assert find_direction(name) == direction
 
 
 def test_direction_follows_from_the_languages() -> None:

@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     written = [path] if path.is_file() else list(path.iterdir())
     before, after = (size_text(sum(file.stat().st_size for file in files)) for files in (read, written))
     sizes = f"{after}, from weights of {before}"
-    console.print(f"{path}: {sizes}, whose values moved by {loss.relative:.2%} (RMS)", markup=False, soft_wrap=True)
+    console.print(
+        f"{path}: {sizes}, whose values moved by {loss.relative_error:.2%} (RMS)", markup=False, soft_wrap=True
+    )
     return 0
 
 

@@ -18,7 +18,7 @@ _ROUNDING_BYTES = 2 * 2**20  # of a large allocation, upwards
 
 
 def hold_memory(num_bytes: int, device: torch.device | None = None) -> None:
-    """Have torch take free memory of a GPU (None: the current one) into its cache, where no other process finds it.
+    """Have torch take free memory of a GPU into its cache, where no other process finds it. None is the current GPU.
 
     Less than twice the allocator's rounding is left. Raises torch.OutOfMemoryError where the GPU has no memory left.
     """

@@ -123,7 +123,7 @@ def free_cached_memory(device: torch.device) -> None:
 def describe_pools() -> str:
     """Return in one line what each pool of torch's allocator holds in this process.
 
-    Pools of CUDA graphs count together, also those of an engine that cannot sleep.
+    Pools of CUDA graphs count together, also in an engine that cannot sleep.
     """
     sizes: dict[str, list[int]] = {tag: [0, 0] for tag in ("default", *TAGS)}
     for segment in torch.cuda.memory_snapshot(include_traces=False):

@@ -82,7 +82,7 @@ def half_split_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 def apply_rope(heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotate each head by its token's position.
 
-    heads: [tokens, heads, head_dim]; table: from `rotary_table`; positions: [tokens] int64. Computed in float32,
+    heads: [tokens, heads, head_dim]; positions: [tokens] int64. `rotary_table` makes the table. Computed in float32,
     returned in the type of `heads`.
     """
     cos, sin = table[positions][:, None, :].chunk(2, dim=-1)

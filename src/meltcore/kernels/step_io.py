@@ -18,9 +18,9 @@ _BLOCK = 1024
 def apply_updates(updates: torch.Tensor, inputs: torch.Tensor, page_table: torch.Tensor, new_pages: int) -> None:
     """Copy a step's inputs and new pages to the device.
 
-    updates: int64 in pinned host memory: the new content of `inputs`, then the rows, the columns and the page numbers
-    of `new_pages` entries of `page_table` [rows, columns] int64. inputs: [n] int64. The host must not change `updates`
-    before the device has passed this kernel.
+    `updates` is int64 in pinned host memory. It has the new content of `inputs` [n] int64, then the rows, the columns
+    and the page numbers of `new_pages` entries of `page_table` [rows, columns] int64. The host must not change
+    `updates` before the device has passed this kernel.
     """
     if not use_triton(inputs):
         _apply_updates_reference(updates, inputs, page_table, new_pages)
@@ -50,9 +50,14 @@ def finish_step(
 ) -> None:
     """Write a step's tokens to the tensors that the next step and the host read.
 
-    token_ids, rows, positions: [sequences] int64; positions are incremented, except those of padding (-1). last_tokens:
-    [table rows] int64; each token is written to its sequence's row. steps: [1] int64, incremented. ring: [slots,
-    sequences or more] int64 in pinned host memory; the tokens go to the start of slot `steps % slots`.
+    Args:
+        token_ids: [sequences] int64.
+        rows: [sequences] int64.
+        positions: [sequences] int64, incremented, except for padding (-1).
+        last_tokens: [table rows] int64. Each token is written to its sequence's row.
+        steps: [1] int64, incremented.
+        ring: [slots, sequences or more] int64 in pinned host memory. The tokens go to the start of slot `steps %
+            slots`.
     """
     if not use_triton(token_ids):
         _finish_step_reference(token_ids, rows, positions, last_tokens, steps, ring)

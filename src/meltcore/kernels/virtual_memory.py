@@ -67,7 +67,7 @@ class VirtualMemory:
         self._segments: dict[int, Segment] = {}  # by address
 
     def size(self, tag: str | None = None) -> int:
-        """Return the bytes of all segments, or of those with a tag, mapped or not."""
+        """Return the bytes of all segments, or of the segments with a tag, mapped or not."""
         return sum(segment.size for segment in self._segments.values() if tag in (None, segment.tag))
 
     @property

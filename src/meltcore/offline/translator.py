@@ -25,7 +25,7 @@ from meltcore.settings.config import DType, EngineConfig, LoadFormat
 from meltcore.text.languages import Language
 from meltcore.text.translation.document import finish, prepare
 from meltcore.text.translation.indic_scripts import Normalizer
-from meltcore.text.translation.languages import direction_of, find_language, needed_direction
+from meltcore.text.translation.languages import find_direction, find_language, needed_direction
 from meltcore.text.translation.tokenizer import SentencePieceTokenizer, SyntheticTokenizer, TranslationTokenizer
 
 # Of the memory beside the weights: the rest is for activations and for what torch keeps
@@ -38,7 +38,7 @@ class _LoadedModel:
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         """Load the checkpoint. Raises ConfigError when it, a setting or the memory does not fit."""
-        self.name, self.direction = config.model, direction_of(config.model)
+        self.name, self.direction = config.model, find_direction(config.model)
         is_dummy = config.load_format == "dummy"
         checkpoint = open_task_checkpoint(config.model, task_of_part(engine.__name__), is_dummy=is_dummy)
         dtype = task_dtype(config.dtype, device, on_gpu=torch.float16)
@@ -74,7 +74,7 @@ class Translator:
         GPU and float32 on a CPU. Raises ConfigError for a setting that cannot work.
         """
         names = [models] if isinstance(models, str) else list(models)
-        directions = [direction_of(name) for name in names]
+        directions = [find_direction(name) for name in names]
         if not names or (len(names) > 1 and (None in directions or len(set(directions)) < len(names))):
             raise ConfigError(
                 "Translator needs one checkpoint, or several with different directions in their names (en-indic, "

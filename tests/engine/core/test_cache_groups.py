@@ -62,13 +62,13 @@ def test_gemma_keeps_508_kb_per_token_in_the_window_and_82_kb_beyond(cache: bool
     scheduler.add(request_of([5] * 300, max_tokens=2500))
     while scheduler.has_work:
         for chunk in scheduler.schedule():
-            held = scheduler.pool.used * page_bytes
+            held = scheduler.pool.num_used * page_bytes
             expected = LAYER_BYTES * (10 * chunk.end + 52 * min(chunk.end, 1024))
             assert 0 <= held - expected <= PAGE_SIZE * LAYER_BYTES * 62
             scheduler.update([chunk], [7])
     assert LAYER_BYTES * 62 == 507_904
     assert LAYER_BYTES * 10 == 81_920
-    assert scheduler.pool.used == 0
+    assert scheduler.pool.num_used == 0
 
 
 def test_prompt_in_chunks_keeps_its_window_and_one_chunk() -> None:
@@ -78,10 +78,10 @@ def test_prompt_in_chunks_keeps_its_window_and_one_chunk() -> None:
     for _ in range(16):
         (chunk,) = scheduler.schedule()
         columns = chunk.end // PAGE_SIZE - max(0, chunk.start - 1023) // PAGE_SIZE
-        assert scheduler.pool.used == 5 * pages_for(chunk.end) + 26 * (columns + (chunk.end % PAGE_SIZE > 0))
+        assert scheduler.pool.num_used == 5 * pages_for(chunk.end) + 26 * (columns + (chunk.end % PAGE_SIZE > 0))
         scheduler.update([chunk], [7] * chunk.samples)
     run_step(scheduler)
-    assert scheduler.pool.used == 5 * 126 + 26 * 17, "the chunk's pages are released with the first decode step"
+    assert scheduler.pool.num_used == 5 * 126 + 26 * 17, "the chunk's pages are released with the first decode step"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -95,8 +95,8 @@ def test_decoding_sequence_holds_only_the_pages_of_its_window(window: int, overl
         plan = scheduler.schedule()
         for chunk in plan:
             first = max(0, chunk.start - window + 1) // PAGE_SIZE
-            assert scheduler.pool.used == 3 * (pages_for(chunk.end) - first)
-            held.add(scheduler.pool.used // 3)
+            assert scheduler.pool.num_used == 3 * (pages_for(chunk.end) - first)
+            held.add(scheduler.pool.num_used // 3)
         if (done := launched if overlap else plan) is not None:
             scheduler.update(done, [7] * sum(chunk.samples for chunk in done))
         launched = plan
@@ -141,7 +141,7 @@ def test_scheduler_refuses_a_pool_in_which_one_sequence_cannot_finish() -> None:
         run_step(scheduler)
         steps += 1
         assert steps < 5000
-    assert scheduler.pool.used == 0
+    assert scheduler.pool.num_used == 0
 
 
 # --- prefix cache ---
@@ -188,7 +188,7 @@ def test_hit_needs_full_attention_whole_and_the_last_window_of_sliding_groups(
     hits = cache.hits(second)
     assert list(hits) == expected
     for hit in hits:
-        pages, width = cache.pages_of(second, hit), layout.column_pages
+        pages, width = cache.prefix_pages(second, hit), layout.column_pages
         for column in range(hit):
             for group in layout.groups:
                 seen = group.window is None or column * PAGE_SIZE + PAGE_SIZE - 1 >= hit * PAGE_SIZE - group.window + 1
@@ -206,10 +206,10 @@ def test_evicting_one_page_frees_its_whole_bundle() -> None:
     pool.release(reversed(first.pages))
     (taken,) = pool.allocate(1)
     assert taken == first.pages[5]
-    assert pool.registered == set(first.pages[:4]), "the other page of the bundle is forgotten"
+    assert pool.registered_pages == set(first.pages[:4]), "the other page of the bundle is forgotten"
     assert not pool.is_cached(first.pages[4])
     assert pool.allocate(1) == [first.pages[4]], "and it is free: nothing else is evicted for the next page"
-    assert pool.registered == set(first.pages[:4])
+    assert pool.registered_pages == set(first.pages[:4])
     cache.check()
     pool.check()
 
@@ -307,4 +307,4 @@ def test_sequences_that_run_together_share_the_chunk_of_a_step() -> None:
         most_running = max(most_running, len(scheduler.running))
         scheduler.update(scheduled, [1] * sum(each.samples for each in scheduled))
     assert (most_running, scheduler.preemptions) == (seqs, 0)
-    assert scheduler.pool.used == 0
+    assert scheduler.pool.num_used == 0

@@ -263,16 +263,16 @@ class World:
             assert (request.recurrent_slot > 0) == (request.status is RequestStatus.RUNNING)
         under_way = self.launched[0] if self.launched else []
         held = len(self.scheduler.running) + sum(chunk.snapshot > 0 for chunk in under_way)
-        assert self.states.used == held, "slots are held that no sequence has"
+        assert self.states.num_used == held, "slots are held that no sequence has"
         snapshots = self.scheduler.snapshots
         if snapshots is not None:
             snapshots.check()
             assert self.cache is not None
-            lost = self._snapshots - snapshots._slot_of.keys()
+            lost = self._snapshots - snapshots._slot_by_hash.keys()
             self.lost_to_room += sum(self.cache.is_known(key) for key in lost)
             self.lost_with_page += sum(not self.cache.is_known(key) for key in lost)
-            self._snapshots = set(snapshots._slot_of)
-            for key, slot in snapshots._slot_of.items():
+            self._snapshots = set(snapshots._slot_by_hash)
+            for key, slot in snapshots._slot_by_hash.items():
                 last = self.device.pages[self.cache._bundles[0][key][0]][-1]
                 assert last is not None
                 assert self.device.states[slot] == last[1], "a snapshot of another beginning"
@@ -292,7 +292,7 @@ class World:
             assert request.num_computed_tokens <= request.length
             for page in filter(None, request.pages):
                 holders[page] = holders.get(page, 0) + 1
-        assert self.pool.used == len(holders), "pages are held that no sequence has"
+        assert self.pool.num_used == len(holders), "pages are held that no sequence has"
         penalty_slots = {request.penalty_slot for request in self.penalised_running()}
         assert len(penalty_slots) == len(self.penalised_running()), "two sequences share a slot for their counts"
         assert penalty_slots <= set(range(self.penalty_slots)), "more slots than planned"
@@ -365,7 +365,7 @@ def drive(choice: random.Random, steps: int, *, recurrent: bool, penalised: bool
         world.step()
         assert world.steps < limit, "a sequence starves"
     world.check_text()
-    assert world.pool.used == 0
+    assert world.pool.num_used == 0
     return world
 
 

@@ -92,7 +92,7 @@ def test_bookkeeping_is_consistent_after_any_operations(slots: int, history: lis
     pool.on_evict = lambda slot: None
     for what, which in history:
         snapshots = sorted(pool.snapshots)
-        if what == "take" and pool.available:
+        if what == "take" and pool.num_available:
             held.append(pool.take())
         elif what == "free_one" and pool.free_one_for_snapshot(len(held)):
             before = len(pool.snapshots)
@@ -103,8 +103,8 @@ def test_bookkeeping_is_consistent_after_any_operations(slots: int, history: lis
         elif what in ("touch", "supersede", "drop") and snapshots:
             getattr(pool, what)(snapshots[which % len(snapshots)])
         pool.check()
-        assert pool.used == len(held)
-        assert pool.available == slots - len(held)
+        assert pool.num_used == len(held)
+        assert pool.num_available == slots - len(held)
 
 
 class Driver:

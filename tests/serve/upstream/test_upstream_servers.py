@@ -58,7 +58,7 @@ def serving(
 
 def children(server: RunningServer) -> list[int]:
     """The guards of upstream servers, each the leader of a process group."""
-    return [pid for pid, command in server._children() if "common.guard" in command]
+    return [pid for pid, command in server._children() if "common.die_with_parent" in command]
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class PageLayout(NamedTuple):
         return self.groups[-1].first + self.groups[-1].pages
 
     @property
-    def sliding(self) -> tuple[PageGroup, ...]:
+    def sliding_groups(self) -> tuple[PageGroup, ...]:
         """The groups that have a window."""
         return tuple(group for group in self.groups if group.window is not None)
 
@@ -144,19 +144,19 @@ class PagePool:
         self.on_evict: Callable[[int], None] = lambda _: None
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Number of pages that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """Number of referenced pages."""
-        return self.total - self.available
+        return self.total - self.num_available
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, evicting the oldest cached ones when none are free. The caller checked `available`."""
-        if count > self.available:
-            raise RuntimeError(f"asked for {count} pages, {self.available} available")
+        if count > self.num_available:
+            raise RuntimeError(f"asked for {count} pages, {self.num_available} available")
         return [self._allocate_page() for _ in range(count)]
 
     def add_references(self, pages: Iterable[int]) -> None:
@@ -171,7 +171,7 @@ class PagePool:
         return page in self._cached
 
     @property
-    def registered(self) -> set[int]:
+    def registered_pages(self) -> set[int]:
         """Pages whose content the prefix cache can find."""
         return self._registered
 
@@ -241,7 +241,7 @@ class PrefixCache:
         self._pool = pool
         self._layout = layout
         self._bundles: list[dict[bytes, list[int]]] = [{} for _ in layout.groups]
-        self._bundle_of: dict[int, tuple[int, bytes]] = {}  # index of the group, and hash
+        self._entry_by_page: dict[int, tuple[int, bytes]] = {}  # index of the group, and hash
         self._secret = secrets.token_bytes(_HASH_BYTES)
         self.on_forget: Callable[[bytes], None] = lambda _: None
         pool.on_evict = self._forget
@@ -270,7 +270,7 @@ class PrefixCache:
                 hits.append(length)
         return hits
 
-    def pages_of(self, request: Request, hit_columns: int) -> list[int]:
+    def prefix_pages(self, request: Request, hit_columns: int) -> list[int]:
         """Return the pages of a cached prefix of `hit_columns`; the null page where no window reaches."""
         group_bundles = [
             (group.first_column(hit_columns * PAGE_SIZE), [0] * group.pages, bundles)
@@ -296,7 +296,7 @@ class PrefixCache:
                 first_page = column_start + group.first
                 bundles[page_hash] = bundle = request.pages[first_page : first_page + group.pages]
                 for page in bundle:
-                    self._bundle_of[page] = index, page_hash
+                    self._entry_by_page[page] = index, page_hash
                     self._pool.register(page)
         request.registered_columns = num_full_columns
 
@@ -320,8 +320,8 @@ class PrefixCache:
             for page_hash, bundle in bundles.items()
             for page in bundle
         }
-        assert pages == self._bundle_of, "maps disagree"
-        assert set(self._bundle_of) == self._pool.registered, "the pool registers other pages than the cache"
+        assert pages == self._entry_by_page, "maps disagree"
+        assert set(self._entry_by_page) == self._pool.registered_pages, "the pool registers other pages than the cache"
 
     def _hash(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         content = parent + array("I", token_ids).tobytes()
@@ -329,10 +329,10 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         """Remove the bundle of an evicted page, and free its other pages."""
-        index, page_hash = self._bundle_of.pop(page)
+        index, page_hash = self._entry_by_page.pop(page)
         for other_page in self._bundles[index].pop(page_hash):
             if other_page != page:
-                del self._bundle_of[other_page]
+                del self._entry_by_page[other_page]
                 self._pool.unregister(other_page)
         self.on_forget(page_hash)
 

@@ -49,12 +49,12 @@ class RecurrentStatePool:
         self.on_evict: Callable[[int], None] = lambda _: None
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Number of slots that `take` could give now."""
         return len(self._free) + len(self._num_reuses)
 
     @property
-    def used(self) -> int:
+    def num_used(self) -> int:
         """Number of held slots."""
         return len(self._held_slots)
 
@@ -181,8 +181,8 @@ class StateSnapshots:
     def __init__(self, states: RecurrentStatePool, cache: PrefixCache) -> None:
         self._states = states
         self._cache = cache
-        self._slot_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        self._slot_by_hash: dict[bytes, int] = {}
+        self._hash_by_slot: dict[int, bytes] = {}
         self._claimed: set[bytes] = set()  # by launched steps
         states.on_evict = self._forget
         cache.on_forget = self._drop
@@ -190,12 +190,12 @@ class StateSnapshots:
     def find(self, request: Request, hits: Sequence[int]) -> PrefixMatch:
         """Return the longest of the `hits` of the prefix cache, lengths in columns, that ends with a snapshot."""
         hashes = self._cache.page_hashes(request, len(request.token_ids) // PAGE_SIZE)
-        hit_columns = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_of), 0)
+        hit_columns = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_by_hash), 0)
         request.parent_snapshot = hashes[hit_columns - 1] if hit_columns else None
         longest_hit = hits[-1] if hits else 0
         positions = sorted({count * PAGE_SIZE for count in (longest_hit, len(hashes)) if count > hit_columns})
-        slot = self._slot_of[hashes[hit_columns - 1]] if hit_columns else 0
-        return PrefixMatch(hit_columns, self._cache.pages_of(request, hit_columns), slot, positions)
+        slot = self._slot_by_hash[hashes[hit_columns - 1]] if hit_columns else 0
+        return PrefixMatch(hit_columns, self._cache.prefix_pages(request, hit_columns), slot, positions)
 
     def claim(self, request: Request, end: int) -> bool:
         """Return whether to keep the state after the first `end` tokens.
@@ -204,7 +204,7 @@ class StateSnapshots:
         and `attach` or `abandon` must follow.
         """
         page_hash = self._page_hash(request, end)
-        if page_hash in self._slot_of or page_hash in self._claimed:
+        if page_hash in self._slot_by_hash or page_hash in self._claimed:
             return False
         if not self._states.free_one_for_snapshot(len(self._claimed)):
             return False
@@ -218,10 +218,10 @@ class StateSnapshots:
         if not self._cache.is_known(page_hash):
             self._states.release(slot)
             return
-        self._slot_of[page_hash] = slot
-        self._hash_of[slot] = page_hash
+        self._slot_by_hash[page_hash] = slot
+        self._hash_by_slot[slot] = page_hash
         self._states.keep(slot)
-        parent = self._slot_of.get(request.parent_snapshot) if request.parent_snapshot else None
+        parent = self._slot_by_hash.get(request.parent_snapshot) if request.parent_snapshot else None
         if parent is not None:
             self._states.supersede(parent)
 
@@ -232,20 +232,22 @@ class StateSnapshots:
 
     def check(self) -> None:
         """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
-        assert {slot: page_hash for page_hash, slot in self._slot_of.items()} == self._hash_of, "maps disagree"
-        assert set(self._hash_of) == set(self._states.snapshots), "the pool keeps other snapshots than are known"
-        assert all(self._cache.is_known(page_hash) for page_hash in self._slot_of), "a snapshot without its page"
+        assert {slot: page_hash for page_hash, slot in self._slot_by_hash.items()} == self._hash_by_slot, (
+            "maps disagree"
+        )
+        assert set(self._hash_by_slot) == set(self._states.snapshots), "the pool keeps other snapshots than are known"
+        assert all(self._cache.is_known(page_hash) for page_hash in self._slot_by_hash), "a snapshot without its page"
 
     def _page_hash(self, request: Request, end: int) -> bytes:
         return self._cache.page_hashes(request, end // PAGE_SIZE)[-1]
 
     def _forget(self, slot: int) -> None:
         """Remove a snapshot that the pool has evicted."""
-        del self._slot_of[self._hash_of.pop(slot)]
+        del self._slot_by_hash[self._hash_by_slot.pop(slot)]
 
     def _drop(self, page_hash: bytes) -> None:
         """Drop the snapshot of a page that the prefix cache has evicted."""
-        slot = self._slot_of.pop(page_hash, None)
+        slot = self._slot_by_hash.pop(page_hash, None)
         if slot is not None:
-            del self._hash_of[slot]
+            del self._hash_by_slot[slot]
             self._states.drop(slot)

@@ -84,14 +84,14 @@ class Request:
         return len(self.token_ids) + self.in_flight
 
     @property
-    def generated(self) -> int:
+    def num_generated(self) -> int:
         """Number of generated tokens, including tokens in flight."""
         return self.length - self.prompt_length
 
     @property
     def masks_end_tokens(self) -> bool:
         """Whether end tokens are forbidden for the token being sampled, which is in flight."""
-        return bool(self.stop_ids) and self.generated <= self.sampling.min_tokens
+        return bool(self.stop_ids) and self.num_generated <= self.sampling.min_tokens
 
     @property
     def output_ids(self) -> list[int]:
@@ -104,7 +104,7 @@ class Request:
         return self.sampling.prompt_logprobs is not None
 
     @property
-    def remaining(self) -> int:
+    def num_remaining(self) -> int:
         """Number of tokens to compute before the next one can be sampled."""
         return self.length - self.num_computed_tokens
 

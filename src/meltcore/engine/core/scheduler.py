@@ -81,7 +81,7 @@ class Scheduler:
         self.pool = pool
         self.cache = cache
         self.layout = layout
-        self._sliding = layout.sliding
+        self._sliding = layout.sliding_groups
         self._column_pages = layout.column_pages
         self.states = states
         self.snapshots = None if states is None or cache is None else StateSnapshots(states, cache)
@@ -224,7 +224,7 @@ class Scheduler:
                 break
             if (
                 request.status is not RequestStatus.RUNNING
-                or request.remaining <= 1
+                or request.num_remaining <= 1
                 or request.id in scheduled_ids
                 or request.in_flight
             ):
@@ -253,7 +253,7 @@ class Scheduler:
             match = self._match_prefix(request)
             missing_pages = self.layout.missing_pages(request.length, match.columns, self.max_num_batched_tokens)
             num_cached = sum(self.pool.is_cached(page) for page in match.pages)
-            if missing_pages > self.pool.available - num_cached:
+            if missing_pages > self.pool.num_available - num_cached:
                 break
             heapq.heappop(self._waiting[request.has_penalties])
             self._waiting_count -= 1
@@ -273,7 +273,7 @@ class Scheduler:
             return self.snapshots.find(request, hits)
         if self.cache is None or not hits:
             return PrefixMatch(0, [], 0, [])
-        return PrefixMatch(hits[-1], self.cache.pages_of(request, hits[-1]), 0, [])
+        return PrefixMatch(hits[-1], self.cache.prefix_pages(request, hits[-1]), 0, [])
 
     def _take_snapshots(self, snapshots: StateSnapshots, scheduled: list[Chunk]) -> None:
         """Take a slot for each state to keep after this step, as long as one is left for every free row.
@@ -285,7 +285,7 @@ class Scheduler:
             positions = chunk.request.snapshot_positions
             if positions and positions[0] == chunk.end:
                 positions.pop(0)
-                if self.states.available > len(self._free_rows) and snapshots.claim(chunk.request, chunk.end):
+                if self.states.num_available > len(self._free_rows) and snapshots.claim(chunk.request, chunk.end):
                     scheduled[index] = chunk._replace(snapshot=self.states.take())
 
     def _keep_snapshot(self, chunk: Chunk) -> None:
@@ -309,13 +309,13 @@ class Scheduler:
         """Return False when the token in flight is known to be the last, or must be read before the next is sampled."""
         if not request.in_flight:
             return True
-        ends_with_token = request.generated >= request.sampling.max_tokens or request.length >= self.max_model_len
+        ends_with_token = request.num_generated >= request.sampling.max_tokens or request.length >= self.max_model_len
         return not (ends_with_token or request.needs_host)
 
     def _make_chunk(self, request: Request, num_tokens: int) -> Chunk:
         if self.pacer is not None and request.id in self._long_prompt_ids:
             self.pacer.tokens_left -= num_tokens
-        return Chunk(request, request.num_computed_tokens, num_tokens, samples=num_tokens == request.remaining)
+        return Chunk(request, request.num_computed_tokens, num_tokens, samples=num_tokens == request.num_remaining)
 
     def _next_chunk_size(self, request: Request, budget: int) -> int:
         """Return the number of prompt tokens to compute next."""
@@ -332,7 +332,7 @@ class Scheduler:
         if self._sliding:
             self._release_passed_pages(request)
         num_new_pages = pages_for(tokens) * self._column_pages - len(request.pages)
-        if num_new_pages > self.pool.available:
+        if num_new_pages > self.pool.num_available:
             return False
         if num_new_pages > 0:
             request.pages += self.pool.allocate(num_new_pages)
@@ -367,7 +367,7 @@ class Scheduler:
         request.registered_columns = match.columns
         request.num_computed_tokens = match.columns * PAGE_SIZE
         request.first_columns = [group.first_column(request.num_computed_tokens) for group in self._sliding]
-        if request.generated == 0:
+        if request.num_generated == 0:
             request.cached_tokens = request.num_computed_tokens
         self.prefix_queried_tokens += request.length
         self.prefix_hit_tokens += request.num_computed_tokens

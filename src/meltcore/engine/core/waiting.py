@@ -74,7 +74,7 @@ class WaitingQueue(Generic[Request]):
             self.cost -= waiting.cost
         return waiting
 
-    def expired(self, now_s: float) -> list[Request]:
+    def take_expired(self, now_s: float) -> list[Request]:
         """Remove and return the requests whose deadline has passed."""
         requests = []
         while self._deadlines and self._deadlines[0][0] <= now_s:

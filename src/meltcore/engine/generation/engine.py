@@ -251,7 +251,7 @@ class GenerationEngine:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=self.scheduler.waiting_count,
-            pages_used=self.pool.used,
+            pages_used=self.pool.num_used,
             pages_total=self.pool.total,
             steps_total=self._steps,
             step_s_total=self._step_s,
@@ -261,7 +261,7 @@ class GenerationEngine:
             prefix_hit_tokens_total=self.scheduler.prefix_hit_tokens,
             preemptions_total=self.scheduler.preemptions,
             recurrent_state_slots=0 if self.states is None else self.states.total,
-            recurrent_state_slots_used=0 if self.states is None else self.states.used,
+            recurrent_state_slots_used=0 if self.states is None else self.states.num_used,
             recurrent_state_snapshots=0 if self.states is None else len(self.states.snapshots),
         )
 
@@ -325,10 +325,10 @@ class GenerationEngine:
     def check_idle(self) -> None:
         """Raise AssertionError when an engine without work still holds memory: a leak."""
         assert not self._requests, f"{len(self._requests)} requests are still known"
-        assert self.pool.used == 0, f"{self.pool.used} pages are still referenced"
+        assert self.pool.num_used == 0, f"{self.pool.num_used} pages are still referenced"
         self.pool.check()
         if self.states is not None:
-            assert self.states.used == 0, f"{self.states.used} recurrent-state slots are still held"
+            assert self.states.num_used == 0, f"{self.states.num_used} recurrent-state slots are still held"
             self.states.check()
         if self.scheduler.cache is not None:
             self.scheduler.cache.check()

@@ -53,4 +53,4 @@ def generation_needs(
 
 
 def _batched_tokens(layout: PageLayout, on_cpu: bool) -> int:
-    return _SLIDING_BATCHED_TOKENS if layout.sliding and not on_cpu else _BATCHED_TOKENS
+    return _SLIDING_BATCHED_TOKENS if layout.sliding_groups and not on_cpu else _BATCHED_TOKENS

@@ -121,7 +121,7 @@ class EngineShell:
         engine waits for engines of other classes; None lets it wait for none.
         """
         self._sockets = open_sockets(socket_dir, client_count, to_engine)
-        self._client_of: dict[str, int] = {}  # by request id, until its last output
+        self._client_by_request: dict[str, int] = {}  # by request id, until its last output
         self._profiler: _Profiler | _CudaProfiler | None = None
         self._sleep_state = SleepState()
         self._finished = 0  # requests, since memory was given back
@@ -200,7 +200,7 @@ class EngineShell:
         A client without outputs receives no message. A step without any outputs is sent to client 0, as a sign of
         progress.
         """
-        client_of = self._client_of
+        client_of = self._client_by_request
         outputs_by_client: list[list[RequestOutput]] = [[] for _ in range(self._sockets.client_count)]
         for output in step.outputs:
             request_id = output.request_id
@@ -221,8 +221,8 @@ class EngineShell:
             engine.check()
             if self._finished >= _TRIM_AFTER_FINISHED:
                 self._finished = 0
-                if not self._client_of:
-                    self._client_of.clear()  # an emptied dict keeps the memory of all its entries
+                if not self._client_by_request:
+                    self._client_by_request.clear()  # an emptied dict keeps the memory of all its entries
                 trim_memory()
         return all(self._receive_from(client_index, engine) for client_index in range(self._sockets.client_count))
 
@@ -239,8 +239,10 @@ class EngineShell:
             engine.abort(message.request_ids)
         elif isinstance(message, ForgetClient):
             self._receive_from(message.client_index, engine)  # its last messages: their requests would never be aborted
-            orphans = [request_id for request_id, owner in self._client_of.items() if owner == message.client_index]
-            self._client_of.update(dict.fromkeys(orphans, client_index))
+            orphans = [
+                request_id for request_id, owner in self._client_by_request.items() if owner == message.client_index
+            ]
+            self._client_by_request.update(dict.fromkeys(orphans, client_index))
             engine.abort(orphans)
         elif isinstance(message, Profile):
             self.send(self._profile(message), client_index)
@@ -256,13 +258,13 @@ class EngineShell:
         except RequestError as error:
             self._sockets.send(client_index, engine.refuse(request.request_id, error.message))
         else:
-            self._client_of[request.request_id] = client_index
+            self._client_by_request[request.request_id] = client_index
 
     def _sleep_or_wake(self, engine: Engine, message: SleepMessage, client_index: int) -> None:
         """Answer when the device is idle. With async scheduling one step follows the last output of all requests."""
-        while not self._client_of and engine.has_work:
+        while not self._client_by_request and engine.has_work:
             self._step(engine)
-        self.send(self._sleep_state.handle(engine, message, len(self._client_of)), client_index)
+        self.send(self._sleep_state.handle(engine, message, len(self._client_by_request)), client_index)
         if isinstance(message, Sleep):
             trim_memory()
 

@@ -215,13 +215,13 @@ class BatchEngine(Generic[Request, Result]):
     def step(self) -> Outputs:
         """Begin what fits, compute one step of the task, and return the new results."""
         began_s = self._clock()
-        for request in self._queue.expired(began_s):
+        for request in self._queue.take_expired(began_s):
             self._expired += 1
             self._early_results.append(self.task.ended(request.request_id, "deadline", None))
         started_cost = self._start(began_s)
         results, self._early_results = self._early_results, []
         if self._running:
-            results += [self._finished(result) for result in self.task.step()]
+            results += [self._end_request(result) for result in self.task.step()]
             self._steps += 1
         ended_s = self._clock()
         self._step_s += ended_s - began_s
@@ -284,7 +284,7 @@ class BatchEngine(Generic[Request, Result]):
         self._running_cost -= running.padded_cost
         return running
 
-    def _finished(self, result: Result) -> Result:
+    def _end_request(self, result: Result) -> Result:
         """Return a task's result with its times if it is a request's last one."""
         if result.finish_reason is None:
             return result

@@ -119,7 +119,7 @@ class Sampler:
         tokens: list[int] = []
         for row, request in enumerate(requests):
             # The token being sampled is counted as in flight already.
-            if request.generated <= request.sampling.min_tokens:
+            if request.num_generated <= request.sampling.min_tokens:
                 rows += [row] * len(request.stop_ids)
                 tokens += request.stop_ids
             if request.token_mask is not None and (token_mask := request.token_mask(request.output_ids)) is not None:

@@ -48,8 +48,8 @@ def beam_cross_attention(
     """Attend to the sources of the slots.
 
     query: [rows, beams, heads, head_dim], contiguous; cache: [2, slots, heads, source positions, head_dim], contiguous;
-    slots: [rows] int64; lengths: [rows] int64, positions of each source, at least 1; num_positions: an upper bound of
-    them, which only the reference reads.
+    slots: [rows] int64; lengths: [rows] int64, positions of each source, at least 1. Only the reference reads
+    num_positions, an upper bound of the lengths.
 
     Returns [rows, beams, heads * head_dim].
     """
@@ -99,7 +99,7 @@ def _launch(
     *,
     is_self: bool,
 ) -> torch.Tensor:
-    """Launch the kernel. lengths: positions in the cache that are read; writers: not read unless is_self."""
+    """Launch the kernel. It reads `lengths` positions of the cache, and `writers` only with is_self."""
     rows, beams, heads, head_dim = query.shape[0], query.shape[1], query.shape[-2], query.shape[-1]
     if not all(each.is_contiguous() for each in (query, cache, writers)):
         raise ValueError("queries, cache and writers of beams must be contiguous")

@@ -30,22 +30,26 @@ class PaddedGroup(NamedTuple):
 class AttentionMetadata(NamedTuple):
     """The sequences of one step, for attention and recurrent layers. The queries of a sequence are neighbors.
 
-    page_table: [rows, max_pages] int64, the engine's persistent table; rows: [sequences] int64, each sequence's row.
-    context_lens: [sequences] int64, tokens before this step, so the position of the first query; -1 for padding.
-    slot_mapping: [tokens] int64, where each token's key and value go (page * page_size + offset); empty where all
-    sequences decode on CUDA, whose kernel reads the page table itself.
-    num_decodes: how many sequences, the first ones, have a single query.
+    Args:
+        page_table: [rows, max_pages] int64, the engine's persistent table.
+        rows: [sequences] int64, each sequence's row.
+        context_lens: [sequences] int64, tokens before this step, which is the position of the first query; -1 for
+            padding.
+        slot_mapping: [tokens] int64, where each token's key and value go (page * page_size + offset). It is empty where
+            all sequences decode on CUDA, whose kernel reads the page table itself.
+        num_decodes: how many sequences, the first ones, have a single query.
+        query_tiles: for the prefill kernel, [tiles, 4] int32, the queries of the other sequences (`make_query_tiles`),
+            counted from the first of them.
+        padded_index: for the reference, [tokens] int64, each token's index in the padded form of its group.
+        padded_groups: for the reference, how sequences are padded together, covering all of them in order.
+        shared: what layers with the same page table compute once in a step. None means that nothing is shared.
+        state_slots: [sequences] int64, the slot of each sequence's recurrent state.
+        query_start_loc: [sequences + 1] int64, index of each sequence's first token, at last the number of tokens.
+        chunk_indices: [chunks, 2] int32, the chunks of the sequences that have more than one query
+            (`make_chunk_indices`).
 
-    For the prefill kernel, query_tiles: [tiles, 4] int32, the queries of the other sequences (see `make_query_tiles`),
-    counted from the first of them.
-    For the reference, padded_index: [tokens] int64, each token's index in the padded form of its group; padded_groups:
-    how sequences are padded together, covering all of them in order; shared: what layers with the same page table
-    compute once in a step. None means that nothing is shared.
-
-    For recurrent layers, all empty where a model has none; the last two also where all sequences decode in a CUDA
-    graph. state_slots: [sequences] int64, the slot of each sequence's recurrent state; query_start_loc:
-    [sequences + 1] int64, index of each sequence's first token, at last the number of tokens; chunk_indices:
-    [chunks, 2] int32, the chunks of the sequences that have more than one query (see `make_chunk_indices`).
+    The last three are empty where a model has no recurrent layers. The last two are also empty where all sequences
+    decode in a CUDA graph.
     """
 
     page_table: torch.Tensor

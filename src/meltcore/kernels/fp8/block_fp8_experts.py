@@ -168,7 +168,7 @@ def add_block_fp8_experts(
     """Add each token's weighted sum of `block_fp8_expert_outputs` to `residual` in place and return it.
 
     Without a residual the sum alone is returned. A single token has the kernels of block-quantized weights, which
-    quantize its inputs to the same values. routing: logits where `ggml_expert_gemv.can_select` allows them.
+    quantize its inputs to the same values. `routing` may be logits where `ggml_expert_gemv.can_select` allows them.
     """
     up_bytes, down_bytes = gate_up.as_bytes(), down.as_bytes()
     if up_bytes and down_bytes and ggml_expert_gemv.can_sum(hidden, routing.pairs, [up_bytes], down_bytes):

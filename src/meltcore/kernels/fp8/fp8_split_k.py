@@ -3,7 +3,7 @@
 Beside splitting sums where tiles are too few for all SMs, this saves what torch's scaled GEMM leaves to other kernels:
 reading and writing the result again for the activation or for adding it to the residual.
 
-On Hopper the tensor cores keep about 13 bits of a sum of e4m3 numbers, an error far below that of e4m3 itself.
+On Hopper the tensor cores keep about 13 bits of a sum of e4m3 numbers. The error is far below the error of e4m3 itself.
 """
 
 from __future__ import annotations

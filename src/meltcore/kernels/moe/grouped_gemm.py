@@ -1,11 +1,11 @@
 """Grouped GEMM in Triton multiplies each pair of a token and an expert by that expert's weight.
 
 A program takes rows of an expert's weight and a tile of its pairs. How it finds them depends on the number of tokens.
-For very few, each pair is a tile ("gemv"). For more, there is a program per pair as well; it scans all pairs for those
-of its expert and works if its own is the first of a tile ("indirect"). Many pairs are aligned first (moe/align.py),
-which takes one more launch, or three ("grouped"). Which experts have pairs is known on the device alone. So the grid
-has the most programs that may be needed, and the others exit immediately: the host never waits, and a CUDA graph can
-hold it. No sum depends on the order in which programs run, nor one pair's on which others there are.
+For very few, each pair is a tile ("gemv"). For more, there is a program per pair as well; it scans all pairs for its
+expert's and works if its own is the first of a tile ("indirect"). Many pairs are aligned first (moe/align.py), which
+takes one more launch, or three ("grouped"). Which experts have pairs is known on the device alone. So the grid has the
+most programs that may be needed, and the others exit immediately: the host never waits, and a CUDA graph can hold it.
+The sum of a pair depends neither on the order in which programs run nor on the other pairs.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Routing(NamedTuple):
 class RouterLogits(NamedTuple):
     """The logits of one token, for kernels that select its experts themselves, as `select_experts` does.
 
-    values: [1, experts + shared_expert], contiguous, of a 16-bit type; norm: what the kernels apply to the token first,
-    None if it is normalized.
+    `values` is [1, experts + shared_expert], contiguous, of a 16-bit type. The kernels apply `norm` to the token first;
+    it is None for a normalized token.
     """
 
     values: torch.Tensor

@@ -71,14 +71,16 @@ BlockType = GgmlType | Int4Type | Fp8Type
 class GgmlTensor(NamedTuple):
     """Packed block-quantized rows of `columns` values, of any leading dimensions. Arrays are contiguous uint8.
 
-    values: of 8 bits in their order (Q8_0), or chunks of 4 bits each (see CHUNK), which for Q6_K are the low bits of
-    all chunks and are followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with the bits of
-    values j, 32 + j, ..., 224 + j. Q2_K has such half words alone. After the low 4 bits of all chunks, Q5_1 and Q5_K
-    have the highest bits of all chunks: 32 bytes per chunk, byte j with bits of values j, 32 + j, ..., 224 + j. Values
-    that ggml subtracts 8 or 32 from have their highest bit inverted, which makes them two's complements. scales:
-    float16 of each block, with a minimum d and m, or d and dmin. subscales: of Q4_K and Q5_K 3 words per block (see
-    `_pack_q4_k_subscales`); of Q2_K and Q6_K bytes in their order; of INT4 8 - zero of each block, int8. Rows of blocks
-    of 32 values and INT4 are padded to whole chunks by blocks of zeros, scales and sub-scales to words of 4 bytes.
+    Values of Q8_0 are 8 bits in their order. Other values are chunks of 4 bits each (see CHUNK). For Q6_K these are the
+    low bits of all chunks, followed by the high 2 bits of all chunks: 32 half words per chunk, half word j with the
+    bits of values j, 32 + j, ..., 224 + j. Q2_K has only such half words. After the low 4 bits of all chunks, Q5_1 and
+    Q5_K have the highest bits of all chunks: 32 bytes per chunk, byte j with bits of values j, 32 + j, ..., 224 + j.
+    Values that ggml subtracts 8 or 32 from have their highest bit inverted, which makes them two's complements.
+
+    Scales are float16 of each block, with a minimum d and m, or d and dmin. Sub-scales of Q4_K and Q5_K have 3 words
+    per block (see `_pack_q4_k_subscales`). Those of Q2_K and Q6_K are bytes in their order. For INT4 they are 8 - zero
+    of each block, int8. Rows of blocks of 32 values and INT4 are padded to whole chunks by blocks of zeros, scales and
+    sub-scales to words of 4 bytes.
     """
 
     type: BlockType
@@ -202,9 +204,9 @@ def _unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
 def _pack_q4_k_subscales(packed: torch.Tensor) -> torch.Tensor:
     """Arrange the 6-bit scales and minima of sub-blocks so that each is read without a condition on its number.
 
-    packed: [..., blocks, 12]. Returns [..., blocks * 12]: per block a byte for each sub-block with the low 4 bits of
-    its scale and, above them, of its minimum. Then 4 bits for each sub-block with the high 2 bits of both: byte i has
-    those of sub-block i and, above them, of sub-block i + 4.
+    packed: [..., blocks, 12]. Returns [..., blocks * 12]. A block has a byte for each sub-block with the low 4 bits of
+    its scale and, above them, of its minimum. Then it has 4 bits for each sub-block with the high 2 bits of both. Byte
+    i has the bits of sub-block i and, above them, of sub-block i + 4.
     """
     first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], -1)

@@ -195,8 +195,8 @@ def add_ggml_experts(
 ) -> torch.Tensor:
     """Add each token's weighted sum of `ggml_expert_outputs` to `residual` in place and return it.
 
-    Without a residual the sum alone is returned. For one token, the kernel of down computes the sum. routing: logits
-    where `ggml_expert_gemv.can_select` allows them.
+    Without a residual the sum alone is returned. For one token, the kernel of down computes the sum. `routing` may be
+    logits where `ggml_expert_gemv.can_select` allows them.
     """
     if ggml_expert_gemv.can_sum(hidden, routing.pairs, gate_up, down):
         multiply = partial(ggml_expert_gemv.ggml_expert_gemv, routing=routing)

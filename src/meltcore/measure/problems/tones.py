@@ -167,7 +167,10 @@ def read_aloud(text: str, loudness: float = 0.5, noise: float = READING_NOISE) -
 
 
 def random_word(rng: random.Random, split: Split) -> str:
-    """Return a number or a word: of the list for "heldout", of random letters that are not on it for "train"."""
+    """Return a number or a word.
+
+    For "heldout" it is a word of the list, for "train" random letters that are not on it.
+    """
     if rng.random() < 0.3:
         return "".join(rng.choices(CHARACTERS[26:], k=rng.randint(1, 6)))
     if split == "heldout":

@@ -195,19 +195,19 @@ class _Neighbors:
     """Finds the activity that ended last before a time, and the one that starts first at or after it."""
 
     def __init__(self, activities: Sequence[Activity]) -> None:
-        self._by_start = sorted(activities, key=lambda activity: (activity.start, activity.end))
-        self._by_end = sorted(activities, key=lambda activity: (activity.end, activity.start))
-        self._starts = [activity.start for activity in self._by_start]
-        self._ends = [activity.end for activity in self._by_end]
+        self._activities_by_start = sorted(activities, key=lambda activity: (activity.start, activity.end))
+        self._activities_by_end = sorted(activities, key=lambda activity: (activity.end, activity.start))
+        self._starts = [activity.start for activity in self._activities_by_start]
+        self._ends = [activity.end for activity in self._activities_by_end]
 
     def next(self, moment: int) -> Activity | None:
         index = bisect_left(self._starts, moment)
-        return self._by_start[index] if index < len(self._starts) else None
+        return self._activities_by_start[index] if index < len(self._starts) else None
 
     def names(self, gap: Span) -> tuple[str, str]:
         index = bisect_right(self._ends, gap[0]) - 1
         after = self.next(gap[1])
-        return self._by_end[index].name if index >= 0 else "", after.name if after else ""
+        return self._activities_by_end[index].name if index >= 0 else "", after.name if after else ""
 
 
 def _budget(activities: Sequence[Activity], gap_list: Sequence[Gap], window: Span) -> list[BudgetRow]:

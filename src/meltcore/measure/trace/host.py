@@ -38,14 +38,14 @@ class HostTimeline:
         before_launch = (gap[0], min(launch.start, gap[1]))
         if before_launch[1] <= before_launch[0]:
             return "kernel wait"
-        active = [event for event in self.active(launch.thread, before_launch) if event is not launch]
+        active = [event for event in self.active_events(launch.thread, before_launch) if event is not launch]
         if _overlap_fraction(active, before_launch, _synchronizes) >= 0.5:
             return "synchronization"
         if _overlap_fraction(active, before_launch, _is_wait) >= 0.5:
             return "no work"
         return "late launch" if active else "untraced host"
 
-    def active(self, thread: str, window: Span) -> list[HostEvent]:
+    def active_events(self, thread: str, window: Span) -> list[HostEvent]:
         """Return the events of a thread that overlap `window`, without a scan of the trace, which has millions."""
         thread_events, starts = self._threads[thread], self._starts[thread]
         first, end = bisect_left(starts, window[0]), bisect_left(starts, window[1])

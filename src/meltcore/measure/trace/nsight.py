@@ -43,7 +43,7 @@ class _Export:
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         names = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        self._columns = {table: self._columns_of(table) for (table,) in names}
+        self._columns = {table: self._read_columns(table) for (table,) in names}
         self._strings: Mapping[int, str] = dict(self._rows("StringIds", ("id", "value")))
 
     def activities(self) -> Iterator[Activity]:
@@ -75,7 +75,7 @@ class _Export:
             if end is not None and end > start:  # NVTX marks have no end
                 yield HostEvent(text or self._strings.get(name, ""), str(thread), start, end)
 
-    def _columns_of(self, table: str) -> set[str]:
+    def _read_columns(self, table: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{table}")')}
 
     def _rows(

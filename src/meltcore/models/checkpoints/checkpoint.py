@@ -278,7 +278,11 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
         reasons.append(f"config.json names {', '.join(names) or 'nothing'}; we have {', '.join(DECODER_CONFIGS)}")
 
     def check_weights() -> None:
-        reason = no_hub_weights_reason(checkpoint.name) if is_on_hub(checkpoint.name) else _no_weights(checkpoint)
+        reason = (
+            no_hub_weights_reason(checkpoint.name)
+            if is_on_hub(checkpoint.name)
+            else _missing_weights_reason(checkpoint)
+        )
         if reason is not None:
             raise ConfigError(reason)
 
@@ -295,7 +299,7 @@ def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: boo
     return reasons
 
 
-def _no_weights(checkpoint: Checkpoint) -> str | None:
+def _missing_weights_reason(checkpoint: Checkpoint) -> str | None:
     return None if checkpoint.weight_files else checkpoint.no_weights_reason
 
 

@@ -64,7 +64,7 @@ class OnnxEncoder:
             weight, bias = node.inputs[1], self._part.bias_name(node)
             if not _is_anonymous(weight) or weight in constants:
                 continue
-            module = bias.removesuffix(".bias") if bias is not None and not _is_anonymous(bias) else _module_of(node)
+            module = bias.removesuffix(".bias") if bias is not None and not _is_anonymous(bias) else _module_name(node)
             if module is None and node.op in orders:
                 part = "self_attn.linear_pos" if node.op == "MatMul" else "conv.depthwise_conv"
                 module = f"layers.{orders[node.op]}.{part}"
@@ -151,7 +151,7 @@ def _is_anonymous(name: str) -> bool:
     return "::" in name or name.startswith(("/", "Constant_")) or name.isdecimal()
 
 
-def _module_of(node: OnnxNode) -> str | None:
+def _module_name(node: OnnxNode) -> str | None:
     """Return the module in a node's name: of `/layers.0/self_attn/linear_pos/MatMul`, layers.0.self_attn.linear_pos."""
     if not node.name.startswith("/"):
         return None

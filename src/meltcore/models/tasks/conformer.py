@@ -59,7 +59,7 @@ class Subsampling(nn.Module):
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         for layer in self.conv:
             if isinstance(layer, nn.Conv2d) and layer.stride[0] > 1:
-                frames = shortened(frames)
+                frames = subsampled_frames(frames)
         return hidden, frames
 
     def _subsample(self, features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Subsampling(nn.Module):
         for layer in self.conv:
             hidden = layer(hidden)
             if isinstance(layer, nn.Conv2d) and layer.stride[0] > 1:
-                frames = shortened(frames)
+                frames = subsampled_frames(frames)
             elif isinstance(layer, nn.ReLU):  # the next convolution reads a frame beyond a clip's last one
                 is_padding = padding_mask(frames, hidden.shape[2])
                 hidden = hidden.masked_fill_(is_padding[:, None, :, None], 0.0)
@@ -227,7 +227,7 @@ def relative_shift(scores: torch.Tensor) -> torch.Tensor:
     return scores.as_strided(shape, strides, scores.storage_offset() + frames - 1)
 
 
-def shortened(frames: torch.Tensor) -> torch.Tensor:
+def subsampled_frames(frames: torch.Tensor) -> torch.Tensor:
     """Return the frame counts after one convolution of stride 2."""
     return torch.div(frames - 1, _SUBSAMPLING_STRIDE, rounding_mode="floor") + 1
 

@@ -154,7 +154,7 @@ def _pad(file: BinaryIO) -> None:
 
 def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the rows of a tensor as its new type stores them. Raises ConfigError for values that it cannot hold."""
-    file, source = model.file_of[tensor.name], tensor.source
+    file, source = model.file_by_tensor[tensor.name], tensor.source
     stored = file.blocks(tensor.name)
     step = max(1, _PART_VALUES // source.shape[-1])
     for start in range(0, prod(source.shape[:-1]), step):

@@ -22,6 +22,6 @@ class RoundingLoss:
         self._squared_values += float(np.square(values).sum(dtype=np.float64))
 
     @property
-    def relative(self) -> float:
+    def relative_error(self) -> float:
         """The root of the mean squared error, relative to the root of the mean squared value."""
         return math.sqrt(self._squared_error / self._squared_values) if self._squared_values else 0.0

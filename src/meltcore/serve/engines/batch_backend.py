@@ -65,7 +65,10 @@ class BatchTickets(OpenTickets[BatchPart]):
         return [part.result for part in parts]
 
     def on_output(self, replica: int, output: TaskResult) -> None:
-        """Give a message its last result; what a lost replica sends of one that another works on is dropped."""
+        """Give a message its last result.
+
+        A result from a lost replica is dropped where another replica works on the message.
+        """
         part = self.find(output.request_id, replica)
         if part is None or output.finish_reason is None:
             return

@@ -18,7 +18,7 @@ MAX_ANSWER_TOKENS = 2048
 
 
 class ChatAnswer(NamedTuple):
-    """A whole answer without its reasoning, and the tokens read and written."""
+    """A whole answer without its reasoning, and the numbers of tokens that were read and written."""
 
     text: str
     prompt_tokens: int

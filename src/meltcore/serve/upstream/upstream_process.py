@@ -27,7 +27,7 @@ from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.serve.upstream.upstream_command import upstream_command
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 
-_GUARD = (sys.executable, "-m", "meltcore.common.guard")
+_GUARD = (sys.executable, "-m", "meltcore.common.die_with_parent")
 _POLL_S = 0.1
 STOP_LIMIT_S = 10.0  # from SIGTERM to SIGKILL
 _PROBES: dict[str, dict[str, object]] = {

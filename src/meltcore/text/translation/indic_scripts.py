@@ -179,7 +179,7 @@ _SPACE_AFTER = regex.compile(r"([#$(\[{<@]) ")
 def join_words(text: str) -> str:
     """Undo `split_words`: attach punctuation marks to the words they belong to. Quotation marks open and close in turn.
 
-    Text like @RA or @LA is read as a mark between (oddity "quote-markers").
+    Text like @RA or @LA becomes a quotation mark (oddity "quote-markers").
     """
     text = _join_numbers(text)
     text = _SPACES_AROUND.sub(r"\1", text)

@@ -44,7 +44,7 @@ def needed_direction(source: Language, target: Language) -> Direction:
     return "indic-en" if target.code == "eng_Latn" else "indic-indic"
 
 
-def direction_of(checkpoint: str) -> Direction | None:
+def find_direction(checkpoint: str) -> Direction | None:
     """Return the direction in the last part of a checkpoint's name or path, or None if it names none.
 
     Fairseq's checkpoints are published in a folder `fairseq_model` within the folder that has the name.

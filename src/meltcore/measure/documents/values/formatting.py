@@ -22,7 +22,7 @@ NOT_MEASURED = "–"
 
 # The load generator's settings that define a workload.
 def client_line(levels: Sequence[LevelResult]) -> str:
-    """Return what was measured of the load generator in levels without a reason against it."""
+    """Return a sentence on whether the load generator was late or out of CPU. No level has a reason against it."""
     unmeasured_loads = [format_load(level) for level in levels if not _is_measured(level.client)]
     if not unmeasured_loads:
         return "The load generator was neither late nor out of CPU."

@@ -21,7 +21,9 @@ _Ratio = Annotated[float, Meta(gt=0)]
 
 
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stream of an experiment: a model by `model`, or by `task`, of several the one with `prefer` in its name.
+    """One stream of an experiment.
+
+    `model` names its model, or `task` does: among several models it takes the one with `prefer` in its name.
 
     The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits p95 together
     to p95 alone, of `e2e` and `first` (first token or audio); `min_throughput_ratio` limits the throughput.

@@ -321,7 +321,7 @@ def _factors(model: GGUFModel, name: str, pairs: int) -> np.ndarray[Any, Any]:
     if tensor is None or tensor.type != GGMLQuantizationType.F32 or tensor.shape != (pairs,):
         found = "is missing" if tensor is None else f"is {tensor.type.name} {list(tensor.shape)}"
         raise ConfigError(f"{model.path}: {name} {found}; it must be F32 [{pairs}]")
-    factors: np.ndarray[Any, Any] = model.file_of[name].blocks(name).view("<f4")[0].astype(np.float64)
+    factors: np.ndarray[Any, Any] = model.file_by_tensor[name].blocks(name).view("<f4")[0].astype(np.float64)
     return factors
 
 

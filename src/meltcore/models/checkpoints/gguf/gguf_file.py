@@ -199,14 +199,14 @@ class GGUFModel:
                         f"{file.path}: {key} is {describe_value(found)}, and the file's name asks for {expected} "
                         "(parts are named NAME-00001-of-0000N.gguf)"
                     )
-        self.file_of: dict[str, GGUFFile] = {}
+        self.file_by_tensor: dict[str, GGUFFile] = {}
         for file in self.files:
             for name in file.tensors:
-                if name in self.file_of:
-                    raise ConfigError(f"{file.path}: tensor {name} is in {self.file_of[name].path.name} too")
-                self.file_of[name] = file
+                if name in self.file_by_tensor:
+                    raise ConfigError(f"{file.path}: tensor {name} is in {self.file_by_tensor[name].path.name} too")
+                self.file_by_tensor[name] = file
         self.unknown_types = {name: number for file in self.files for name, number in file.unknown_types.items()}
-        found = len(self.file_of) + len(self.unknown_types)
+        found = len(self.file_by_tensor) + len(self.unknown_types)
         total = self.metadata.get("split.tensors.count", found)
         if total != found:
             raise ConfigError(f"{self.path}: split.tensors.count is {describe_value(total)}; the parts hold {found}")
@@ -214,7 +214,7 @@ class GGUFModel:
     @cached_property
     def tensors(self) -> dict[str, GGUFTensor]:
         """The tensors of all parts by name."""
-        return {name: file.tensors[name] for name, file in self.file_of.items()}
+        return {name: file.tensors[name] for name, file in self.file_by_tensor.items()}
 
 
 class _HeaderParser:

@@ -30,7 +30,7 @@ def other_kind(model: GGUFModel) -> str | None:
         value = model.metadata.get(key)
         if isinstance(value, str) and value in _KINDS:
             return f"{_KINDS[value]} ({key} is {value!r})"
-    has_tensors = bool(model.file_of or model.unknown_types)
+    has_tensors = bool(model.file_by_tensor or model.unknown_types)
     is_vocabulary = not has_tensors and "tokenizer.ggml.tokens" in model.metadata
     return "a vocabulary (it has no tensors)" if is_vocabulary else None
 

@@ -20,7 +20,7 @@ from meltcore.serve.tasks.translation.forms import TranslatedTexts, TranslateReq
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.languages import LANGUAGES, Language
 from meltcore.text.translation.document import Document, finish, prepare
-from meltcore.text.translation.languages import direction_of, find_language, needed_direction
+from meltcore.text.translation.languages import find_direction, find_language, needed_direction
 from meltcore.text.translation.tokenizer import (
     SentencePieceTokenizer,
     SyntheticTokenizer,
@@ -61,7 +61,7 @@ def load_translation_text(config: ModelConfig, checkpoint: Checkpoint) -> Transl
         if is_synthetic
         else SentencePieceTokenizer(checkpoint.folder, sizes["encoder_vocab_size"], sizes["decoder_vocab_size"])
     )
-    return TranslationText(tokenizer, is_synthetic, direction_of(config.engine.model))
+    return TranslationText(tokenizer, is_synthetic, find_direction(config.engine.model))
 
 
 class Translations(BatchTickets):

@@ -1,8 +1,8 @@
-"""Runs a command that must not outlive the process that wants it: `python -m meltcore.common.guard COMMAND ...`.
+"""Runs a command that must not outlive its parent: `python -m meltcore.common.die_with_parent COMMAND ...`.
 
-Standard input is a pipe whose other end that process holds; its first line is the command's environment as JSON. An
-engine of ours ends when its input does. An upstream server does not, and would keep its GPU's memory. The guard leads
-the process group, which it ends with itself.
+Standard input is a pipe whose other end the parent holds; its first line is the command's environment as JSON. An
+engine of ours ends when its input does. An upstream server does not, and would keep its GPU's memory. This process, the
+guard, leads the process group, which it ends with itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meltcore.common.process import ProcessError, signal_group, start
 TERMINATE_LIMIT_S = 10.0
 
 
-def _end_with_owner() -> None:
+def _end_with_parent() -> None:
     """Wait for the end of standard input, then end the process group."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
@@ -38,7 +38,7 @@ def main() -> int:
     # The owner signals the group: the command decides what to do, and this process ends with it.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    threading.Thread(target=_end_with_owner, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     returncode = process.wait()
     return returncode if returncode >= 0 else 128 - returncode
 
