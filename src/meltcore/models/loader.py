@@ -87,7 +87,7 @@ def build_meta_model(
     quantization: Quantization = "none",
     group: TensorParallelGroup | None = None,
     *,
-    checks_files: bool = True,
+    reads_files: bool = True,
 ) -> Model:
     """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
 
@@ -97,21 +97,22 @@ def build_meta_model(
         device: where the model will be allocated.
         quantization: what is quantized while loading.
         group: build only this rank's shard.
-        checks_files: refuse files that do not hold each tensor of a quantized checkpoint once.
+        reads_files: refuse files that do not hold each tensor of a quantized checkpoint once. False opens no file of a
+            folder's weights.
 
     Raises ConfigError for an unknown architecture, for one that does not support the quantization or the group size,
     for a second quantization, and when `device` has too little memory.
     """
     ranks = group.size if group else 1
     try:
-        model = _shard_on_meta(checkpoint, dtype, device, quantization, group)
+        model = _shard_on_meta(checkpoint, dtype, device, quantization, group, reads_files=reads_files)
     except ShardError as error:
         largest = ranks - 1
         while largest > 1 and not _can_shard(checkpoint, dtype, device, quantization, largest):
             largest -= 1
         raise ConfigError(f"{error}; the largest size that {checkpoint.name} can have is {largest}") from error
     check_memory(checkpoint.name, parameter_bytes(model), device, ranks)
-    if not checks_files:
+    if not reads_files:
         return model
     is_published = read_quantization_config(checkpoint.config) is not None
     if checkpoint.gguf is not None or (is_published and _has_weight_files(checkpoint)):
@@ -135,6 +136,8 @@ def _shard_on_meta(
     device: torch.device,
     quantization: Quantization,
     group: TensorParallelGroup | None,
+    *,
+    reads_files: bool = False,
 ) -> Model:
     """Build a rank's shard on the meta device. Raises ShardError for a group size that the model cannot have."""
     config = Fields(checkpoint.config)
@@ -161,7 +164,7 @@ def _shard_on_meta(
         if published is not None:
             if isinstance(published, AwqConfig | GptqConfig):
                 with ExitStack() as stack:
-                    files = open_files(checkpoint) if _has_weight_files(checkpoint) else ()
+                    files = open_files(checkpoint) if reads_files and _has_weight_files(checkpoint) else ()
                     quantize_to_int4(model, published, [stack.enter_context(file) for file in files])
             else:
                 keep_published_fp8(model, published, device)
@@ -185,12 +188,13 @@ def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
         return {name: entry for file in files for name, entry in file.entries.items()}
 
 
-def matrix_dtypes(checkpoint: Checkpoint) -> set[str]:
+def matrix_dtypes(checkpoint: Checkpoint, *, reads_files: bool = True) -> set[str]:
     """Return the floating types, as files name them, in which the checkpoint stores matrices without quantization.
 
-    Without files it is the type that config.json names.
+    Without files it is the type that config.json names. With `reads_files` false no file of a folder is opened.
     """
-    if checkpoint.gguf is None and checkpoint.fairseq is None and not _has_weight_files(checkpoint):
+    has_files = reads_files and _has_weight_files(checkpoint)
+    if checkpoint.gguf is None and checkpoint.fairseq is None and not has_files:
         return {str(checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype"))}
     entries = _stored_entries(checkpoint).values()
     return {entry.dtype_name for entry in entries if len(entry.shape) > 1 and entry.dtype_name in _FLOATING}

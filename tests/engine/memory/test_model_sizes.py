@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,6 +104,19 @@ def test_errors_of_the_child_are_those_of_models(tmp_path: Path) -> None:
     assert isinstance(second, ConfigError)
     assert "does not divide this model's 9 attention heads" in str(second)
     assert sizes == read_sizes(requests[2:])[0]
+
+
+@pytest.mark.parametrize("quantization", [{}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}])
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_damaged_weights_keep_no_fleet_from_its_plan(tmp_path: Path, device: str, quantization: dict[str, Any]) -> None:
+    """Their engine alone fails, with the error."""
+    config = json.loads((open_checkpoint("Qwen/Qwen3-0.6B", files="config").folder / "config.json").read_text())
+    group = {"group_size": 128, "desc_act": False} if quantization else {}
+    settings = {name: values | group for name, values in quantization.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    whole = planned_bytes({"checkpoint": str(tmp_path), "load_format": "dummy", "device": device})
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    assert planned_bytes({"checkpoint": str(tmp_path), "device": device}) == whole
 
 
 def test_child_that_dies_or_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,13 +227,13 @@ def decoder_sizes(model: ModelSection, on_cpu: bool) -> tuple[ModelShape, int, s
     device, ranks = planned_device(on_cpu), model.tensor_parallel_size
     group = TensorParallelGroup(0, ranks) if ranks > 1 else None
     dtype, meta = _choose_dtype(checkpoint, config, device), torch.device("meta")
-    decoder = build_meta_model(checkpoint, dtype, meta, model.quantization, group, checks_files=False)
+    decoder = build_meta_model(checkpoint, dtype, meta, model.quantization, group, reads_files=False)
     if model.format in ("q4_0", "q8_0") and checkpoint.gguf is None:
         with meta, default_dtype(dtype):
             quantize_as_llama_cpp(decoder, model.format)
     held, note = None, ""
     if on_cpu and model.residency != "sleepable":
-        held = host_weights(decoder, matrix_dtypes(checkpoint))
+        held = host_weights(decoder, matrix_dtypes(checkpoint, reads_files=False))
     if checkpoint.gguf is not None and model.quantization == "none":
         from meltcore.models.checkpoints.gguf.gguf_formats import describe_on_host, restored_formats
 

@@ -1,6 +1,6 @@
 """The configuration of a decoder: fields of config.json, and switches in which model families differ.
 
-This module does not import torch, since plans of memory read configurations too.
+This module does not import torch, since checkpoints are checked without it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The configuration of each family of decoders, from a parsed config.json.
 
-This module does not import torch, since plans of memory read configurations too. Every function takes a parsed
+This module does not import torch, since checkpoints are checked without it. Every function takes a parsed
 config.json and raises ConfigError for a missing or wrong field, or an unsupported variant.
 """
 
