@@ -29,7 +29,7 @@ def add_daemon_options(parser: argparse.ArgumentParser) -> None:
 
 
 def start_daemon(args: argparse.Namespace, config: "ServerConfig", source: "OneModel | PlannedFleet") -> int | None:
-    """Start a server in the background where --daemon asks for it; returns its exit status, None without --daemon.
+    """Start a server in the background where --daemon asks for it. Returns its exit status, or None without --daemon.
 
     Raises ConfigError for options that need --daemon.
     """

@@ -186,7 +186,7 @@ class DenseExperts(nn.Module):
         return expert_outputs(hidden, routing, self.gate_up_proj, self.down_proj)
 
     def selects(self, *_: object) -> bool:
-        """Return False: these kernels are given the experts."""
+        """Return False, since these kernels are given the experts."""
         return False
 
     def add_outputs(

@@ -52,9 +52,12 @@ class StatusChanged(msgspec.Struct, tag="status", frozen=True):
 class AddModel(msgspec.Struct, tag="add_model", frozen=True):
     """A model whose checkpoint is on this machine: load its tokenizer. The descriptor of its statistics comes along.
 
-    task: None where it could not be found out, because the model cannot be loaded. engines: the number of each
-    replica's engine, in whose folder its sockets are; None: the replica has none now. open, status: where they are
-    known, for a process that starts later.
+    Args:
+        task: None where it could not be found out, because the model cannot be loaded.
+        engines: the number of each replica's engine, in whose folder its sockets are. None stands for a replica without
+            an engine.
+        open: the message that opened the model, for a process that starts later.
+        status: the last status, for a process that starts later.
     """
 
     model: int
@@ -66,7 +69,10 @@ class AddModel(msgspec.Struct, tag="add_model", frozen=True):
 
 
 class AddUpstream(msgspec.Struct, tag="add_upstream", frozen=True):
-    """A model of other servers. Comes with its statistics, and is answered by `ModelOpened`. urls: of each replica."""
+    """A model of other servers, one of `urls` for each replica.
+
+    Comes with its statistics, and is answered by `ModelOpened`.
+    """
 
     model: int
     name: str
@@ -132,7 +138,7 @@ class Started(msgspec.Struct, tag="started", frozen=True):
 
 
 class ModelOpened(msgspec.Struct, tag="opened", frozen=True):
-    """A model can be served. `synthetic`: whether its tokenizer is a substitute (of speech: its tokens)."""
+    """A model can be served. With `synthetic` its tokenizer is a stand-in, or for speech its tokens are."""
 
     model: int
     synthetic: bool

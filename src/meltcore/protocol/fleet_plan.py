@@ -18,8 +18,10 @@ class PlannedPart(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model: where it goes, for which context and concurrency, and how an engine of it divides its budget.
 
-    place: "GPU 0", "CPU" or "another server", in a cluster after the node's name; budget_bytes: of one engine on each
-    of its GPUs, or 0 for another server. max_num_seqs: of the file, where a step is full with fewer.
+    Args:
+        place: "GPU 0", "CPU" or "another server", in a cluster after the node's name.
+        budget_bytes: budget of one engine on each of its GPUs, or 0 for another server.
+        max_num_seqs: the file's number, where a step is full with fewer.
     """
 
     name: str
@@ -35,9 +37,9 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU and the bytes of each model on it, CUDA contexts included; of models that take turns, the largest.
+    """One GPU and the bytes of each model on it, CUDA contexts included. Models that take turns count with the largest.
 
-    total_bytes: that the fleet may use, without others_bytes, which other processes have of it.
+    The fleet may use `total_bytes`, which leave out the `others_bytes` of other processes.
     """
 
     number: int
@@ -49,9 +51,9 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
-    """The host memory of one machine: of engines on its CPU, and pinned for weights that sleep.
+    """The host memory of one machine: for engines on its CPU, and pinned for weights that sleep.
 
-    total_bytes: what there is for both, or None where it is not known.
+    `total_bytes` is the memory for both, or None where it is not known.
     """
 
     node: str = ""
@@ -61,12 +63,16 @@ class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan of a fleet. fits: the file fits as it is; changes: what the nearest plan that fits changes, which this is.
+    """A plan of a fleet.
 
-    reason: what the file needs and what there is, where nothing fits; such a plan has no GPUs and models.
-    other_changes: others that are enough too, either with concurrency and context as they are, or with smaller ones.
-    mig: each layout of MIG slices of the first GPU, and whether the engines fit into it; context_note: what is known
-    of the memory of CUDA contexts and of the driver.
+    Args:
+        fits: the file fits as it is.
+        changes: what the nearest plan that fits changes, which is this plan.
+        reason: what the file needs and what memory there is, where nothing fits. Such a plan has no GPUs and models.
+        other_changes: other changes that are enough too, either with concurrency and context as they are, or with
+            smaller ones.
+        mig: each layout of MIG slices of the first GPU, and whether the engines fit into it.
+        context_note: what is known of the memory of CUDA contexts and of the driver.
     """
 
     source: str

@@ -70,7 +70,7 @@ class GpuType:
 
 
 def lacks_feature(gpu_type: GpuType, feature: Feature) -> bool:
-    """Return whether `gpu_type` is known to lack `feature`; False for types that the table does not list."""
+    """Return whether `gpu_type` is known to lack `feature`. Types that the table does not list lack none."""
     first = _FIRST_ARCHITECTURE.get(feature)
     if first is not None and gpu_type.architecture is not None and gpu_type.architecture < first:
         return True

@@ -93,7 +93,10 @@ def read_model_sizes(models: Iterable[tuple[ModelSection, bool]]) -> None:
 
 
 class _Opened(NamedTuple):
-    """A model whose checkpoint, or name of a checkpoint without config.json, is known. source: of its sizes."""
+    """A model whose checkpoint, or name of a checkpoint without config.json, is known.
+
+    `source` says where sizes come from.
+    """
 
     task: Task
     checkpoint: Checkpoint | str

@@ -169,7 +169,7 @@ def planned_config(name: str, *, is_dummy: bool) -> IndicConformerConfig:
 
 
 def transcription_needs(model: ModelSection, name: str, on_cpu: bool, source: str, weight_bytes: int) -> EngineNeeds:
-    """Return the memory of an engine of a model. name: of its checkpoint or its shapes, which `source` says."""
+    """Return the memory of an engine of a model. `name` is its checkpoint or its shapes, and `source` says which."""
     config = planned_config(name, is_dummy=model.load_format == "dummy" or model.shapes is not None)
     element_size, max_shape = weight_element_size(model, on_cpu), transcription_shape(config)
     limit, clip_frames = MAX_TRANSCRIPTION_COST["cpu" if on_cpu else "cuda"], round(_CLIP_S / config.frame_s)

@@ -54,8 +54,8 @@ def decoder_step(
 ) -> StepShape:
     """Return the sizes of a step on one rank.
 
-    Values of the model's type take `element_size` bytes. `slices` are of weights in blocks of ggml; None for a model
-    without such weights.
+    Values of the model's type take `element_size` bytes. `slices` belong to weights in blocks of ggml; a model without
+    such weights has None.
     """
     hidden = config.hidden_size
     # Residual stream, its norm, and the output of a block before it is added.

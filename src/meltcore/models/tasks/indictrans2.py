@@ -138,7 +138,10 @@ class Embedding(nn.Module):
         self._positions = functional.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, 0, 1, 0)).to(weight)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return [rows, columns, size]. token_ids: [rows, columns]; positions: from 0, broadcast to that shape."""
+        """Return [rows, columns, size]. token_ids: [rows, columns].
+
+        Positions count from 0 and are broadcast to that shape.
+        """
         rows = torch.where(token_ids == PAD_ID, 0, positions + 1)
         hidden: torch.Tensor = self.tokens(token_ids) * self._scale + self._positions[rows]
         if self.norm is not None:
