@@ -71,7 +71,7 @@ def test_request_ends_with_its_client(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
-    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
+    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 2**24}) as server:
         connection = server.open(CHAT, chat_body("x" * 2_500_000))
         server.wait_metric("requests_in_flight", 1)
         connection.close()
@@ -80,7 +80,7 @@ def test_client_disconnect_after_a_paused_long_body_frees_its_request() -> None:
 
 @pytest.mark.slow
 def test_client_disconnect_after_a_pipelined_request_frees_its_request() -> None:
-    with scripted_server("--step-s", "0.05", engine={"max_model_len": 10**8}) as server:
+    with scripted_server("--step-s", "0.05", engine={"max_model_len": 2**24}) as server:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 10_000}
         connection = server.open("/v1/completions", body)
         server.wait_metric("requests_in_flight", 1)
@@ -96,7 +96,7 @@ def test_client_disconnect_after_a_pipelined_request_frees_its_request() -> None
 
 @pytest.mark.slow
 def test_client_disconnects_during_tokenization_free_their_requests() -> None:
-    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 10**8}) as server:
+    with scripted_server("--silent-steps", "100000", engine={"max_model_len": 2**24}) as server:
         for wait_ms in range(20):
             connection = server.open(CHAT, chat_body("x" * 60_000))
             time.sleep(wait_ms / 1000)
@@ -144,11 +144,11 @@ def test_half_sent_request_is_dropped_without_a_log_line() -> None:
 @pytest.mark.slow
 def test_slow_reader_is_disconnected_and_others_continue() -> None:
     options = ("--tokens-per-step", "1000", "--step-s", "0.001")
-    with scripted_server(*options, engine={"max_model_len": 10**8}) as server:
+    with scripted_server(*options, engine={"max_model_len": 2**24}) as server:
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", server.port))
-        body = json.dumps({"model": MODEL, "prompt": [300, 301, 302], "stream": True, "max_tokens": 50_000_000})
+        body = json.dumps({"model": MODEL, "prompt": [300, 301, 302], "stream": True, "max_tokens": 16_000_000})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
         slow.sendall(head.encode() + body.encode())
         wait_until(lambda: server.metrics()["requests_aborted_total"] == 1, "the slow reader to be aborted")
