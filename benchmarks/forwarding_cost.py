@@ -41,7 +41,7 @@ from meltcore.measure.load.wire.connection import HttpConnection, connect, resol
 from meltcore.measure.load.wire.connection import Target as Address
 from meltcore.measure.load.wire.http import ResponseHandler
 from meltcore.serve.http.listener import raise_file_limit
-from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.fleet_spec import ModelSection, ServerSection
 from meltcore.settings.server_config import ServerConfig
 
 sys.path.append(str(SCRIPTED_SERVER.parent))
@@ -61,7 +61,7 @@ START_LIMIT_S = 30.0
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "What is 7 * 8?"}], "max_tokens": TOKENS}
 SERVE = """
 import sys, msgspec
-from meltcore.settings.fleet_spec import ModelSection
+from meltcore.settings.fleet_spec import ModelSection, ServerSection
 from meltcore.settings.server_config import ServerConfig
 from meltcore.fleet.supervisor import serve
 sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServerConfig)))
@@ -153,7 +153,11 @@ def servers(*script: str, api_servers: int = 1) -> Iterator[tuple[str, str, list
 @contextmanager
 def api_servers_before(direct: str, folder: Path, api_servers: int = 1) -> Iterator[tuple[str, list[int]]]:
     """The URL of the API servers before the server at `direct`, and their process ids."""
-    config = ServerConfig(models=(), upstream={MODEL: ModelSection(url=direct)}, port=0, api_server_count=api_servers)
+    config = ServerConfig(
+        models=(),
+        upstream={MODEL: ModelSection(url=direct)},
+        server=ServerSection(port=0, api_server_count=api_servers),
+    )
     with process([sys.executable, "-c", SERVE, msgspec.json.encode(config).decode()], folder, "serve") as served:
         assert served.stdout is not None
         through = served.stdout.readline().split()[-1]

@@ -82,7 +82,7 @@ MOST = {
     "two-way pairs of folders": 1,
     "files that name a task": 2,
     "files that name synthesis": 4,
-    "settings": 166,
+    "settings": 145,
     "forms of a chat request": 21,
     "forms of a model at start": 10,
     "branches by mode": 0,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from server_harness import Answer, RunningServer, make_model, running, serve_command
+from server_harness import Answer, RunningServer, configure, make_model, running, serve_command
 from waiting import wait_until
 
 from meltcore.common.errors import EngineDeadError
@@ -26,7 +26,7 @@ from meltcore.protocol.synthesis import SynthesisReady
 from meltcore.protocol.transcription import Transcript, TranscriptionOutputs, TranscriptionReady
 from meltcore.protocol.translation import TranslationReady
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=3, probe_limit_s=10.0)
@@ -53,7 +53,7 @@ def fleet(
                     engine=engine, served_model_name=(model,), data_parallel_size=replicas, start_timeout_s=limit_s
                 )
             )
-        config = ServerConfig(models=tuple(models), port=0, api_server_count=2, **settings)
+        config = configure(models=tuple(models), port=0, api_server_count=2, **settings)
         with running(serve_command(config, policy=policy), folder / "stderr") as server:
             yield server, folder
 

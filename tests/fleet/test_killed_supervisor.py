@@ -13,12 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server_harness import RunningServer, connections, make_model, running, serve_command
+from server_harness import RunningServer, configure, connections, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 
 MODELS = ("first", "second")
 TOKENS = 40  # 0.2 s of scripted steps
@@ -35,7 +35,7 @@ def two_models(folder: Path, port: int, name: str) -> Iterator[RunningServer]:
     models = [
         ModelConfig(engine=engine, served_model_name=(model,)) for engine, model in zip(engines, MODELS, strict=True)
     ]
-    config = ServerConfig(models=tuple(models), port=port, api_server_count=2)
+    config = configure(models=tuple(models), port=port, api_server_count=2)
     with running(serve_command(config, policy=RestartAfterPause(first_pause_s=0.05)), folder / name) as server:
         yield server
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from open_tickets import open_requests, start
-from server_harness import MODEL, RunningServer, chat_body, running, scripted_server
+from server_harness import MODEL, RunningServer, chat_body, configure, running, scripted_server
 from waiting import wait_until
 
 from meltcore.common.errors import ConfigError, RequestError
@@ -35,7 +35,7 @@ from meltcore.serve.requests.generation import Generation
 from meltcore.serve.requests.stats import ModelStats, ServerStats
 from meltcore.serve.tasks.generation.open_requests import REQUEST_TOKENS
 from meltcore.settings.config import EngineConfig, EngineSharing, SharingSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -182,7 +182,7 @@ def test_engines_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     asleep = [dataclasses.replace(alone, sleepable=True)] * 5
 
     def threads(*models: ModelConfig) -> str | None:
-        config = ServerConfig(models=models)
+        config = configure(models=models)
         return cpu_environment(config, place_replicas(models[0])[0]).get("OMP_NUM_THREADS")
 
     assert [threads(alone), threads(alone, on_gpu), threads(alone, alone), threads(alone, pair, alone)] == [
@@ -204,10 +204,10 @@ def test_engines_on_gpus_know_how_many_ranks_may_compile(monkeypatch: pytest.Mon
         model_config(dp=3, tensor_parallel_size=2), replica_gpus=((0, 1),) * 3, replica_nodes=("a", "b", "a")
     )
     on_cpu_of_node = dataclasses.replace(model_config(dp=1, tensor_parallel_size=1), replica_nodes=("a",))
-    config = ServerConfig(models=(pair, on_cpu, named, on_nodes, on_cpu_of_node))
+    config = configure(models=(pair, on_cpu, named, on_nodes, on_cpu_of_node))
     assert [gpu_ranks(config, node) for node in ("", "a", "b", "c")] == [6, 4, 2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_ranks(ServerConfig(models=(pair, on_cpu)), "") == 0
+    assert gpu_ranks(configure(models=(pair, on_cpu)), "") == 0
 
 
 def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_models_that_are_awake_together_on_the_cpu_share_the_cores(monkeypatch: 
         return ModelConfig(engine=engine, data_parallel_size=replicas, sleepable=sleepable)
 
     def threads(*models: ModelConfig) -> list[int]:
-        config = ServerConfig(models=models)
+        config = configure(models=models)
         placements = [place_replicas(each)[0] for each in models]
         with_sharing = [msgspec.structs.replace(each.engine, sharing=EngineSharing()) for each in placements]
         in_use = [each._replace(engine=engine) for each, engine in zip(placements, with_sharing, strict=True)]

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
 from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 MODEL = "scripted"
@@ -32,6 +34,7 @@ TEMPLATE = """\
 """
 _SERVE = """
 import sys, msgspec
+from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
 from meltcore.settings.server_config import ServerConfig
 from meltcore.common.errors import MeltcoreError
 from meltcore.common.process import loading_modules
@@ -234,11 +237,28 @@ def connections(pid: int, port: int) -> int:
 
 
 def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:
-    """One model named MODEL on a free port; `settings` are fields of ModelConfig or ServerConfig."""
+    """One model named MODEL on a free port; `settings` are fields of ModelConfig, or of `configure`."""
     names = {each.name for each in fields(ModelConfig)}
     of_model = {"served_model_name": (MODEL,)} | {key: value for key, value in settings.items() if key in names}
     of_server = {"port": 0} | {key: value for key, value in settings.items() if key not in names}
-    return ServerConfig(models=(ModelConfig(engine=engine, **of_model),), **of_server)
+    return configure(models=(ModelConfig(engine=engine, **of_model),), **of_server)
+
+
+def configure(*, models: Sequence[ModelConfig] = (), api_key: str | None = None, **settings: Any) -> ServerConfig:
+    """The settings of a server: its sections by name, and their fields by name or by the flag's of `serve`."""
+    sections: dict[str, dict[str, Any]] = {"server": {}, "limits": {}, "timeouts": {}}
+    kinds = {"server": ServerSection, "limits": LimitsSection, "timeouts": TimeoutsSection}
+    names = {"request_timeout_s": "request_s", "drain_timeout_s": "drain_s", "max_body_bytes": "max_body"}
+    for name in list(settings):
+        field = names.get(name, name)
+        for section, kind in kinds.items():
+            if field in kind.__struct_fields__:
+                sections[section][field] = settings.pop(name)
+    if api_key is not None:
+        default = KeySection(name="default", sha256=sha256(api_key.encode()).hexdigest())
+        settings["keys"] = (default, *settings.get("keys", ()))
+    made = {section: kinds[section](**values) for section, values in sections.items() if values}
+    return ServerConfig(models=tuple(models), **made, **settings)
 
 
 def serve_command(
@@ -271,7 +291,7 @@ def fleet_command(
 def scripted_server(
     *engine_options: str, wait: bool = True, engine: dict[str, Any] | None = None, **settings: Any
 ) -> Iterator[RunningServer]:
-    """A server over the scripted engine: fields of EngineConfig, and of ModelConfig or ServerConfig."""
+    """A server over the scripted engine: fields of EngineConfig, and of ModelConfig or `configure`."""
     with tempfile.TemporaryDirectory() as folder:
         defaults: dict[str, Any] = {"model": str(make_model(Path(folder) / "model")), "load_format": "dummy"}
         config = server_config(EngineConfig(**(defaults | (engine or {}))), **settings)

@@ -326,8 +326,8 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     flags += " -tp 2 -dp 4 --api-server-count 3 --allowed-origins https://x http://y:3000"
     assert serve_cli.run(parser.parse_args(flags.split())) == 0
     (config,) = seen
-    assert (config.port, config.max_body_bytes, config.api_server_count) == (0, 2**20, 3)
-    assert config.allowed_origins == ("https://x", "http://y:3000")
+    assert (config.server.port, config.limits.max_body, config.server.api_server_count) == (0, 2**20, 3)
+    assert config.server.allowed_origins == ("https://x", "http://y:3000")
     (model,) = config.models
     assert (model.names, model.data_parallel_size) == (("a", "b"), 4)
     assert (model.engine.memory_bytes, model.engine.tensor_parallel_size) == (2**31, 2)

@@ -11,12 +11,12 @@ from typing import Any
 
 import openai
 import pytest
-from server_harness import RunningServer, make_model, running, serve_command
+from server_harness import RunningServer, configure, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 
 NAMES = ("first", "second")
 
@@ -31,7 +31,7 @@ def two_scripted_models(
             ModelConfig(engine=engine, served_model_name=(name,), **((second or {}) if name == "second" else {}))
             for name in NAMES
         )
-        config = ServerConfig(models=models, port=0, api_server_count=1, **settings)
+        config = configure(models=models, port=0, api_server_count=1, **settings)
         with running(serve_command(config, *options), Path(folder) / "stderr") as server:
             server.wait_healthy()
             yield server
@@ -99,7 +99,7 @@ def test_death_of_one_models_engine_leaves_the_other_model() -> None:
 
 
 def test_two_models_with_one_name_are_refused() -> None:
-    config = ServerConfig(models=(ModelConfig(engine=EngineConfig(model="m")),) * 2, port=0)
+    config = configure(models=(ModelConfig(engine=EngineConfig(model="m")),) * 2, port=0)
     with tempfile.TemporaryDirectory() as folder, running(serve_command(config), Path(folder) / "stderr") as server:
         assert server.wait_exit() == 2
         assert "two models are served as m" in server.stderr
@@ -109,7 +109,7 @@ def test_two_models_with_one_name_are_refused() -> None:
 def test_two_bundled_models_answer_from_one_api_server(tmp_path: Path) -> None:
     names = ("meltcore/sums", "meltcore/sums-hybrid")
     models = tuple(ModelConfig(engine=EngineConfig(model=name, device="cpu")) for name in names)
-    config = ServerConfig(models=models, port=0, api_server_count=1)
+    config = configure(models=models, port=0, api_server_count=1)
     with running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server:
         server.wait_healthy(120)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:

@@ -14,6 +14,8 @@ from waiting import WAIT_S
 pytest.importorskip("sentencepiece", reason="the extra `translate` is not installed: make .venv/.installed")
 pytest.importorskip("soundfile", reason="the extra audio has soundfile")
 
+from server_harness import configure
+
 from meltcore.protocol.translation import TranslationReady
 from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
 from meltcore.serve.requests.backend import ModelTable
@@ -30,7 +32,7 @@ from meltcore.serve.upstream.forward import UPSTREAM_PATHS, read_fields
 from meltcore.serve.upstream.http_backend import HttpBackend
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.tokenizer import SyntheticTokenizer
 
 ENGINES: dict[str, Any] = {
@@ -107,7 +109,7 @@ def build() -> Any:
     for backend in backends[len(ENGINES) :]:
         backend.check_ready = lambda: None
     log: Any = SimpleNamespace(write=lambda event, **fields: None)
-    config = ServerConfig(models=(backends[0].config,), port=0)
+    config = configure(models=(backends[0].config,), port=0)
     return build_app(ModelTable(backends), config, Metrics(server, dict), log, ApiKeys((), server))
 
 

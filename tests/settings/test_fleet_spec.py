@@ -16,8 +16,8 @@ from meltcore.fleet.plan.from_spec import server_config
 from meltcore.settings.config import SharingSection
 from meltcore.settings.fleet_checks import FleetError, check_fleet
 from meltcore.settings.fleet_file import load_fleet, parse_fleet
-from meltcore.settings.fleet_spec import FleetSpec
-from meltcore.settings.server_config import KeyConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, KeySection
+from meltcore.settings.server_config import ServerConfig
 
 FLEET = """
 server: {port: 9000, log_format: json}
@@ -76,7 +76,7 @@ def test_languages_reach_the_server_in_the_order_of_the_file() -> None:
 
 def test_settings_of_the_server_are_those_of_the_file() -> None:
     config = server_config(parse_fleet(FLEET))
-    assert (config.port, config.log_format, config.max_body_bytes, config.request_timeout_s) == (
+    assert (config.server.port, config.server.log_format, config.limits.max_body, config.timeouts.request_s) == (
         9000,
         "json",
         2**20,
@@ -90,13 +90,11 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert (en_indic.max_queue_chars, en_indic.max_queue_audio_s, ears.max_queue_audio_s) == (600, 30, 90)
     assert ears.engine.device == "cpu"
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
-    assert (config.class_shares, qwen.start_timeout_s, config.residency.start_timeout_s) == ((5, 3, 2), 7, 7)
+    assert (config.limits.class_shares, qwen.start_timeout_s, config.timeouts.start_s) == ((5, 3, 2), 7, 7)
     routes = config.routes
     assert (routes.translate.system_message, routes.translate.stop) == ("{source} to {target}:", ("\n",))
     assert (routes.chat.system_message, routes.chat.language) == ("Speak {language}.", "eng_Latn")
-    assert config.api_keys == (
-        KeyConfig(name="app", env="APP_KEY", highest_class="standard", requests_per_minute=60, tokens_per_minute=900),
-    )
+    assert config.keys == (KeySection(name="app", env="APP_KEY", priority="standard", requests_per_minute=60),)
 
 
 def test_random_weights_of_a_checkpoint_that_is_not_here_have_its_shapes(tmp_path: Path) -> None:
@@ -287,7 +285,7 @@ models:
         (MODELS + "routes: {translate: {model: mt}}", "routes.translate.model: is for backend llm"),
         (MODELS + "routes: {chat: {model: mt}}", "routes.chat.model: got 'mt', a model of task translation"),
         (MODELS + "limits: {tokens_per_minute: 9}", "limits.tokens_per_minute: is per key, and the file has no keys"),
-        (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, or file"),
+        (MODELS + "keys: [{name: k}]", "keys[0]: give env, the name of an environment variable, file or sha256"),
         (MODELS + "keys: [{name: k, env: K}, {name: k, env: L}]", "keys[1].name: got 'k', which keys[0] has"),
         (MODELS + "timeouts: {request_s: 0}", "timeouts.request_s: got 0; must be float > 0"),
         (MODELS + "timeouts: {request_s: .nan}", "timeouts.request_s: got nan; must be"),

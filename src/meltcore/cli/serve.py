@@ -17,11 +17,12 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, and the options of EngineConfig, ModelConfig and ServerConfig."""
+    """Add the model, and the options of its engine, its server and its limits."""
     from meltcore.cli.start_options import add_daemon_options
     from meltcore.common.options import add_options, not_empty
     from meltcore.settings.config import EngineConfig
-    from meltcore.settings.server_config import ModelConfig, ServerConfig
+    from meltcore.settings.fleet_spec import HTTP_GROUP, LimitsSection, ServerSection, TimeoutsSection
+    from meltcore.settings.server_config import ModelConfig
 
     parser.add_argument(
         "model",
@@ -31,7 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "meltcore/sums, meltcore/sums-hybrid, meltcore/sums-gemma, meltcore/phrases (translates), "
         "meltcore/tones (transcribes), meltcore/voice (speaks)",
     )
-    for config in (EngineConfig, ModelConfig, ServerConfig):
+    add_options(parser, EngineConfig)
+    parser.add_argument_group(HTTP_GROUP).add_argument(
+        "--api-key",
+        type=not_empty,
+        metavar="KEY",
+        help="Bearer token that requests must send, except to /, /docs, /openapi.json, /health and /live (default: the "
+        "environment variable MELTCORE_API_KEY).",
+    )
+    for config in (ModelConfig, ServerSection, LimitsSection, TimeoutsSection):
         add_options(parser, config)
     add_daemon_options(parser)
 
@@ -43,13 +52,21 @@ def run(args: argparse.Namespace) -> int:
     from meltcore.common.process import loading_modules
     from meltcore.fleet.daemon import OneModel
     from meltcore.settings.config import EngineConfig
+    from meltcore.settings.fleet_spec import KeySection, LimitsSection, ServerSection, TimeoutsSection
     from meltcore.settings.server_config import ModelConfig, ServerConfig
 
-    model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args, model=args.model))
-    config = from_options(ServerConfig, args, models=(model,))
     with loading_modules():
+        from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
         from meltcore.serve.tasks.generation.servable import check_servable
 
+    model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args, model=args.model))
+    config = ServerConfig(
+        models=(model,),
+        server=from_options(ServerSection, args),
+        keys=() if args.api_key is None else (KeySection(name=DEFAULT_NAME, sha256=hash_key(args.api_key)),),
+        limits=from_options(LimitsSection, args),
+        timeouts=from_options(TimeoutsSection, args),
+    )
     check_servable(model)  # before a process starts, and before anything is printed
     if (status := start_daemon(args, config, OneModel())) is not None:
         return status

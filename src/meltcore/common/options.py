@@ -44,6 +44,8 @@ from meltcore.common.errors import ConfigError
 # Of a web page, as browsers send it: a scheme and a host in lower case, and a port that is not the scheme's own.
 ORIGIN_PATTERN = r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z*]+"
 ORIGIN_FORM = "a scheme and a host in lower case without a path, such as https://app.example, or '*' for all"
+ADDRESS_PATTERN = r"^https?://[^/\s]+"
+ADDRESS_FORM = "an address such as http://127.0.0.1:8001"
 _Config = TypeVar("_Config")
 _METADATA = "option"
 _UNIT_SUFFIX = re.compile(r"_(s|ms|bytes)$")
@@ -237,6 +239,20 @@ def not_empty(text: str) -> str:
     return text
 
 
+def origin(text: str) -> str:
+    """Return a web origin. Raises ArgumentTypeError for a text that no browser sends in this form."""
+    if not re.fullmatch(ORIGIN_PATTERN, text):
+        raise argparse.ArgumentTypeError(f"must be {ORIGIN_FORM}; got {text!r}")
+    return text
+
+
+def address(text: str) -> str:
+    """Return a URL. Raises ArgumentTypeError for a text that is none, without its password."""
+    if not re.match(ADDRESS_PATTERN, text):
+        raise argparse.ArgumentTypeError(f"must be {ADDRESS_FORM}; got {shown_url(text)!r}")
+    return text
+
+
 def json_object(text: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ArgumentTypeError for any other text."""
     try:
@@ -325,13 +341,6 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
     values = default if isinstance(default, tuple) else (default,)
     default_text = ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
     return f"{text.removesuffix('.')} (default: {default_text})."
-
-
-def check_origins(origins: Sequence[str]) -> None:
-    """Raise ConfigError for an origin that no browser sends in this form."""
-    for origin in origins:
-        if not re.fullmatch(ORIGIN_PATTERN, origin):
-            raise ConfigError(f"allowed_origins must be {ORIGIN_FORM}; got {origin!r}")
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:

@@ -125,7 +125,7 @@ def start(
     None; the message gives the cause. Ctrl-C stops a server that is still starting.
     """
     for record in running():
-        if record.port == config.port:
+        if record.port == config.server.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
     log = Path(log or state_dir() / f"{source.command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
     with _open_log(log) as output:
@@ -282,7 +282,7 @@ def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **sett
             pid=os.getpid(),
             start_ticks=ticks,
             port=port,
-            url=_connect_url(config.host, port),
+            url=_connect_url(config.server.host, port),
             model=", ".join([*own, *config.upstream]),
             log=log,
             admin=str(sockets / ADMIN_SOCKET),

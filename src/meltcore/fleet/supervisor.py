@@ -109,7 +109,7 @@ def serve(
     config = check_startable(config)
     placements = [place_replicas(model) for model in config.models]
     use_one_arena()
-    listener = bind(config.host, config.port)
+    listener = bind(config.server.host, config.server.port)
     port = int(listener.getsockname()[1])
     admin = None if options.admin_port is None else bind("127.0.0.1", options.admin_port)
     if options.log_folder is not None:
@@ -119,7 +119,7 @@ def serve(
 
     def announce() -> None:
         on_bound(port, folder.path)
-        print_listening(config.host, port)
+        print_listening(config.server.host, port)
         print_substitutes(config.languages.substitute_lists)
 
     try:
@@ -158,13 +158,13 @@ class Supervisor:
         """Create the parts. `placements` has one per replica, for each model."""
         num_processes = 1 + worker_count(config)
         self.config = config
-        self.port = config.port
+        self.port = config.server.port
         self.models: dict[int, ServedModel | UpstreamModel] = {}
         self._placements = placements
         self._folder = folder
         self._options = options
-        self._stats = stats = ServerStats((), keys=len(config.api_keys), num_processes=num_processes)
-        self._log = Log(config.log_format, stats)
+        self._stats = stats = ServerStats((), keys=len(config.keys), num_processes=num_processes)
+        self._log = Log(config.server.log_format, stats)
         self._pool = WorkerPool(
             config,
             stats,
@@ -202,7 +202,7 @@ class Supervisor:
         self._mps = MpsDaemon(folder.path / "mps") if is_mps else None
         self._numbers = itertools.count()
         self._watches: dict[int, asyncio.Task[None]] = {}
-        self.turns = Turns(config.residency, config.drain_timeout_s)
+        self.turns = Turns(config.residency, config.timeouts, config.room_bytes)
         self._stop = asyncio.Event()
         self._stopped_s: float | None = None  # when the first signal came
 
@@ -338,7 +338,7 @@ class Supervisor:
     def change_config(self, config: ServerConfig) -> None:
         """Take over the models and routes of another configuration. The caller adds and removes models."""
         self.config = config
-        self.turns.change_config(config.residency)
+        self.turns.change_config(config.residency, config.room_bytes)
         self._pool.change_routes(config)
 
     def broadcast(self, message: EndRequests) -> None:
@@ -356,7 +356,7 @@ class Supervisor:
         stats = self._stats.add_model(number, len(placements))
         model = self.models[number] = ServedModel(number, config, task, placements, stats, self._parts)
         watch = StuckWatch(
-            lambda: [replica.process for replica in model.replicas], stats, profiles=self.config.profiling
+            lambda: [replica.process for replica in model.replicas], stats, profiles=self.config.server.profiling
         )
         self._watches[number] = asyncio.create_task(watch.run())
         return model
@@ -413,7 +413,7 @@ class Supervisor:
 
     async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
         """Refuse new requests, let the open ones finish within the limit, then end them."""
-        limit_s = self.config.drain_timeout_s
+        limit_s = self.config.timeouts.drain_s
         for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
         self._log.write("draining", open_requests=self._stats.open_requests(), limit_s=limit_s)

@@ -67,7 +67,7 @@ class APIServer:
         set_own_name(setup.name)
         stats = ServerStats(
             (),
-            keys=len(config.api_keys),
+            keys=len(config.keys),
             num_processes=setup.num_processes,
             process_index=setup.api_server,
             fds=[stats_fd],
@@ -75,13 +75,13 @@ class APIServer:
         os.close(stats_fd)
         self._stats = stats
         self._channel: Channel[ToAPIServer] = Channel(channel_socket, ToAPIServer)
-        self._log = Log(config.log_format, stats)
+        self._log = Log(config.server.log_format, stats)
         self._models: dict[int, EngineBackend | HttpBackend] = {}
         self._table = ModelTable()
         self._closing: set[asyncio.Task[None]] = set()
         metrics = Metrics(stats, lambda: {backend.names[0]: backend.stats for backend in self._table.backends})
-        keys = ApiKeys(config.api_keys, stats)
-        endpoint = config.otlp_traces_endpoint
+        keys = ApiKeys(config.keys, stats)
+        endpoint = config.server.otlp_endpoint
         self._tracing = None if endpoint is None else Tracing(endpoint, stats, self._log)
         app = build_app(self._table, config, metrics, self._log, keys, self._tracing)
         self._http = HttpServer(app, stats)
@@ -181,8 +181,8 @@ class APIServer:
             message.config,
             self._stats,
             stats,
-            request_timeout_s=self._config.request_timeout_s,
-            class_shares=self._config.class_shares,
+            request_timeout_s=self._config.timeouts.request_s,
+            class_shares=self._config.limits.class_shares,
         )
         self._models[message.model] = backend
         for replica, engine in enumerate(message.engines):

@@ -78,11 +78,13 @@ def build_app(
     upstream = dict.fromkeys(UPSTREAM_PATHS, forwarding(None))
     app = _build_starlette(_Handlers(models, config, metrics), config, {**upstream, **endpoints})
     # Starlette's layers would be a fifth of the cost per token.
-    gate = RequestGate(_Shortcut(app, endpoints), keys, log, OriginCheck(config.host, config.allowed_origins), tracing)
-    if not config.allowed_origins:
+    allowed_origins = config.server.allowed_origins
+    check = OriginCheck(config.server.host, allowed_origins)
+    gate = RequestGate(_Shortcut(app, endpoints), keys, log, check, tracing)
+    if not allowed_origins:
         return gate
     # Outside of the gate: a browser asks for permission without the key.
-    return CORSMiddleware(gate, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    return CORSMiddleware(gate, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
 
 
 class _Shortcut:
@@ -130,7 +132,7 @@ def _build_starlette(
         Route("/live", _Endpoint(handlers.live), methods=["GET"]),
         Route("/metrics", _Endpoint(handlers.metrics, content_type=PROMETHEUS), methods=["GET"]),
     ]
-    if config.profiling:
+    if config.server.profiling:
         routes.append(Route("/start_profile", _Endpoint(handlers.start_profile), methods=["POST"]))
         routes.append(Route("/stop_profile", _Endpoint(handlers.stop_profile), methods=["POST"]))
     return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
@@ -249,8 +251,8 @@ class _Handlers:
 
     async def _profile(self, action: Literal["start", "stop"]) -> dict[str, str]:
         """Start or stop the profile of the first model: a trace in --profile-dir, or Nsight Systems' capture range."""
-        profiler = self._config.profiler
-        directory = "" if profiler == "cuda" else str(self._config.profile_dir)
+        profiler = self._config.server.profiler
+        directory = "" if profiler == "cuda" else str(self._config.server.profile_dir)
         backend = self._models.find(None)
         if not isinstance(backend, EngineBackend):
             raise other_task(backend)
@@ -263,7 +265,7 @@ class _Handlers:
         return {"path": result.path}
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        return await read_body(scope, receive, self._config.max_body_bytes)
+        return await read_body(scope, receive, self._config.limits.max_body_bytes)
 
 
 def _model_card(backend: Backend, name: str) -> dict[str, Any]:

@@ -7,10 +7,21 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from meltcore.common.options import ORIGIN_FORM, ORIGIN_PATTERN, Size
+from meltcore.common.options import (
+    ADDRESS_FORM,
+    ADDRESS_PATTERN,
+    ORIGIN_FORM,
+    ORIGIN_PATTERN,
+    Size,
+    address,
+    not_empty,
+    origin,
+)
 from meltcore.common.tasks import tasks
 
 ANY_LANGUAGE = "*"
+KEY_NAME_PATTERN = r"^[^\s\x00-\x1f\x7f-\xa0]{1,64}$"
+KEY_NAME_FORM = "a name of 1 to 64 printable characters without spaces"
 _CODE = r"[a-z]{3}_[A-Z][a-z]{3}"
 Name: TypeAlias = Annotated[
     str,
@@ -35,19 +46,29 @@ VariableName: TypeAlias = Annotated[
         extra={"expected": "the name of an environment variable", "is_secret": True},
     ),
 ]
-Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+# A space would end the name in a file of keys.
+KeyName: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=KEY_NAME_PATTERN,
+        extra={"expected": KEY_NAME_FORM},
+    ),
+]
+Sha256: TypeAlias = Annotated[
+    str, Meta(pattern="^[0-9a-fA-F]{64}$", extra={"expected": "64 hexadecimal digits", "is_secret": True})
+]
+Text: TypeAlias = Annotated[str, Meta(min_length=1, extra={"reader": not_empty})]
 TaskName: TypeAlias = Annotated[str, Meta(extra={"choices": tasks})]  # of the built-in tasks, or of another package's
 # A password in it is not repeated in errors.
 Url: TypeAlias = Annotated[
     str,
-    Meta(
-        pattern=r"^https?://[^/\s]+",
-        extra={"expected": "an address such as http://127.0.0.1:8001", "is_address": True},
-    ),
+    Meta(pattern=ADDRESS_PATTERN, extra={"expected": ADDRESS_FORM, "is_address": True, "reader": address}),
 ]
 Path: TypeAlias = Annotated[str, Meta(pattern=r"^/[!-~]*$", extra={"expected": "a path such as /v1/chat/completions"})]
 Bytes: TypeAlias = Annotated[Size, Meta(extra_json_schema={"format": "size"})]
-Origin: TypeAlias = Annotated[str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM})]
+Origin: TypeAlias = Annotated[
+    str, Meta(pattern=rf"^({ORIGIN_PATTERN})$", extra={"expected": ORIGIN_FORM, "reader": origin})
+]
 # Upper limits are far above what any machine serves: they refuse typing errors before a plan computes with them.
 Processes: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
 Sequences: TypeAlias = Annotated[int, Meta(ge=1, le=65_536)]

@@ -284,13 +284,13 @@ def _check_routes(spec: FleetSpec) -> None:
 
 def _check_keys(spec: FleetSpec) -> None:
     for limit in ("requests_per_minute", "tokens_per_minute"):
-        if getattr(spec.limits, limit) is not None and not spec.keys:
+        if getattr(spec.limits, limit) is not None and not spec.keys and spec.server.api_key_file is None:
             raise FleetError(f"limits.{limit}", "is per key, and the file has no keys")
     seen: dict[str, int] = {}
     for index, key in enumerate(spec.keys):
         path = f"keys[{index}]"
-        if (key.env is None) == (key.file is None):
-            raise FleetError(path, "give env, the name of an environment variable, or file: one of the two")
+        if sum(source is not None for source in (key.env, key.file, key.sha256)) != 1:
+            raise FleetError(path, "give env, the name of an environment variable, file or sha256: one of the three")
         if key.name in seen:
             raise FleetError(f"{path}.name", f"got {key.name!r}, which keys[{seen[key.name]}] has; names must differ")
         seen[key.name] = index

@@ -6,19 +6,22 @@ reference page from these structs, so each field states its meaning once, in its
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from argparse import ArgumentTypeError
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
+from meltcore.common.options import read_number, setting
 from meltcore.common.tasks import DEFAULT, tasks
-from meltcore.settings.config import EngineSettings, PriorityClass, SharingSection
+from meltcore.settings.config import EngineSettings, PriorityClass, Profiler, SharingSection
 from meltcore.settings.field_types import (
     AudioSeconds,
     Bytes,
     Device,
     FleetSection,
     GpuId,
+    KeyName,
     Name,
     Origin,
     Path,
@@ -29,6 +32,7 @@ from meltcore.settings.field_types import (
     QueueRequests,
     QueueUnits,
     Seconds,
+    Sha256,
     Share,
     TaskName,
     Text,
@@ -52,28 +56,57 @@ PLACEHOLDERS = {
     "tensor_parallel_size": "`tensor_parallel_size`",
 }
 MAX_SIZE_BYTES = 2**50
+MAX_BODY_BYTES = 8 * 2**20
+HTTP_GROUP, LIMITS_GROUP = "HTTP server", "limits"
+
+
+def _class_shares(text: str) -> tuple[int, ...]:
+    """Return one share per class of requests. Raises ArgumentTypeError for any other text."""
+    try:
+        shares = tuple(read_number(each, int) for each in text.split(","))
+    except ValueError:
+        shares = ()
+    if len(shares) != len(get_args(PriorityClass)) or min(shares) < 1:
+        classes = ", ".join(get_args(PriorityClass))
+        raise ArgumentTypeError(f"must be a number of at least 1 for each of {classes}; got {text}")
+    return shares
 
 
 class ServerSection(FleetSection, frozen=True, kw_only=True):
     """The address of the server."""
 
-    host: Annotated[Text, Meta(description="Address to listen on; 0.0.0.0 accepts other machines.")] = "127.0.0.1"
-    port: Annotated[Port, Meta(description="TCP port of the API; 0 lets the system choose one.")] = 8000
+    host: Annotated[Text, setting("Address to listen on; 0.0.0.0 accepts other machines.", group=HTTP_GROUP)] = (
+        "127.0.0.1"
+    )
+    port: Annotated[Port, setting("TCP port; 0 lets the system choose one.", group=HTTP_GROUP)] = 8000
     admin_port: Annotated[
         Port | None,
         Meta(description="TCP port on 127.0.0.1 for metrics, reload and `meltcore ps`; none: no such port."),
     ] = None
     api_server_count: Annotated[
-        Processes | None, Meta(description="API server processes (default: one per four cores, at most 4).")
+        Processes | None,
+        setting("Number of API server processes (default: one per four cores, at most 4).", group=HTTP_GROUP),
+    ] = None
+    api_key_file: Annotated[
+        Text | None,
+        setting(
+            "File with API keys, one per line: a name for the log, a space, the key.", group=HTTP_GROUP, metavar="FILE"
+        ),
     ] = None
     allowed_origins: Annotated[
         tuple[Origin, ...],
-        Meta(
-            description="Web origins whose pages may use the server beside its own page, like "
-            'https://app.example (CORS); "*": all.'
+        setting(
+            "Web origins whose pages may use the server beside its own page, like https://app.example (CORS); "
+            "'*': all.",
+            group=HTTP_GROUP,
+            nargs="+",
+            action="extend",
+            metavar="ORIGIN",
         ),
     ] = ()
-    log_format: Annotated[Literal["text", "json"], Meta(description="Format of the line per request.")] = "text"
+    log_format: Annotated[Literal["text", "json"], setting("Format of the line per request.", group=HTTP_GROUP)] = (
+        "text"
+    )
     log_limit: Annotated[
         Bytes | None,
         Meta(
@@ -83,11 +116,32 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
     ] = None
     otlp_endpoint: Annotated[
         Url | None,
-        Meta(
-            description="URL that OpenTelemetry traces are sent to, OTLP over HTTP, with its path, such as "
-            "http://127.0.0.1:4318/v1/traces (default: as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says, else none)."
+        setting(
+            "URL that OpenTelemetry traces are sent to, OTLP over HTTP, with its path, such as "
+            "http://127.0.0.1:4318/v1/traces (default: as OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says, else none).",
+            help="URL for OpenTelemetry traces, OTLP over HTTP (default: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, else "
+            "none).",
+            group=HTTP_GROUP,
+            flag="--otlp-traces-endpoint",
+            metavar="URL",
         ),
     ] = None
+    profile_dir: Annotated[
+        Text | None,
+        setting("Folder for profiles; enables /start_profile and /stop_profile.", group=HTTP_GROUP, metavar="DIR"),
+    ] = None
+    profiler: Annotated[
+        Profiler,
+        setting(
+            "cuda: /start_profile and /stop_profile delimit a capture of Nsight Systems, with an NVTX range per step.",
+            group=HTTP_GROUP,
+        ),
+    ] = "torch"
+
+    @property
+    def profiling(self) -> bool:
+        """Whether /start_profile and /stop_profile exist."""
+        return self.profile_dir is not None or self.profiler == "cuda"
 
 
 class GpuSection(FleetSection, frozen=True, kw_only=True):
@@ -226,7 +280,7 @@ class ModelSection(EngineSettings, frozen=True, kw_only=True):
 class LimitsSection(FleetSection, frozen=True, kw_only=True):
     """Limits of requests. Those of queues are per model and replaced by the model's own."""
 
-    max_body: Annotated[Bytes | None, Meta(description="Largest request body (default: 8MiB).")] = None
+    max_body: Annotated[Bytes | None, setting("Largest request body (default: 8MiB).", group=LIMITS_GROUP)] = None
     max_queue: Annotated[QueueRequests, Meta(description="Requests of a model that may wait; more get status 429.")] = (
         16_384
     )
@@ -239,10 +293,12 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
     ] = 86_400.0
     class_shares: Annotated[
         tuple[Share, ...],
-        Meta(
-            min_length=3,
-            max_length=3,
-            description="Shares of interactive, standard and batch in a model's work while all of them wait.",
+        Meta(min_length=3, max_length=3),
+        setting(
+            "Shares of the classes interactive, standard and batch in a model's work while all of them wait.",
+            group=LIMITS_GROUP,
+            type=_class_shares,
+            metavar="N,...",
         ),
     ] = (60, 30, 10)
     requests_per_minute: Annotated[
@@ -252,6 +308,11 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
         PerMinute | None, Meta(description="Prompt and output tokens per key and minute (default: no limit).")
     ] = None
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The largest request body."""
+        return MAX_BODY_BYTES if self.max_body is None else self.max_body
+
     def bound(self, model: ModelSection, name: str) -> float:
         """Return a bound of a model's queue, such as max_queue. Its own value replaces the value of all models."""
         own: float | None = getattr(model, name)
@@ -259,11 +320,12 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
 
 
 class KeySection(FleetSection, frozen=True, kw_only=True):
-    """One API key. The file names where the key is, never the key."""
+    """One API key. The file names where the key is, or its hash, never the key."""
 
-    name: Annotated[Name, Meta(description="Its name in logs and metrics.")]
+    name: Annotated[KeyName, Meta(description="Its name in logs and metrics.")]
     env: Annotated[VariableName | None, Meta(description="Environment variable that holds the key.")] = None
     file: Annotated[Text | None, Meta(description="File that holds the key: only its owner may read it.")] = None
+    sha256: Annotated[Sha256 | None, Meta(description="SHA-256 of the key, in hexadecimal digits.")] = None
     priority: Annotated[PriorityClass, Meta(description="Highest class that its requests may have.")] = "interactive"
     requests_per_minute: Annotated[
         PerMinute | None, Meta(description="Requests per minute (default: limits.requests_per_minute).")
@@ -276,10 +338,20 @@ class KeySection(FleetSection, frozen=True, kw_only=True):
 class TimeoutsSection(FleetSection, frozen=True, kw_only=True):
     """Time limits in seconds."""
 
-    request_s: Annotated[PositiveSeconds, Meta(description="A request, from arrival to the last byte.")] = 600.0
+    request_s: Annotated[
+        PositiveSeconds,
+        setting(
+            "Time limit of a request, from arrival to the last token.", group=LIMITS_GROUP, flag="--request-timeout"
+        ),
+    ] = 600.0
     drain_s: Annotated[
         Seconds,
-        Meta(description="Open requests, when a model or the server stops, or a model falls asleep."),
+        setting(
+            "Open requests, when a model or the server stops, or a model falls asleep.",
+            help="Time for open requests to finish after SIGTERM or SIGHUP.",
+            group=LIMITS_GROUP,
+            flag="--drain-timeout",
+        ),
     ] = 30.0
     start_s: Annotated[PositiveSeconds, Meta(description="A model, from its start to its first answer.")] = 600.0
     connect_s: Annotated[PositiveSeconds, Meta(description="A connection to a `url` or `command`.")] = 5.0

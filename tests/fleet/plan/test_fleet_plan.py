@@ -368,7 +368,7 @@ def test_small_cards_get_plans_that_sleep_and_offload_and_that_start(
     assert len(hosted) >= on_cpu
     assert all(model.engine.enable_sleep_mode == (model.names[0] in asleep) for model in config.models)
     awake = sum(size for name, size in budgets.items() if name not in asleep | hosted)
-    room = config.residency.room_bytes["0"]
+    room = config.room_bytes["0"]
     contexts = sum(row.process_bytes(load_fleet(file).models[name].task) for name in budgets if name not in hosted)
     assert room >= max(budgets[name] for name in asleep)
     plan, _ = plan_fleet(load_fleet(file), [vram * GIB], contexts=row, host_bytes=there.host_bytes)

@@ -243,7 +243,7 @@ def test_reload_may_change_the_room_for_models_that_take_turns(tmp_path: Path, m
     first = planner.config()
     file.write_text(f"models: {{a: {{{QWEN}}}, b: {{{QWEN}}}}}")
     second = planner.config()
-    assert second.residency.room_bytes["0"] < first.residency.room_bytes["0"]
+    assert second.room_bytes["0"] < first.room_bytes["0"]
     check_unchanged(first, second)
     file.write_text(f"residency: {{turn_s: 7}}\nmodels: {{a: {{{QWEN}}}}}")
     with pytest.raises(ConfigError, match="and residency changed"):

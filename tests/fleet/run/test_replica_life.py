@@ -30,7 +30,7 @@ from meltcore.protocol.shell import Asleep, Awake, Sleep
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig, ResidencyConfig
+from meltcore.settings.server_config import ModelConfig
 
 LIMITS = GenerationReady("CPU", "float32", "dummy", [], 0.0, 64, 8, 300, 64, 64, ["float32"], "float32", "none")
 ROWS = [(state, event) for state, events in LIFE.items() for event in events]
@@ -166,10 +166,10 @@ class Life:
         self.run(self.model.replace_engines(LONG_S))
 
     def sleep(self) -> None:
-        self.run(put_to_sleep(self.model, ResidencyConfig(), LONG_S))
+        self.run(put_to_sleep(self.model, "host", LONG_S))
 
     def wake(self) -> None:
-        self.run(wake_up(self.model, ResidencyConfig()))
+        self.run(wake_up(self.model, 600.0))
 
     async def is_in(self, state: ReplicaState) -> None:
         await until(lambda: self.replica.state == state, f"{state}; it is {self.replica.state}", 20.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from meltcore.fleet.swap.residency import LONGEST_TURNS, SWAP_WINDOW_S, Demand, Residency
-from meltcore.settings.server_config import ResidencyConfig
+from meltcore.settings.fleet_spec import ResidencySection
 
 TICK_S = 0.25
 SLEEP_S, WAKE_S = 0.5, 1.0
@@ -31,9 +31,9 @@ class Model:
 class Simulation:
     """Models that take turns as the policy decides; checks memory, minimum times and swaps at each tick."""
 
-    def __init__(self, models: list[Model], config: ResidencyConfig, seed: int = 0) -> None:
+    def __init__(self, models: list[Model], config: ResidencySection, seed: int = 0) -> None:
         self.models, self.config, self.random = models, config, random.Random(seed)
-        self.policy = Residency(config)
+        self.policy = Residency(config, {})
         self.log: list[tuple[float, int, tuple[int, ...]]] = []
         self.evictions_s: list[float] = []
         self._events: list[tuple[float, int, str, float]] = []
@@ -114,7 +114,7 @@ class Simulation:
             if len(sizes) > 1:
                 assert None not in sizes, "a model of unknown size shares with none"
                 largest = max(self.models[key].sizes[device] or 0 for key in on_it)
-                assert sum(size or 0 for size in sizes) <= self.config.room_bytes.get(device, largest)
+                assert sum(size or 0 for size in sizes) <= largest
 
 
 def random_models(source: random.Random) -> list[Model]:
@@ -141,7 +141,7 @@ def test_memory_minimum_times_and_swaps_hold_and_no_model_starves(block: int) ->
     for seed in range(block * 12, block * 12 + 12):
         source = random.Random(seed)
         models = random_models(source)
-        config = ResidencyConfig(
+        config = ResidencySection(
             minimum_s=source.choice([0.0, 5.0]),
             turn_s=source.choice([5.0, 20.0]),
             swaps_per_minute=source.choice([3, 12]),
@@ -159,9 +159,9 @@ def test_memory_minimum_times_and_swaps_hold_and_no_model_starves(block: int) ->
         assert repeated.log == [entry for entry in simulation.log if entry[0] < 200]
 
 
-def two_models(**config: float) -> tuple[Residency, float]:
+def two_models() -> tuple[Residency, float]:
     """Model 0 (standard) is awake since 0 s, model 1 (interactive) and 2 (batch) sleep on the same device."""
-    policy = Residency(ResidencyConfig(minimum_s=5, turn_s=20, swaps_per_minute=6, **config))  # type: ignore[arg-type]
+    policy = Residency(ResidencySection(minimum_s=5, turn_s=20, swaps_per_minute=6), {})
     for key, rank in enumerate((1, 0, 2)):
         policy.add(key, rank, {"0": 10})
     assert policy.decide(0.0, {0: Demand(1)}) == [(0, ())]
@@ -194,7 +194,7 @@ def test_turn_of_a_model_depends_on_the_classes(wanted: Demand, awake: Demand, e
 
 
 def test_victims_are_idle_then_least_urgent_then_longest_unused_and_no_more_than_needed() -> None:
-    policy = Residency(ResidencyConfig(minimum_s=1, room_bytes={"0": 40}))
+    policy = Residency(ResidencySection(minimum_s=1), {"0": 40})
     for key, (rank, size) in enumerate([(1, 10), (1, 10), (2, 10), (0, 10), (0, 20)]):
         policy.add(key, rank, {"0": size})
     for key in range(4):
@@ -207,7 +207,7 @@ def test_victims_are_idle_then_least_urgent_then_longest_unused_and_no_more_than
 
 
 def test_large_model_waits_for_no_small_ones_that_come_after_it() -> None:
-    policy = Residency(ResidencyConfig(minimum_s=5))
+    policy = Residency(ResidencySection(minimum_s=5), {})
     for key, size in enumerate([20, 20, 40, 20]):
         policy.add(key, 1, {"0": size})
     for key, now_s in ((0, 0.0), (1, 4.0)):
@@ -221,7 +221,7 @@ def test_large_model_waits_for_no_small_ones_that_come_after_it() -> None:
 
 
 def test_models_are_loaded_by_their_ranks_however_long_it_takes() -> None:
-    policy = Residency(ResidencyConfig(minimum_s=5, turn_s=5))
+    policy = Residency(ResidencySection(minimum_s=5, turn_s=5), {})
     for key in range(3):
         policy.add(key, 1, {"0": 10})
     demands = {0: Demand(0, is_forced=True), 1: Demand(-2, is_forced=True), 2: Demand(-1, is_forced=True)}

@@ -12,16 +12,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from server_harness import Answer, RunningServer, make_model, running, serve_command
+from server_harness import Answer, RunningServer, configure, make_model, running, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.settings.config import EngineConfig, PriorityClass
-from meltcore.settings.server_config import ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.fleet_spec import ResidencySection
+from meltcore.settings.server_config import ModelConfig
 
 COMPLETIONS = "/v1/completions"
 FAST = RestartAfterPause(first_pause_s=0.05, max_pause_s=0.2, max_deaths=4, probe_limit_s=10.0)
-SWIFT = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
+SWIFT = ResidencySection(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
 
 
 class Fleet:
@@ -56,7 +57,7 @@ def fleet(
     models: dict[str, PriorityClass],
     *,
     options: dict[str, dict[str, Any]] | None = None,
-    residency: ResidencyConfig = SWIFT,
+    residency: ResidencySection = SWIFT,
     wait: dict[str, str] | None = None,
     **settings: Any,
 ) -> Iterator[Fleet]:
@@ -73,7 +74,7 @@ def fleet(
             configs.append(
                 ModelConfig(engine=engine, served_model_name=(model,), priority_class=priority_class, sleepable=True)
             )
-        config = ServerConfig(models=tuple(configs), port=0, api_server_count=2, residency=residency, **settings)
+        config = configure(models=tuple(configs), port=0, api_server_count=2, residency=residency, **settings)
         with running(serve_command(config, policy=FAST), folder / "stderr") as server:
             found = Fleet(server, folder)
             last = min(models, key=lambda each: ("interactive", "standard", "batch").index(models[each]))
@@ -120,7 +121,7 @@ def test_open_requests_end_before_their_model_sleeps_and_the_limit_ends_the_rest
 
 @pytest.mark.slow
 def test_request_that_cannot_wait_gets_503_and_still_wakes_its_model() -> None:
-    slow = ResidencyConfig(minimum_s=3.0, turn_s=4.0)
+    slow = ResidencySection(minimum_s=3.0, turn_s=4.0)
     with fleet({"a": "interactive", "b": "standard"}, residency=slow) as found:
         refused = found.complete("b", **{"X-Request-Timeout": "0.5"})  # a stays for at least 3 s
         assert (refused.status, refused.error["code"]) == (503, "model_asleep")
@@ -176,7 +177,7 @@ def test_engine_without_sleep_mode_is_ended_and_started_again() -> None:
 
 @pytest.mark.slow
 def test_fleet_with_a_sleeping_model_ends_and_its_requests_with_it() -> None:
-    slow = ResidencyConfig(minimum_s=600.0)  # longer than the test
+    slow = ResidencySection(minimum_s=600.0)  # longer than the test
     with fleet({"a": "interactive", "b": "standard"}, residency=slow, drain_timeout_s=0.3) as found:
         pids = found.server.engine_pids()
         answers: list[Answer] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import dwani
 import pytest
-from server_harness import RunningServer, running, scripted_server, serve_command
+from server_harness import RunningServer, configure, running, scripted_server, serve_command
 from waiting import wait_until
 
 from meltcore.common.errors import ConfigError
@@ -16,7 +16,6 @@ from meltcore.serve.dialects.vision import PATHS as VISION_PATHS
 from meltcore.settings.fleet_file import parse_fleet
 from meltcore.settings.fleet_spec import ModelSection
 from meltcore.settings.routes_section import ChatRoute, RoutesSection, TranslateRoute
-from meltcore.settings.server_config import ServerConfig
 
 TRANSLATE = TranslateRoute(backend="llm", prompt="{source} to {target}:", stop=("|",))
 ROUTES = RoutesSection(translate=TRANSLATE, chat=ChatRoute(prompt="In {language}:", model="gemma3"))
@@ -127,7 +126,7 @@ def test_an_upstream_language_model_is_asked_over_http(server: RunningServer, tm
         "far": ModelSection(url=server.url, upstream_model="gemma3"),
         "dead": ModelSection(url="http://127.0.0.1:1"),
     }
-    config = ServerConfig(models=(), upstream=models, port=0, api_server_count=1, routes=UPSTREAM_ROUTES)
+    config = configure(models=(), upstream=models, port=0, api_server_count=1, routes=UPSTREAM_ROUTES)
     with running(serve_command(config), tmp_path / "stderr") as near:
         wait_until(lambda: near.post("/v1/chat/completions", {"model": "far"}).status == 400, "the upstream's answer")
         found = near.post("/v1/translate", {"sentences": ["one|", "two|"], "src_lang": "kn", "tgt_lang": "de"})

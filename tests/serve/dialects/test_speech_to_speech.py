@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server_harness import Answer, RunningServer, running, serve_command
+from server_harness import Answer, RunningServer, configure, running, serve_command
 from waiting import wait_until
 
 soundfile = pytest.importorskip("soundfile", reason="the extra audio has soundfile")
@@ -25,7 +25,7 @@ from meltcore.models.checkpoints.checkpoint import BUNDLED_TRANSCRIBER  # noqa: 
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402
 from meltcore.settings.config import EngineConfig  # noqa: E402
 from meltcore.settings.routes_section import ChatRoute, RoutesSection  # noqa: E402
-from meltcore.settings.server_config import ModelConfig, ServerConfig  # noqa: E402
+from meltcore.settings.server_config import ModelConfig  # noqa: E402
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 PATH = "/v1/speech_to_speech"
@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         for name, served in ((BUNDLED_TRANSCRIBER, "ears"), ("meltcore/sums", "gemma3"), (str(folder), "mouth"))
     )
     routes = RoutesSection(chat=ChatRoute(prompt=""))
-    config = ServerConfig(models=models, port=0, api_server_count=1, routes=routes)
+    config = configure(models=models, port=0, api_server_count=1, routes=routes)
     with running(serve_command(config, engine=ENGINE_COMMAND), folder / "stderr") as server:
         server.wait_healthy(120)
         yield server

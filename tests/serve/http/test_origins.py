@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import pytest
 
-from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.errors import RequestError
+from meltcore.common.options import add_options
 from meltcore.serve.http.origins import OriginCheck
-from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.fleet_spec import ServerSection
 
-MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
 OWN = ("localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000", "[::1]")
 FOREIGN = (
     *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example:80", "10.0.0.1", "[::2]"),
@@ -83,9 +83,12 @@ def test_allowed_origins_and_their_hosts_pass() -> None:
 @pytest.mark.parametrize(
     "origin", ["app.example", "https://app.example/", "https://App.example", "https://*.example", "", "https://"]
 )
-def test_origin_that_no_browser_sends_is_refused_at_the_start(origin: str) -> None:
-    with pytest.raises(ConfigError, match="allowed_origins must be a scheme and a host"):
-        ServerConfig(models=MODELS, allowed_origins=(origin,))
+def test_origin_that_no_browser_sends_is_refused_at_the_start(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ServerSection)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--allowed-origins", origin])
+    assert "argument --allowed-origins: must be a scheme and a host" in capsys.readouterr().err
 
 
 def test_values_of_host_do_not_pile_up() -> None:

@@ -23,6 +23,7 @@ from meltcore.serve import status
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.serve.http.page import _FILE
 from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.fleet_spec import ServerSection
 
 TABS = ("chat", "translate", "speak", "transcribe", "talk")
 READY = "document.querySelector('#state').classList.contains('ready')"
@@ -216,7 +217,9 @@ def test_all_tabs_work_with_a_fleet_in_a_browser(tmp_path: Path) -> None:
     clip = tone_clip(random.Random("heldout"), "heldout", 4.0)
     soundfile.write(tmp_path / "clip.wav", render(clip, 48_000), 48_000)
     tiny = resources.files("meltcore.fleet") / "examples" / "tiny.yaml"
-    config = dataclasses.replace(server_config(parse_fleet(tiny.read_text())), port=0, api_server_count=1)
+    config = dataclasses.replace(
+        server_config(parse_fleet(tiny.read_text())), server=ServerSection(port=0, api_server_count=1)
+    )
     microphone = f"--use-file-for-fake-audio-capture={tmp_path / 'clip.wav'}%noloop"
     with (
         running(serve_command(config, engine=ENGINE_COMMAND), tmp_path / "stderr") as server,

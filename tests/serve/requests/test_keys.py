@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from server_harness import configure
 
 from meltcore.common.errors import ConfigError, RequestError
+from meltcore.fleet.plan.from_spec import server_config
 from meltcore.serve.http.gate import RequestGate, read_terms
 from meltcore.serve.http.origins import OriginCheck
 from meltcore.serve.http.paths import OPEN_PATHS
@@ -23,7 +25,9 @@ from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.terms import current_terms
 from meltcore.serve.routes import build_app
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import KeyConfig, ModelConfig, ServerConfig
+from meltcore.settings.fleet_file import parse_fleet
+from meltcore.settings.fleet_spec import KeySection
+from meltcore.settings.server_config import ModelConfig
 
 MODELS = (ModelConfig(engine=EngineConfig(model="m")),)
 
@@ -37,7 +41,7 @@ def scope(method: str = "POST", path: str = "/v1/x", **headers: str) -> dict[str
     return {"headers": items, "method": method, "path": path}
 
 
-def table(*configs: KeyConfig, stats: ServerStats | None = None) -> ApiKeys:
+def table(*configs: KeySection, stats: ServerStats | None = None) -> ApiKeys:
     return ApiKeys(configs, stats or ServerStats(keys=len(configs)))
 
 
@@ -45,44 +49,67 @@ def test_keys_come_from_flag_environment_and_files(tmp_path: Path, monkeypatch: 
     (tmp_path / "keys").write_text("# name and key\nalice wonder\n\nbob builder\n")
     (tmp_path / "one").write_text("looking-glass\n")
     monkeypatch.setenv("TEAM_KEY", "team")
-    config = ServerConfig(
+    config = configure(
         models=MODELS,
         api_key="flag",
         api_key_file=str(tmp_path / "keys"),
-        api_keys=(KeyConfig(name="team", env="TEAM_KEY"), KeyConfig(name="carol", file=str(tmp_path / "one"))),
+        keys=(KeySection(name="team", env="TEAM_KEY"), KeySection(name="carol", file=str(tmp_path / "one"))),
     )
     resolved = resolve_keys(config)
     expected = {"default": "flag", "alice": "wonder", "bob": "builder", "team": "team", "carol": "looking-glass"}
-    assert {key.name: key.sha256 for key in resolved.api_keys} == {name: sha256(key) for name, key in expected.items()}
+    assert {key.name: key.sha256 for key in resolved.keys} == {name: sha256(key) for name, key in expected.items()}
     assert all(key not in repr(resolved) for key in ("wonder", "builder", "looking-glass", "'flag'"))
     monkeypatch.setenv("MELTCORE_API_KEY", "of the environment")
-    (default,) = resolve_keys(ServerConfig(models=MODELS)).api_keys
+    (default,) = resolve_keys(configure(models=MODELS)).keys
     assert default.sha256 == sha256("of the environment")
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ((KeyConfig(name="a", env="NO_SUCH_VARIABLE"),), "a: the environment variable NO_SUCH_VARIABLE is not set"),
-        ((KeyConfig(name="a", file="/no/such/file"),), "a: /no/such/file cannot be read"),
-        ((KeyConfig(name="a", sha256="12"),), "a: sha256 must have 64 hexadecimal digits"),
-        ((KeyConfig(name="a", sha256="0" * 64), KeyConfig(name="a", sha256="1" * 64)), "same name: a and a"),
-        ((KeyConfig(name="a", sha256="0" * 64), KeyConfig(name="b", sha256="0" * 64)), "same value: a and b"),
+        ((KeySection(name="a", env="NO_SUCH_VARIABLE"),), "a: the environment variable NO_SUCH_VARIABLE is not set"),
+        ((KeySection(name="a", file="/no/such/file"),), "a: /no/such/file cannot be read"),
+        ((KeySection(name="a", sha256="0" * 64), KeySection(name="a", sha256="1" * 64)), "same name: a and a"),
+        ((KeySection(name="a", sha256="0" * 64), KeySection(name="b", sha256="0" * 64)), "same value: a and b"),
     ],
 )
-def test_wrong_keys_are_refused_at_the_start(keys: tuple[KeyConfig, ...], message: str) -> None:
+def test_wrong_keys_are_refused_at_the_start(keys: tuple[KeySection, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve_keys(ServerConfig(models=MODELS, api_keys=keys))
+        resolve_keys(configure(models=MODELS, keys=keys))
 
 
-@pytest.mark.parametrize("sources", [{}, {"env": "A", "file": "b"}])
-def test_a_key_has_one_source(sources: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="the API key a needs exactly one of env, file and sha256"):
-        KeyConfig(name="a", **sources)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("", r"keys\[0\]: give env, .* file or sha256: one of the three"),
+        (", env: A, file: b", "one of the three"),
+        (f", env: A, sha256: {'0a' * 32}", "one of the three"),
+        (", sha256: '12'", r"keys\[0\].sha256: got a value that is not shown; must be 64 hexadecimal digits"),
+        (", env: A, requests_per_minute: 0", "requests_per_minute: got 0"),
+    ],
+)
+def test_a_key_has_one_source(fields: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_fleet(f"models: {{a: {{checkpoint: b}}}}\nkeys: [{{name: a{fields}}}]")
+
+
+@pytest.mark.parametrize("name", ["a" * 65, "a\x07"])
+def test_names_of_keys_are_short_and_printable(tmp_path: Path, name: str) -> None:
+    (tmp_path / "keys").write_text(f"{name} secret\n")
+    with pytest.raises(ConfigError, match=r"keys, line 1: got .*; must be a name of 1 to 64 printable characters"):
+        resolve_keys(configure(models=MODELS, api_key_file=str(tmp_path / "keys")))
+
+
+def test_limits_of_the_file_are_of_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MELTCORE_API_KEY", "x")
+    text = "models: {a: {checkpoint: b}}\nlimits: {tokens_per_minute: 900}\n"
+    text += f"keys: [{{name: own, sha256: {'0a' * 32}, tokens_per_minute: 5}}, {{name: other, sha256: {'1a' * 32}}}]"
+    found = {key.name: key.tokens_per_minute for key in resolve_keys(server_config(parse_fleet(text))).keys}
+    assert found == {"default": None, "own": 5, "other": 900}
 
 
 def test_a_key_is_accepted_in_both_headers_and_no_other() -> None:
-    keys = table(KeyConfig(name="a", sha256=sha256("first")), KeyConfig(name="b", sha256=sha256("second")))
+    keys = table(KeySection(name="a", sha256=sha256("first")), KeySection(name="b", sha256=sha256("second")))
     for headers, name in (
         ({"authorization": "Bearer first"}, "a"),
         ({"authorization": "bearer second"}, "b"),
@@ -110,7 +137,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_rate_limits_hold_over_all_processes(clock: SimpleNamespace) -> None:
     """A bucket of a minute's requests, refilled evenly, whichever process takes from it."""
-    config = KeyConfig(name="a", sha256=sha256("x"), requests_per_minute=30)
+    config = KeySection(name="a", sha256=sha256("x"), requests_per_minute=30)
     first = ServerStats(keys=1, num_processes=3)
     views = [ServerStats(keys=1, num_processes=3, process_index=row, fds=first.fds) for row in (1, 2)]
     found = [table(config, stats=view).find(scope(x_api_key="x")) for view in views]
@@ -131,7 +158,7 @@ def test_rate_limits_hold_over_all_processes(clock: SimpleNamespace) -> None:
 
 
 def test_tokens_are_counted_when_known_and_refuse_later_requests(clock: SimpleNamespace) -> None:
-    key = table(KeyConfig(name="a", sha256=sha256("x"), tokens_per_minute=600)).find(scope(x_api_key="x"))
+    key = table(KeySection(name="a", sha256=sha256("x"), tokens_per_minute=600)).find(scope(x_api_key="x"))
     assert key is not None
     key.admit()
     key.charge(600 + 100)  # a minute's and 100 more, which take 10 s
@@ -143,7 +170,7 @@ def test_tokens_are_counted_when_known_and_refuse_later_requests(clock: SimpleNa
 
 
 def test_terms_are_read_from_headers() -> None:
-    keys = table(KeyConfig(name="a", sha256=sha256("x"), highest_class="standard"))
+    keys = table(KeySection(name="a", sha256=sha256("x"), priority="standard"))
     terms = read_terms(scope(x_api_key="x", x_priority_class="Interactive", x_request_timeout="2.5"), keys)
     assert (terms.class_of("batch"), terms.limit_s(600), terms.limit_s(1)) == ("standard", 2.5, 1)
     assert read_terms(scope(x_api_key="x"), keys).class_of("interactive") == "standard"
@@ -161,9 +188,9 @@ def test_every_route_needs_a_key_but_the_open_ones() -> None:
     """No route checks keys itself: the gate stands before all of them, also before paths that do not exist."""
     stats, statuses = ServerStats(keys=1), dict[str, int]()
     log: Any = SimpleNamespace(write=lambda event, **fields: None)
-    config = ServerConfig(models=MODELS, profile_dir="x")
+    config = configure(models=MODELS, profile_dir="x")
     app: Any = build_app(
-        ModelTable(), config, Metrics(stats, dict), log, table(KeyConfig(name="a", sha256=sha256("x")), stats=stats)
+        ModelTable(), config, Metrics(stats, dict), log, table(KeySection(name="a", sha256=sha256("x")), stats=stats)
     )
     methods = {route.path: method for route in app._app._app.routes for method in route.methods}
     assert len(methods) > 30
@@ -198,7 +225,7 @@ def test_the_gate_stops_what_has_no_key_and_logs_no_key() -> None:
         sent.append(message)
 
     log: Any = SimpleNamespace(write=lambda event, **fields: lines.append(fields))
-    gate = RequestGate(app, table(KeyConfig(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
+    gate = RequestGate(app, table(KeySection(name="a", sha256=sha256("secret"))), log, OriginCheck("127.0.0.1"))
 
     async def scenario() -> None:
         await gate(scope(x_api_key="secret"), None, send)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from server_harness import chat_body, scripted_server
 from waiting import wait_until
 
 from meltcore.serve.requests.request_queue import room_of
-from meltcore.settings.server_config import KeyConfig
+from meltcore.settings.fleet_spec import KeySection
 
 CHAT = "/v1/chat/completions"
 
@@ -61,13 +61,13 @@ def test_batch_waits_for_interactive_requests() -> None:
 
 @pytest.mark.slow
 def test_keys_have_names_classes_and_rates() -> None:
-    key = KeyConfig(
+    key = KeySection(
         name="team",
         sha256=hashlib.sha256(b"a-secret").hexdigest(),
-        highest_class="standard",
+        priority="standard",
         requests_per_minute=2,
     )
-    with scripted_server(api_keys=(key,), api_server_count=2) as server:
+    with scripted_server(keys=(key,), api_server_count=2) as server:
         assert server.post(CHAT, chat_body()).status == 401
         headers = {"X-API-Key": "a-secret", "X-Priority-Class": "interactive", "X-Request-ID": "mine"}
         answers = [server.post(CHAT, chat_body(max_tokens=4), headers) for _ in range(3)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from server_harness import configure
 from upstream_tools import CHAT, DONE, EVENT, Upstream, answer, sends, served, stream
 from waiting import WAIT_S, wait_until
 
@@ -25,7 +26,6 @@ from meltcore.serve.requests.metrics import Metrics
 from meltcore.serve.requests.request_span import describe_span, end_span, trace_headers
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing, resolve_tracing
-from meltcore.settings.server_config import ServerConfig
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 USAGE = b'{"id":"x","choices":[],"usage":{"prompt_tokens":11,"completion_tokens":7}}'
@@ -55,9 +55,9 @@ def test_endpoint_comes_from_flag_or_environment(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("meltcore.serve.requests.tracing.find_spec", lambda _name: object())
-    config = ServerConfig(models=(), otlp_traces_endpoint=endpoint)
+    config = configure(otlp_endpoint=endpoint)
     if expected is None or expected.startswith("http"):
-        assert resolve_tracing(config).otlp_traces_endpoint == expected
+        assert resolve_tracing(config).server.otlp_endpoint == expected
     else:
         with pytest.raises(ConfigError, match=re.escape(expected)):
             resolve_tracing(config)
@@ -66,7 +66,7 @@ def test_endpoint_comes_from_flag_or_environment(
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meltcore.serve.requests.tracing.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"needs OpenTelemetry: pip install '.\[otel\]'"):
-        resolve_tracing(ServerConfig(models=(), otlp_traces_endpoint="http://c/v1/traces"))
+        resolve_tracing(configure(otlp_endpoint="http://c/v1/traces"))
 
 
 # --- against a collector

@@ -17,7 +17,7 @@ pytest.importorskip("sentencepiece", reason="the extra `translate` is not instal
 
 
 from m2m100_tools import SMALL, reference_model, write_checkpoint
-from server_harness import RunningServer, running, serve_command
+from server_harness import RunningServer, configure, running, serve_command
 from translation_texts import write_tokenizer
 from waiting import wait_until
 
@@ -26,7 +26,7 @@ from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.server_config import ModelConfig, ServerConfig
+from meltcore.settings.server_config import ModelConfig
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
 CORPUS = ["the cat sat on the mat", "a dog ran home", "वह घर गया", "क ख ग घ", "नमस्ते दुनिया", "< ID1 > . , ? ! ।"] * 10
@@ -49,7 +49,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         ModelConfig(engine=EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**27)),
         ModelConfig(engine=engine, served_model_name=("translator",), max_queue=200),
     )
-    config = ServerConfig(models=models, port=0, api_server_count=2)
+    config = configure(models=models, port=0, api_server_count=2)
     with (
         tempfile.TemporaryDirectory() as directory,
         running(serve_command(config, engine=ENGINE_COMMAND), Path(directory) / "stderr") as running_server,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from server_harness import configure
 from upstream_tools import CHAT, DONE, EVENT, Upstream, chunk, sends, served
 
 from meltcore.common.errors import RequestError
@@ -17,7 +18,6 @@ from meltcore.serve.tasks.exchange import Endpoint, Exchange
 from meltcore.serve.tasks.forwarding import ForwardOutcome
 from meltcore.serve.tasks.upstream_chat import ask_upstream
 from meltcore.serve.upstream.forward import ForwardingEndpoint, read_fields
-from meltcore.settings.server_config import ServerConfig
 
 SPEECH = "/v1/audio/transcriptions"
 TEXT = b'{"text":"x"}'
@@ -131,7 +131,7 @@ def test_request_goes_to_the_model_that_it_names_or_to_the_default(first: str, b
     }
     table = ModelTable([backends.pop(first), *backends.values()])
     log: Any = SimpleNamespace(write=lambda _event, **_fields: None)
-    config = ServerConfig(models=())
+    config = configure(models=())
     endpoint = ForwardingEndpoint(Own(table, config, log), table, config, log)
     scope: Any = {"type": "http", "path": "/v1/completions", "headers": []}
     asyncio.run(endpoint(scope, receive, None))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from server_harness import RunningServer, make_model, running, serve_command, server_config
+from server_harness import RunningServer, configure, make_model, running, serve_command, server_config
 from upstream_tools import Upstream, answer, sends
 from waiting import wait_until
 
@@ -28,7 +28,6 @@ from meltcore.serve.upstream.http_replica import UpstreamReplica
 from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BACK = "its address leads back to this server"
@@ -43,7 +42,7 @@ def upstream(**urls: str) -> dict[str, ModelSection]:
 
 def only_upstream(port: int, **urls: str) -> list[str]:
     """The command of a fleet whose models are all elsewhere."""
-    config = ServerConfig(models=(), upstream=upstream(**urls), timeouts=TIMEOUTS, port=port, api_server_count=1)
+    config = configure(models=(), upstream=upstream(**urls), timeouts=TIMEOUTS, port=port, api_server_count=1)
     return serve_command(config, policy=RestartAfterPause(first_pause_s=0.1))
 
 

@@ -12,7 +12,7 @@ from upstream_tools import CHAT, DONE, EVENT, Received, Served, Upstream, answer
 from waiting import WAIT_S, until
 
 from meltcore.serve.upstream.http_attempt import read_usage
-from meltcore.settings.server_config import KeyConfig
+from meltcore.settings.fleet_spec import KeySection
 
 WHOLE = b'{"choices":[{"message":{"content":"\\"usage\\":{}"}}],"usage":{"prompt_tokens":11,"completion_tokens":7}}'
 
@@ -133,7 +133,7 @@ def test_tokens_come_from_usage_or_from_events() -> None:
 
     async def check() -> None:
         upstream = Upstream(sends(answer(WHOLE)))
-        key = KeyConfig(name="k", sha256=hashlib.sha256(b"secret").hexdigest(), tokens_per_minute=30)
+        key = KeySection(name="k", sha256=hashlib.sha256(b"secret").hexdigest(), tokens_per_minute=30)
         async with served(upstream, api_keys=(key,)) as server:
             server.session.headers["Authorization"] = "Bearer secret"
             assert (await server.ask())[0] == 200

@@ -18,7 +18,7 @@ import openai
 import pytest
 from places import ROOT
 from scripted_server import COMMAND_LINE
-from server_harness import RunningServer, running, scripted_server, serve_command
+from server_harness import RunningServer, configure, running, scripted_server, serve_command
 from waiting import WAIT_S, wait_until
 
 from meltcore.common.process import LoggedProcess, group_members
@@ -28,8 +28,8 @@ from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
-from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
-from meltcore.settings.server_config import ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.fleet_spec import ModelSection, ResidencySection, TimeoutsSection
+from meltcore.settings.server_config import ModelConfig
 
 SOURCE = str(ROOT / "src")
 SCRIPTED = f"{COMMAND_LINE} --port {{port}} --ttft-ms 1 --itl-ms 1 --tokens 8"
@@ -49,7 +49,7 @@ def serving(
     tmp_path: Path, fleet: bool = False, settings: dict[str, Any] | None = None, **models: ModelSection
 ) -> Iterator[RunningServer]:
     defaults = {"timeouts": TIMEOUTS, "port": 0, "api_server_count": 2}
-    config = ServerConfig(models=(), upstream=models, **(defaults | (settings or {})))
+    config = configure(models=(), upstream=models, **(defaults | (settings or {})))
     with running(
         serve_command(config, policy=RestartAfterPause(first_pause_s=0.1) if fleet else None), tmp_path / "stderr"
     ) as server:
@@ -129,7 +129,7 @@ def test_restart_ends_a_server_that_sleeps(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sleepable_commands_take_turns_asleep_or_ended(tmp_path: Path) -> None:
     """Models a and b have vLLM's routes and sleep; c has none, so it is ended and started again."""
-    turns = ResidencyConfig(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
+    turns = ResidencySection(minimum_s=0.1, turn_s=0.4, swaps_per_minute=1000)
     without = {"PYTHONPATH": SOURCE, "VLLM_SERVER_DEV_MODE": "0"}
     sleeps = {"residency": "sleepable", "sleep_mode": "vllm"}
     models = {
@@ -271,7 +271,7 @@ def test_ps_shows_the_reason_of_a_server_that_fails_beside_another_one() -> None
 def test_names_are_unique_over_all_models(tmp_path: Path) -> None:
     model = ModelConfig(engine=EngineConfig(model="m"))
     theirs = ModelSection(url="http://127.0.0.1:1")
-    config = ServerConfig(models=(model,), upstream={"m": theirs}, port=0)
+    config = configure(models=(model,), upstream={"m": theirs}, port=0)
     with running(serve_command(config), tmp_path / "stderr") as server:
         assert server.wait_exit() == 2
         assert "two models are served as m" in server.stderr

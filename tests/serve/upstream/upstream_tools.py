@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from server_harness import configure
 from waiting import WAIT_S, until
 
 from meltcore.serve.http.http_server import HttpServer
@@ -22,8 +23,7 @@ from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.requests.tracing import Tracing
 from meltcore.serve.routes import build_app
 from meltcore.serve.upstream.http_backend import HttpBackend
-from meltcore.settings.fleet_spec import LimitsSection, ModelSection, TimeoutsSection
-from meltcore.settings.server_config import KeyConfig, ServerConfig
+from meltcore.settings.fleet_spec import KeySection, LimitsSection, ModelSection, TimeoutsSection
 
 SSE = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHAT = "/v1/chat/completions"
@@ -204,7 +204,7 @@ async def served(
     *upstreams: Upstream | str,
     timeout_s: float = 60.0,
     tracing: Tracing | None = None,
-    api_keys: Sequence[KeyConfig] = (),
+    api_keys: Sequence[KeySection] = (),
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """The API over upstreams, which are started here unless they are addresses, on a socket of its own."""
@@ -215,7 +215,7 @@ async def served(
     times = {name: settings.pop(name) for name in ("first_byte_s", "health_interval_s") if name in settings}
     timeouts = TimeoutsSection(request_s=timeout_s, **({"health_interval_s": 0.05} | times))
     upstream = ModelSection(url=urls[0], **settings)
-    config = ServerConfig(models=(), upstream={"m": upstream}, request_timeout_s=timeout_s)
+    config = configure(models=(), upstream={"m": upstream}, request_timeout_s=timeout_s)
     stats, lines = ServerStats([len(urls)], keys=len(api_keys)), io.StringIO()
     log = Log("json", stats, lines)
     backend = HttpBackend("m", upstream, urls, stats.models[0], limits=LimitsSection(), timeouts=timeouts)

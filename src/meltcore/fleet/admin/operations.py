@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -136,7 +135,7 @@ class FleetOperations:
     async def _restart(self, model: Model) -> None:
         try:
             if isinstance(model, UpstreamModel) or model.limits is not None:
-                await model.replace_engines(self._supervisor.config.drain_timeout_s)
+                await model.replace_engines(self._supervisor.config.timeouts.drain_s)
                 return
             started = await self._replace(model, model.config)
             if started.loading is not None:
@@ -199,7 +198,7 @@ class FleetOperations:
 
     async def _end(self, model: Model, what: str) -> None:
         """Refuse new requests, let the open ones finish within the drain limit, and end the engines."""
-        limit_s = self._supervisor.config.drain_timeout_s
+        limit_s = self._supervisor.config.timeouts.drain_s
         model.drain(f"{model.name} is being {what} the fleet")
         await _wait_idle(model, limit_s)
         if model.stats.total("in_flight"):
@@ -260,18 +259,15 @@ def resolve_config(config: ServerConfig) -> ServerConfig:
 
 def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
     """Raise ConfigError when settings differ that API servers read at their start."""
-    fields = [
-        field.name
-        for field in dataclasses.fields(ServerConfig)
-        if field.name not in ("models", "upstream", "order", "languages", "routes")
-    ]
-    # The room of models that take turns follows from the plan: it changes with the models.
-    old = dataclasses.replace(old, residency=dataclasses.replace(old.residency, room_bytes=new.residency.room_bytes))
-    changed = [name for name in fields if getattr(old, name) != getattr(new, name)]
-    if "api_keys" in changed:
-        old_keys, new_keys = ({key.name: key for key in config.api_keys} for config in (old, new))
-        names = [name for name in old_keys | new_keys if old_keys.get(name) != new_keys.get(name)]
-        changed[changed.index("api_keys")] = f"keys ({', '.join(names) or 'their order'})"
+    changed = []
+    for section in ("server", "limits", "timeouts", "residency", "sharing"):
+        before, after = getattr(old, section), getattr(new, section)
+        names = (name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name))
+        changed += [f"{section}.{name}" for name in names]
+    if old.keys != new.keys:
+        old_keys, new_keys = ({key.name: key for key in config.keys} for config in (old, new))
+        names = (name for name in old_keys | new_keys if old_keys.get(name) != new_keys.get(name))
+        changed.append(f"keys ({', '.join(names) or 'their order'})")
     if changed:
         raise ConfigError(
             f"only models, languages and routes can change while the fleet runs, and {', '.join(changed)} changed: "

@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.settings.config import EngineConfig, EngineSettings
-from meltcore.settings.fleet_spec import FleetSpec, KeySection, ModelSection
-from meltcore.settings.server_config import KeyConfig, ModelConfig, ResidencyConfig, ServerConfig
+from meltcore.settings.fleet_spec import FleetSpec, ModelSection
+from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
     """Return the settings of a server with all models of the fleet: our own, and the models of upstream servers."""
-    server, limits, timeouts = spec.server, spec.limits, spec.timeouts
-    optional: dict[str, Any] = {} if limits.max_body is None else {"max_body_bytes": int(limits.max_body)}
     return ServerConfig(
         models=tuple(model_config(spec, name) for name, model in spec.models.items() if model.kind == "engine"),
         upstream={name: model for name, model in spec.models.items() if model.kind != "engine"},
-        limits=limits,
-        timeouts=timeouts,
-        host=server.host,
-        port=server.port,
-        api_server_count=server.api_server_count,
-        request_timeout_s=timeouts.request_s,
-        class_shares=limits.class_shares,
-        drain_timeout_s=timeouts.drain_s,
-        allowed_origins=server.allowed_origins,
-        log_format=server.log_format,
-        otlp_traces_endpoint=server.otlp_endpoint,
         order=tuple(spec.models),
+        server=spec.server,
+        keys=spec.keys,
+        limits=spec.limits,
+        timeouts=spec.timeouts,
         languages=spec.languages,
         routes=spec.routes,
-        residency=ResidencyConfig(
-            minimum_s=spec.residency.minimum_s,
-            turn_s=spec.residency.turn_s,
-            swaps_per_minute=spec.residency.swaps_per_minute,
-            keep=spec.residency.keep,
-            start_timeout_s=timeouts.start_s,
-        ),
-        api_keys=tuple(key_config(spec, key) for key in spec.keys),
+        residency=spec.residency,
         sharing=spec.sharing,
-        **optional,
-    )
-
-
-def key_config(spec: FleetSpec, key: KeySection) -> KeyConfig:
-    """Return an API key's source and its limits, by default the file's `limits`."""
-    return KeyConfig(
-        name=key.name,
-        env=key.env,
-        file=key.file,
-        highest_class=key.priority,
-        requests_per_minute=key.requests_per_minute or spec.limits.requests_per_minute,
-        tokens_per_minute=key.tokens_per_minute or spec.limits.tokens_per_minute,
     )
 
 

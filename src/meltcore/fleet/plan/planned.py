@@ -99,8 +99,7 @@ class FleetPlanner:
         assert found.plan is not None
         assert found.config is not None
         room_bytes = _room(found.spec, found.plan, site.gpu_names)
-        residency = dataclasses.replace(found.config.residency, room_bytes=room_bytes)
-        return dataclasses.replace(found.config, residency=residency)
+        return dataclasses.replace(found.config, room_bytes=room_bytes)
 
     def accept(self) -> None:
         """Note that the fleet runs by the last plan from now on."""

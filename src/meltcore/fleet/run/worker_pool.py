@@ -67,7 +67,7 @@ def worker_count(config: ServerConfig) -> int:
     cores too.
     """
     cores = len(os.sched_getaffinity(0))
-    return config.api_server_count or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
+    return config.server.api_server_count or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
 
 
 class APIServerWorker:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from meltcore.settings.server_config import ResidencyConfig
+from meltcore.settings.fleet_spec import ResidencySection
 
 Residence = Literal["awake", "falling_asleep", "asleep", "waking"]
 # Turns after which a waiting model replaces a busy one of a more urgent class, and comes before all others that wait.
@@ -70,14 +70,15 @@ class _Member:
 class Residency:
     """Decides on swaps. Times are monotonic seconds, and never go back from call to call."""
 
-    def __init__(self, config: ResidencyConfig) -> None:
-        self.change_config(config)
+    def __init__(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
+        """`room_bytes`: for models that take turns, by device. A device without it has room for the largest model."""
+        self.change_config(config, room_bytes)
         self._members: dict[int, _Member] = {}
         self._swaps_s: deque[float] = deque()
 
-    def change_config(self, config: ResidencyConfig) -> None:
+    def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
         """Decide by other settings from now on."""
-        self._config = config
+        self._config, self._room_bytes = config, room_bytes
         self._turn_s = max(config.minimum_s, config.turn_s)
 
     # --- members
@@ -254,6 +255,6 @@ class Residency:
 
     def _room(self, device: str) -> int:
         """Return the bytes for models that take turns on a device: as planned, else the bytes of the largest one."""
-        if (room := self._config.room_bytes.get(device)) is not None:
+        if (room := self._room_bytes.get(device)) is not None:
             return room
         return max(member.size_bytes.get(device) or 0 for member in self._members.values())

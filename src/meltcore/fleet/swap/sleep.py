@@ -15,16 +15,16 @@ from meltcore.fleet.run.supervised_model import POLL_S, SupervisedModel
 from meltcore.protocol.channel import EndRequests
 from meltcore.serve.requests.stats import ModelStats
 from meltcore.serve.requests.terms import MODEL_ASLEEP
-from meltcore.settings.server_config import ResidencyConfig
 
 OVERDUE = "the model is put to sleep for another one, and the time for its open requests is over; send it again"
 WAKE_LIMIT_S = 120.0  # for an engine's answer, when it is put to sleep or woken
 _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 _R = TypeVar("_R", bound=ReplicaLife[Any])
-_LEVELS: dict[Literal["host", "disk"], int] = {"host": 1, "disk": 2}
+Keep = Literal["host", "disk"]  # where weights of a model that sleeps are
+_LEVELS: dict[Keep, int] = {"host": 1, "disk": 2}
 
 
-async def put_to_sleep(model: SupervisedModel[Any], config: ResidencyConfig, drain_limit_s: float) -> None:
+async def put_to_sleep(model: SupervisedModel[Any], keep: Keep, drain_limit_s: float) -> None:
     """Let the open requests of a model finish within the limit, and free its memory. New requests wait.
 
     However this goes, the model holds no memory afterwards.
@@ -36,15 +36,15 @@ async def put_to_sleep(model: SupervisedModel[Any], config: ResidencyConfig, dra
         for replica in awake:
             replica.apply("drain")
         await asyncio.gather(
-            *(_sleep(model, replica, config, drain_limit_s) for replica in awake),
+            *(_sleep(model, replica, keep, drain_limit_s) for replica in awake),
             *(model.end_engine(replica) for replica in others),
         )
         holds_weights = any(replica.state == "sleeping" for replica in model.replicas)
-        model.stats.set("sleep_level", _LEVELS[config.keep if holds_weights else "disk"])
+        model.stats.set("sleep_level", _LEVELS[keep if holds_weights else "disk"])
         model.update_status()
 
 
-async def wake_up(model: SupervisedModel[Any], config: ResidencyConfig) -> str:
+async def wake_up(model: SupervisedModel[Any], start_limit_s: float) -> str:
     """Wake a model; returns "" once it can serve or tries to by itself, else why its engines still sleep."""
     async with model.changing:
         began_s = time.monotonic()
@@ -59,7 +59,7 @@ async def wake_up(model: SupervisedModel[Any], config: ResidencyConfig) -> str:
         for replica, _ in failed:
             if replica.state == "sleeping":  # else it has died meanwhile
                 await model.end_engine(replica)  # it is started like one that has died
-        await _wait_started(model, config.start_timeout_s)
+        await _wait_started(model, start_limit_s)
         model.end_wake(time.monotonic() - began_s)
         return ""
 
@@ -72,11 +72,9 @@ def refuse_waiting(model: SupervisedModel[Any], reason: str, until_s: float) -> 
     )
 
 
-async def _sleep(
-    model: SupervisedModel[Any], replica: ReplicaLife[Any], config: ResidencyConfig, drain_limit_s: float
-) -> None:
+async def _sleep(model: SupervisedModel[Any], replica: ReplicaLife[Any], keep: Keep, drain_limit_s: float) -> None:
     await _drain(model, replica.index, drain_limit_s)
-    is_asleep = replica.state == "draining" and await model.sleep_process(replica, config.keep, WAKE_LIMIT_S)
+    is_asleep = replica.state == "draining" and await model.sleep_process(replica, keep, WAKE_LIMIT_S)
     if replica.state == "draining":  # else it has died, which was reported
         if is_asleep:
             replica.apply("slept")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from meltcore.common.errors import ConfigError
 from meltcore.fleet.plan.placement import placed_gpus
@@ -16,7 +17,7 @@ from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.fleet.swap.residency import Demand, Residency, Swap
 from meltcore.fleet.swap.sleep import put_to_sleep, refuse_waiting, wake_up
 from meltcore.serve.requests.stats import CLASSES
-from meltcore.settings.server_config import ResidencyConfig
+from meltcore.settings.fleet_spec import ResidencySection, TimeoutsSection
 
 Model = ServedModel | UpstreamModel
 CPU = "cpu"  # the device of engines without a GPU
@@ -29,10 +30,11 @@ FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # of a wake that failed
 class Turns:
     """The sleepable models of a fleet."""
 
-    def __init__(self, config: ResidencyConfig, drain_limit_s: float) -> None:
+    def __init__(self, config: ResidencySection, timeouts: TimeoutsSection, room_bytes: Mapping[str, int]) -> None:
+        """`room_bytes`: for models that take turns, by device."""
         self._config = config
-        self._drain_limit_s = drain_limit_s
-        self._policy = Residency(config)
+        self._timeouts = timeouts
+        self._policy = Residency(config, room_bytes)
         self._models: dict[int, Model] = {}
         self._forced: set[int] = set()  # that an operator wants
         self._woke_s: dict[int, float] = {}
@@ -40,10 +42,10 @@ class Turns:
         self._swaps: set[asyncio.Task[None]] = set()
         self._run: asyncio.Task[None] | None = None
 
-    def change_config(self, config: ResidencyConfig) -> None:
+    def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
         """Take over the settings of another plan, in which the room for models that take turns may differ."""
         self._config = config
-        self._policy.change_config(config)
+        self._policy.change_config(config, room_bytes)
 
     # --- models
 
@@ -92,7 +94,7 @@ class Turns:
         """Wake a model before its turn, and put others to sleep for it. Raises ConfigError where it fails."""
         key = self._key(model)
         failures = self._failures[key]
-        deadline_s = time.monotonic() + 2 * self._config.start_timeout_s
+        deadline_s = time.monotonic() + 2 * self._timeouts.start_s
         self._forced.add(key)
         try:
             while self._models.get(key) is model and time.monotonic() < deadline_s:
@@ -150,7 +152,7 @@ class Turns:
             await self._load(swap.wake, model)
             return
         began_s = time.monotonic()
-        problem = await wake_up(model, self._config)
+        problem = await wake_up(model, self._timeouts.start_s)
         now_s = time.monotonic()
         if problem:
             pause_s = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** self._failures[swap.wake])
@@ -164,16 +166,16 @@ class Turns:
 
     async def _sleep(self, key: int) -> None:
         if (model := self._models.get(key)) is not None:
-            await put_to_sleep(model, self._config, self._drain_limit_s)
+            await put_to_sleep(model, self._config.keep, self._timeouts.drain_s)
         self._policy.fell_asleep(key)
 
     async def _load(self, key: int, model: Model) -> None:
         """Let a model load for the first time."""
         model.may_run.set()
         if model.loading is not None:
-            await asyncio.wait({model.loading}, timeout=self._config.start_timeout_s)
+            await asyncio.wait({model.loading}, timeout=self._timeouts.start_s)
         if model.is_loading and not (isinstance(model, ServedModel) and model.is_pending):
-            await model.fail_loading(f"it was not loaded within {self._config.start_timeout_s:g} s (timeouts.start_s)")
+            await model.fail_loading(f"it was not loaded within {self._timeouts.start_s:g} s (timeouts.start_s)")
         if model.status == "failed":
             self._policy.fell_asleep(key)
         else:

@@ -15,17 +15,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.requests.request_fields import header
 from meltcore.serve.requests.stats import CLASSES, ServerStats
 from meltcore.settings.config import PriorityClass
-from meltcore.settings.server_config import KeyConfig, ServerConfig
+from meltcore.settings.field_types import KEY_NAME_FORM, KEY_NAME_PATTERN
+from meltcore.settings.fleet_spec import KeySection
+from meltcore.settings.server_config import ServerConfig
 
 ENVIRONMENT_KEY = "MELTCORE_API_KEY"
+DEFAULT_NAME = "default"  # of the key of --api-key or the environment
 WINDOW_S = 60.0  # of the limits per minute. A bucket holds as much
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def resolve_keys(config: ServerConfig) -> ServerConfig:
@@ -39,34 +42,37 @@ def resolve_keys(config: ServerConfig) -> ServerConfig:
             if value in values[:index]:
                 first, second = keys[values.index(value)].name, keys[index].name
                 raise ConfigError(f"two API keys have the same {what}: {first} and {second}")
-    return replace(config, api_key=None, api_key_file=None, api_keys=keys)
+    server = msgspec.structs.replace(config.server, api_key_file=None)
+    return replace(config, server=server, keys=keys)
 
 
-def _resolved(config: ServerConfig) -> Iterator[KeyConfig]:
-    if config.api_key is not None:
-        yield KeyConfig(name="default", sha256=_hash(config.api_key))
-    elif os.environ.get(ENVIRONMENT_KEY):
-        yield KeyConfig(name="default", sha256=_hash(os.environ[ENVIRONMENT_KEY]))
-    if config.api_key_file is not None:
-        for number, line in enumerate(_read(config.api_key_file, "--api-key-file").splitlines(), 1):
+def _resolved(config: ServerConfig) -> Iterator[KeySection]:
+    limits = {name: getattr(config.limits, name) for name in ("requests_per_minute", "tokens_per_minute")}
+    # The flag --api-key stands here as a hash already, instead of the variable.
+    has_flag = any(key.name == DEFAULT_NAME and key.sha256 is not None for key in config.keys)
+    if not has_flag and (secret := os.environ.get(ENVIRONMENT_KEY)):
+        yield KeySection(name=DEFAULT_NAME, sha256=hash_key(secret))
+    if (path := config.server.api_key_file) is not None:
+        for number, line in enumerate(_read(path, "--api-key-file").splitlines(), 1):
             parts = line.split()
             if not parts or line.startswith("#"):
                 continue
             if len(parts) != 2:
-                raise ConfigError(f"{config.api_key_file}, line {number}: write a name and a key, with a space between")
-            yield KeyConfig(name=parts[0], sha256=_hash(parts[1]))
-    for key in config.api_keys:
+                raise ConfigError(f"{path}, line {number}: write a name and a key, with a space between")
+            if not re.match(KEY_NAME_PATTERN, parts[0]):
+                raise ConfigError(f"{path}, line {number}: got {parts[0]!r}; must be {KEY_NAME_FORM}")
+            yield KeySection(name=parts[0], sha256=hash_key(parts[1]), **limits)
+    for key in config.keys:
         if key.sha256 is not None:
             digest = key.sha256.lower()
-            if not _SHA256.fullmatch(digest):
-                raise ConfigError(f"the API key {key.name}: sha256 must have 64 hexadecimal digits")
         elif key.env is not None:
             if not os.environ.get(key.env):
                 raise ConfigError(f"the API key {key.name}: the environment variable {key.env} is not set or empty")
-            digest = _hash(os.environ[key.env])
+            digest = hash_key(os.environ[key.env])
         else:
-            digest = _hash(_read(str(key.file), f"the API key {key.name}"))
-        yield replace(key, sha256=digest, env=None, file=None)
+            digest = hash_key(_read(str(key.file), f"the API key {key.name}"))
+        own = {name: getattr(key, name) or limit for name, limit in limits.items()}
+        yield msgspec.structs.replace(key, sha256=digest, env=None, file=None, **own)
 
 
 def _read(path: str, subject: str) -> str:
@@ -79,16 +85,17 @@ def _read(path: str, subject: str) -> str:
     return text
 
 
-def _hash(key: str) -> str:
+def hash_key(key: str) -> str:
+    """Return the SHA-256 of a key in hexadecimal digits, without spaces at its ends."""
     return hashlib.sha256(key.strip().encode()).hexdigest()
 
 
 class ApiKey:
     """One key: its name, its limits, and what of them is used."""
 
-    def __init__(self, config: KeyConfig, stats: ServerStats, index: int) -> None:
+    def __init__(self, config: KeySection, stats: ServerStats, index: int) -> None:
         self.name = config.name
-        self._highest_class: PriorityClass = config.highest_class
+        self._highest_class: PriorityClass = config.priority
         self._stats = stats
         self._requests = _Bucket(stats, f"key_{index}/requests_s", config.requests_per_minute)
         self._tokens = _Bucket(stats, f"key_{index}/tokens_s", config.tokens_per_minute)
@@ -157,7 +164,7 @@ class _Bucket:
 class ApiKeys:
     """The keys of a server, as one of its processes checks them."""
 
-    def __init__(self, configs: Sequence[KeyConfig], stats: ServerStats) -> None:
+    def __init__(self, configs: Sequence[KeySection], stats: ServerStats) -> None:
         """Create the table. `configs` are as `resolve_keys` returns them, as many as `stats` was created for."""
         self._keys = [
             (bytes.fromhex(config.sha256 or ""), ApiKey(config, stats, index)) for index, config in enumerate(configs)

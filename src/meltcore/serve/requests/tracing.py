@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError
@@ -53,13 +54,13 @@ def resolve_tracing(config: ServerConfig) -> ServerConfig:
 
     Raises ConfigError where the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
     """
-    endpoint, source = config.otlp_traces_endpoint, "--otlp-traces-endpoint"
+    endpoint, source = config.server.otlp_endpoint, "--otlp-traces-endpoint"
     if endpoint is None and (endpoint := os.environ.get(TRACES_VARIABLE)):
         source = TRACES_VARIABLE
     elif endpoint is None and (base := os.environ.get(BASE_VARIABLE)):
         endpoint, source = base.rstrip("/") + "/v1/traces", BASE_VARIABLE
     if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return replace(config, otlp_traces_endpoint=None)
+        return _with_endpoint(config, None)
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{source} must be like http://127.0.0.1:4318/v1/traces; got {shown_url(endpoint)!r}")
@@ -69,7 +70,11 @@ def resolve_tracing(config: ServerConfig) -> ServerConfig:
     _queue_size()
     if find_spec("opentelemetry") is None:
         raise ConfigError(f"{source} needs OpenTelemetry: pip install '.[otel]'")
-    return replace(config, otlp_traces_endpoint=endpoint)
+    return _with_endpoint(config, endpoint)
+
+
+def _with_endpoint(config: ServerConfig, endpoint: str | None) -> ServerConfig:
+    return replace(config, server=msgspec.structs.replace(config.server, otlp_endpoint=endpoint))
 
 
 def _queue_size() -> int:

@@ -126,7 +126,7 @@ class Endpoint(ABC):
     @property
     def limit_bytes(self) -> int:
         """The limit of a body."""
-        return max(MIN_UPLOAD_BYTES if self.has_uploads else 0, self._config.max_body_bytes)
+        return max(MIN_UPLOAD_BYTES if self.has_uploads else 0, self._config.limits.max_body_bytes)
 
     @abstractmethod
     async def respond(self, exchange: Exchange) -> None:

@@ -37,7 +37,7 @@ class TranslateEndpoint(Endpoint):
             )
         backend, request = translator(self.choices, request)
         exchange.fields |= {"model": backend.names[0], "sentences": len(request.sentences)}
-        async with current_terms().timeout(self._config.request_timeout_s):
+        async with current_terms().timeout(self._config.timeouts.request_s):
             work = backend.translate(request, exchange.identity, arrived_s)
             translated = await while_connected(exchange.scope, work)
         usage = {
