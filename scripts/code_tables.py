@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import msgspec
 import torch
-from source_counts import CHAT_FORMS
+from source_counts import CHAT_FORMS, MODEL_FORMS
 
 from meltcore.common.errors import ConfigError
 from meltcore.kernels.architectures import ARCHITECTURES as GPU_ARCHITECTURES
@@ -243,16 +243,17 @@ def _gpus(capabilities: list[int]) -> str:
     return f"{capabilities[0] / 10} and later ({GPU_ARCHITECTURES[capabilities[0]].gpu_type})"
 
 
-def chat_forms() -> list[str]:
-    """Lines of a table: each form of a chat request, what it holds, and the border that it crosses or its lifetime."""
+def forms(found: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Lines of a table: each form, what it holds, and the border that it crosses or its lifetime."""
     lines = ["| form | what it holds | border, or lifetime |", "|---|---|---|"]
-    for name, (content, lifetime) in CHAT_FORMS.items():
+    for name, (content, lifetime) in found.items():
         lines.append(f"| {f'`{name}`' if name[0].isupper() else name} | {content} | {lifetime} |")
     return lines
 
 
 TABLES = {
-    "forms of a chat request": chat_forms,
+    "forms of a chat request": partial(forms, CHAT_FORMS),
+    "forms of a model at start": partial(forms, MODEL_FORMS),
     "unsupported fields": unsupported_fields,
     "load metrics": load_metrics,
     "task metrics": task_metrics,

@@ -30,7 +30,7 @@ CLIENT_BASES = ("Protocol", "BufferedProtocol")
 MOST_VERDICTS = 20  # fault codes are more
 ABSENT = {"NOT_APPLICABLE", "UNKNOWN"}  # what stands for a reading that is missing
 # The forms of a chat request: what each holds, and the process border that it crosses or how long it lives. Then the
-# forms of a model between fleet.yaml and its engine.
+# same of a model between fleet.yaml and its engine.
 CHAT_FORMS = {
     "connection": ("the socket of its client, with what was read of it", "several requests, one after another"),
     "scope": ("method, path and headers, as ASGI has them", "border of the HTTP server"),
@@ -54,10 +54,18 @@ CHAT_FORMS = {
     "SequenceOutput": ("new tokens of one sequence", "border of the API server"),
     "StepOutputs": ("the outputs of a step for one API server", "border of the API server"),
 }
-MODEL_FORMS = (
-    *("ModelSection", "ModelSection with needs", "EngineNeeds", "PlannedEngine", "Plan", "ModelSection with a plan"),
-    *("ModelConfig", "Placement", "AddModel", "ServedModel"),
-)
+MODEL_FORMS = {
+    "ModelSection": ("what fleet.yaml says of it", "until the file is read again"),
+    "ModelSection with needs": ("the section with its memory and context", "while a plan is made"),
+    "EngineNeeds": ("the bytes that an engine takes", "while a fleet is planned, from one attempt to the next"),
+    "PlannedEngine": ("one replica to be placed: its bytes, and where it may be", "while a plan is made"),
+    "Plan": ("engines by GPU and by host, with their needs", "until the next plan, and on a page"),
+    "ModelSection with a plan": ("the section with its memory and GPUs", "until it is a ModelConfig"),
+    "ModelConfig": ("the flags of `serve`, or a section, with an EngineConfig", "until a reload, and to API servers"),
+    "Placement": ("an EngineConfig and the GPUs of one replica", "border of the engine, at each start"),
+    "AddModel": ("its settings, and what API servers know of it", "border of the API server"),
+    "ServedModel": ("its replicas and their state", "from its first start to its end"),
+}
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 _files = cache(parsed_files)
