@@ -42,7 +42,7 @@ def test_compose_starts_a_server_that_only_this_machine_reaches() -> None:
     [port] = service["ports"]
     assert port == f"127.0.0.1:{args.port}:{args.port}"
     assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
-    assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_timeout_s
+    assert int(service["stop_grace_period"].removesuffix("s")) > args.drain_s
     [device] = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
