@@ -100,7 +100,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
         return self
 
     def taking_turns(self, sleepable: tuple[str, ...]) -> tuple[str, ...]:
-        """Return which of these models leave their memory to others while they sleep: all."""
+        """Return all of these models: on one machine each leaves its memory to others while it sleeps."""
         return sleepable
 
     def why_no_turns(self, _spec: FleetSpec) -> tuple[str, ...]:

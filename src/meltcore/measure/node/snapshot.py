@@ -1,4 +1,7 @@
-"""Snapshots of a node: one reading of every GPU, its links and its topology; text form, and differences between two."""
+"""Takes snapshots of a node: one reading of every GPU, its links and its topology.
+
+Writes them as text, and compares two.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

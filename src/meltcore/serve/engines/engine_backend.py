@@ -66,7 +66,10 @@ class EngineBackend:
         return False
 
     def load(self) -> Any:
-        """Return what the model needs beside its engines, such as a tokenizer; in a thread. Raises ConfigError."""
+        """Return what the model needs beside its engines, such as a tokenizer. It runs in a thread.
+
+        Raises ConfigError.
+        """
 
     def open(self, text: Any, engine: Any, created: int) -> None:  # noqa: ARG002 - of some tasks
         """Register the loaded model, of which `load` has returned `text`, and when it was created.

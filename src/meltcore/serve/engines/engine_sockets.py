@@ -120,7 +120,10 @@ class RemoteSocket:
         self._socket.send(encode_message(self._encoder, messages), zmq.NOBLOCK)
 
     def receive(self) -> FromEngine:
-        """Return the next message. Raises zmq.Again without one, msgspec.DecodeError for one that cannot be read."""
+        """Return the next message.
+
+        Raises zmq.Again without a message, and msgspec.DecodeError for an unreadable one.
+        """
         message, offset_s = decode_message(self._decoder, self._socket.recv(zmq.NOBLOCK))
         return shift_times(message, offset_s)
 

@@ -275,7 +275,10 @@ def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[
 
 
 def _compare(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
-    """Return each fact of a node that differs from what most nodes have; of two that differ, the second."""
+    """Return each fact of a node that differs from the value of most nodes.
+
+    Of two nodes that differ, the second counts.
+    """
     names = dict.fromkeys(name for _, of_node in facts for name in of_node)
     found = []
     for name in names:

@@ -110,7 +110,7 @@ def run_backends(
 def _run(
     planned: PlannedRun, plan: BackendsPlan, options: BackendsLoad, folder: Path, *, report: Callable[[str], None]
 ) -> BackendRun:
-    """Start, load and end one backend. What goes wrong is the run's reason."""
+    """Start, load and end one backend. The reason of the run says what went wrong."""
     run = BackendRun(
         backend=planned.backend,
         start=planned.start,
