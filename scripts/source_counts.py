@@ -22,9 +22,8 @@ TASKS = ("generation", "translation", "transcription", "synthesis")
 # Roots of everything that can be set: the configuration of a server, and fleet.yaml.
 SETTING_ROOTS = ("ServerConfig", "FleetSpec")
 MODES = ("policy", "fleet", "cluster", "ray")  # what is None where a server is no fleet, or its engines are here
-# A module that uses one of each starts a server and waits until it answers.
-STARTS = ("start_process", "LoggedProcess", "ServerProcess", "MeltcoreServer", "run_server")
-AWAITS = ("wait_for", "_wait_ready", "_become_ready")
+# What starts a process: a name of `common/process.py` that a module imports, or one that it calls.
+STARTS = ("start", "start_async", "LoggedProcess", "Popen", "create_subprocess_exec", "start_process")
 CLIENT_LIBRARIES = ("http.client", "urllib.request", "aiohttp", "httpx")
 CLIENT_BASES = ("Protocol", "BufferedProtocol")
 MOST_VERDICTS = 20  # fault codes are more
@@ -252,16 +251,29 @@ def _is_mode(test: ast.expr) -> bool:
 
 
 def server_starters() -> list[str]:
-    """Return the modules that start a server from a command and wait until it answers."""
-    return [path for path, tree in _files().items() if {*STARTS} & _used(tree) and {*AWAITS} & _used(tree)]
+    """Return the modules that start a process and, in a loop of their own, wait until it is ready or raise an error."""
+    return [
+        path for path, tree in _files().items() if {*STARTS} & _process_names(tree) and any(map(_is_wait, _nodes(tree)))
+    ]
 
 
-def _used(tree: ast.Module) -> set[str]:
-    """Return the names of what a module calls, inherits from and defines as functions."""
-    calls = {_last(node.func) for node in _nodes(tree) if isinstance(node, ast.Call)}
-    bases = {_last(base) for node in _nodes(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
-    functions = {node.name for node in _nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return calls | bases | functions
+def _process_names(tree: ast.Module) -> set[str]:
+    """Return what a module calls of the standard library to start a process, and imports of `common/process.py`."""
+    nodes = _nodes(tree)
+    calls = {_last(node.func) for node in nodes if isinstance(node, ast.Call) and _last(node.func) != "start"}
+    imported = [node.names for node in nodes if isinstance(node, ast.ImportFrom) and _is_process_module(node)]
+    return calls | {alias.name for names in imported for alias in names}
+
+
+def _is_process_module(node: ast.ImportFrom) -> bool:
+    return node.module == "meltcore.common.process"
+
+
+def _is_wait(node: ast.AST) -> bool:
+    """Return whether a loop sleeps between attempts and ends with an error."""
+    inner = list(ast.walk(node)) if isinstance(node, ast.While | ast.For) else []
+    sleeps = any(isinstance(each, ast.Call) and _last(each.func) == "sleep" for each in inner)
+    return sleeps and any(isinstance(each, ast.Raise) for each in inner)
 
 
 def http_clients() -> list[str]:

@@ -86,7 +86,7 @@ MOST = {
     "forms of a chat request": 21,
     "forms of a model at start": 10,
     "branches by mode": 0,
-    "server starters": 3,
+    "server starters": 1,
     "HTTP clients": 2,
     "NVML readers": 1,
     "verdict types": 2,

@@ -19,11 +19,11 @@ for package in ("python_multipart", "sentencepiece", "soxr"):
     pytest.importorskip(package, reason="the extra audio has it")
 
 from meltcore.cli.main import main  # noqa: E402
+from meltcore.common.process import free_port  # noqa: E402
 from meltcore.fleet.run.restart_policy import RestartAfterPause  # noqa: E402
 from meltcore.measure.problems.phrases import SOURCE_LANGUAGE, TARGET_LANGUAGE, generate_phrases  # noqa: E402
 from meltcore.measure.problems.tones import render, tone_clip  # noqa: E402
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND  # noqa: E402 - after the checks for extras
-from meltcore.serve.upstream.upstream_process import free_port  # noqa: E402
 
 POLICY = RestartAfterPause()
 

@@ -11,10 +11,11 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -28,6 +29,8 @@ KILL_LIMIT_S = 10.0  # for the kernel to take memory back from a killed process
 STDERR = 2  # as `stdout`: the child's output joins our standard error, so that ours holds our own lines alone
 _POLL_S = 0.1
 _Result = TypeVar("_Result")
+# Makes the error of a process that did not start: None where it ended, the limit in seconds that it exceeded otherwise.
+StartFailure = Callable[[float | None], MeltcoreError]
 
 
 class ProcessError(MeltcoreError):
@@ -230,6 +233,15 @@ class LoggedProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Start the process. Raises ProcessError where it cannot start, and OSError where its log cannot be written."""
         try:
             self._log_path.write_bytes(b"")
             # To append: a log that grows too large is emptied while the process writes to it.
@@ -240,17 +252,19 @@ class LoggedProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     # Unbuffered: what a Python program prints must reach the file before the program is killed.
-                    environment={**self._environment, "PYTHONUNBUFFERED": "1"},
+                    environment={"PYTHONUNBUFFERED": "1", **self._environment},
                 )
         except BaseException:
             self.stop()
             raise
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
+    def send(self, data: bytes) -> IO[bytes]:
+        """Write to the standard input of a process whose `stdin` is a pipe, and return the pipe."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        return self._process.stdin
 
     @property
     def running(self) -> bool:
@@ -278,28 +292,40 @@ class LoggedProcess:
         """Return the last lines of the output."""
         return log_tail(self._log_path) or "(it printed nothing)"
 
-    def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, goal: str) -> _Result:
+    def wait_for(self, poll: Callable[[], _Result | None], limit_s: float, failure: str | StartFailure) -> _Result:
         """Call `poll` until it returns a value, and return the value.
 
-        `goal` completes the error "it did not ...". Raises ProcessError after `limit_s`, or where the process ends
-        first.
+        `failure` completes the error "it did not ...", or makes another error. Raises this error after `limit_s`, or
+        where the process ends first. A text becomes a ProcessError with the last lines of the output.
         """
         deadline_s = time.monotonic() + limit_s
-        while True:
-            result = poll()
-            if result is not None:
-                return result
-            if not self.running:
-                background_hint = (
-                    " (a process that it left in the background is not ended with it)" if not self.returncode else ""
-                )
-                raise ProcessError(
-                    f"{self._name} ended with code {self.returncode} before it could {goal}{background_hint}:\n"
-                    f"{self.log_tail()}"
-                )
-            if time.monotonic() > deadline_s:
-                raise ProcessError(f"{self._name} did not {goal} within {limit_s:g} s:\n{self.log_tail()}")
+        while (result := poll()) is None:
+            if not self.running or time.monotonic() > deadline_s:
+                raise self._start_error(limit_s, failure)
             time.sleep(_POLL_S)
+        return result
+
+    async def wait_for_async(
+        self, poll: Callable[[], Awaitable[_Result | None]], limit_s: float, failure: str | StartFailure
+    ) -> _Result:
+        """Await `poll` until it returns a value, and return the value. Raises as `wait_for` does."""
+        deadline_s = time.monotonic() + limit_s
+        while (result := await poll()) is None:
+            if not self.running or time.monotonic() > deadline_s:
+                raise self._start_error(limit_s, failure)
+            await asyncio.sleep(_POLL_S)
+        return result
+
+    def _start_error(self, limit_s: float, failure: str | StartFailure) -> MeltcoreError:
+        has_ended = not self.running
+        if not isinstance(failure, str):
+            return failure(None if has_ended else limit_s)
+        if not has_ended:
+            return ProcessError(f"{self._name} did not {failure} within {limit_s:g} s:\n{self.log_tail()}")
+        hint = "" if self.returncode else " (a process that it left in the background is not ended with it)"
+        return ProcessError(
+            f"{self._name} ended with code {self.returncode} before it could {failure}{hint}:\n{self.log_tail()}"
+        )
 
     def ended_within(self, limit_s: float) -> bool:
         """Wait up to `limit_s` and return whether the process has ended.
@@ -322,6 +348,8 @@ class LoggedProcess:
             limit_s,
             on_timeout=lambda: self._report(f"{self._name} did not end within {limit_s:g} s of SIGTERM; killing it"),
         )
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         return self.returncode
 
 
@@ -380,6 +408,16 @@ def _wait_group_ended(process: subprocess.Popen[Any], signum: signal.Signals, li
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 without a listener.
+
+    The kernel assigns others first, so that it stays free until a server that is started now binds it.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # --- time limits and signals ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ key never shows in the list of processes.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -19,13 +20,12 @@ from datetime import datetime
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.common.process import loading_modules, start_ticks
-from meltcore.common.process import start as start_process
+from meltcore.common.process import LoggedProcess, loading_modules, start_ticks
 from meltcore.common.process_output import log_tail
 from meltcore.fleet.run.logs import LOG_LIMIT_BYTES
 from meltcore.protocol.sockets import ADMIN_SOCKET
@@ -128,17 +128,24 @@ def start(
         if record.port == config.server.port:
             raise ConfigError(f"{record.url} serves {record.model} already (pid {record.pid}, log {record.log})")
     log = Path(log or state_dir() / f"{source.command}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log").absolute()
-    with _open_log(log) as output:
-        command = [sys.executable, "-m", "meltcore.fleet.daemon", str(log)]
-        process = start_process(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
+    process = LoggedProcess(
+        [sys.executable, "-m", "meltcore.fleet.daemon", str(log)],
+        log,
+        name="the server",
+        report=lambda _line: None,
+        # With a buffer, a line reaches the log in one write, so that lines of several processes do not mix.
+        environment={"PYTHONUNBUFFERED": ""} | os.environ,
+        stdin=subprocess.PIPE,
+    )
     try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(_Served(config, source)))
-        process.stdin.close()
-        record, rows = _wait_ready(process, log, limit_s)
+        process.start()
+    except OSError as error:
+        raise ConfigError(f"--log {log} cannot be written: {error.strerror}") from error
+    try:
+        process.send(msgspec.json.encode(_Served(config, source))).close()
+        record, rows = _wait_ready(process, log, math.inf if limit_s is None else limit_s)
     except BaseException:
-        process.kill()
-        process.wait()
+        process.stop(0.0)
         raise
     print(f"meltcore: listening on {record.url} (pid {record.pid}, log {record.log})")
     failed = [row for row in rows if row["status"] == "failed"]
@@ -191,30 +198,19 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
     return 1 if num_still_running else 0
 
 
-def _open_log(path: Path) -> BinaryIO:
-    try:
-        path.write_bytes(b"")
-        return path.open("ab")  # a fleet's log that grows too large is emptied while it is written
-    except OSError as error:
-        raise ConfigError(f"--log {path} cannot be written: {error.strerror}") from error
-
-
-def _wait_ready(
-    process: subprocess.Popen[bytes], log: Path, limit_s: float | None
-) -> tuple[DaemonRecord, list[dict[str, Any]]]:
+def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[DaemonRecord, list[dict[str, Any]]]:
     """Return the server's record, and the rows of `ps` that say that it has answered."""
-    record: DaemonRecord | None = None
-    started_s = time.monotonic()
-    while True:
-        if process.poll() is not None:
-            raise ConfigError(_last_line(log) or f"the server ended with exit status {process.returncode}; see {log}")
-        if limit_s is not None and time.monotonic() - started_s > limit_s:
-            raise ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
-        if record is None:
-            record = next((record for record in running() if record.pid == process.pid), None)
-        elif _has_answered(rows := _rows(record)):
-            return record, rows
-        time.sleep(POLL_S)
+
+    def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
+        record = next((record for record in running() if record.pid == process.pid), None)
+        return (record, rows) if record is not None and _has_answered(rows := _rows(record)) else None
+
+    def failure(limit_s: float | None) -> ConfigError:
+        if limit_s is None:
+            return ConfigError(_last_line(log) or f"the server ended with exit status {process.returncode}; see {log}")
+        return ConfigError(f"the server was not ready within {limit_s:g} s; its last line: {_last_line(log)}")
+
+    return process.wait_for(poll, limit_s, failure)
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:

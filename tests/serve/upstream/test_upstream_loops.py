@@ -20,12 +20,12 @@ from upstream_tools import Upstream, answer, sends
 from waiting import wait_until
 
 from meltcore.common.errors import RequestError
+from meltcore.common.process import free_port
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.serve.http import hops
 from meltcore.serve.requests.stats import ServerStats
 from meltcore.serve.upstream.http_backend import UpstreamHealth
 from meltcore.serve.upstream.http_replica import UpstreamReplica
-from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, TimeoutsSection
 

@@ -21,12 +21,11 @@ from scripted_server import COMMAND_LINE
 from server_harness import RunningServer, configure, running, scripted_server, serve_command
 from waiting import WAIT_S, wait_until
 
-from meltcore.common.process import LoggedProcess, group_members
+from meltcore.common.process import LoggedProcess, free_port, group_members
 from meltcore.fleet.admin import operations
 from meltcore.fleet.run.restart_policy import RestartAfterPause
 from meltcore.fleet.run.upstream_model import UpstreamModel
 from meltcore.serve.requests.stats import ServerStats
-from meltcore.serve.upstream.upstream_process import free_port
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection, ResidencySection, TimeoutsSection
 from meltcore.settings.server_config import ModelConfig

@@ -16,6 +16,7 @@ from typing import Literal
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment
+from meltcore.common.process import free_port
 from meltcore.common.process_output import one_line
 from meltcore.fleet.plan.placement import Placement
 from meltcore.fleet.run.logs import log_path
@@ -27,7 +28,7 @@ from meltcore.serve.upstream.forward import forwarded_paths
 from meltcore.serve.upstream.http_backend import upstream_api_key
 from meltcore.serve.upstream.http_replica import UpstreamReplica as Upstream
 from meltcore.serve.upstream.upstream_command import upstream_command
-from meltcore.serve.upstream.upstream_process import UpstreamProcess, free_port
+from meltcore.serve.upstream.upstream_process import UpstreamProcess
 from meltcore.settings.config import EngineConfig
 from meltcore.settings.fleet_spec import ModelSection
 

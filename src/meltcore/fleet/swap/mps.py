@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.gpus.machine import gpu_environment
-from meltcore.common.process import ProcessError, end_group, run, start
+from meltcore.common.process import LoggedProcess, ProcessError, run
 from meltcore.settings.config import PriorityClass
 
 _PROGRAM = "nvidia-cuda-mps-control"
 _FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/local/cuda/bin")  # also where PATH lacks them
-_START_LIMIT_S, _END_LIMIT_S, _POLL_S = 10.0, 10.0, 0.05
+_START_LIMIT_S, _END_LIMIT_S = 10.0, 10.0
 _LOG_TAIL = 400  # characters
 
 
@@ -41,7 +39,7 @@ class MpsDaemon:
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
         self._pipe, self._log = folder / "pipe", folder / "log" / "control.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LoggedProcess | None = None
 
     def start(self) -> None:
         """Start the daemon and wait for its socket. Raises ConfigError where it ends or is not ready in time."""
@@ -51,17 +49,19 @@ class MpsDaemon:
         # The daemon would number the GPUs of CUDA_VISIBLE_DEVICES anew, and its clients name them as the driver does.
         environment = os.environ | gpu_environment([])
         del environment["CUDA_VISIBLE_DEVICES"]
-        command = [self._control, "-f"]
-        process = start(command, environment=environment | self.environment, stdout=subprocess.DEVNULL)
-        self._process = process
-        deadline_s = time.monotonic() + _START_LIMIT_S
-        while not (self._pipe / "control").exists():
-            if process.poll() is not None:
-                raise ConfigError(f"{_PROGRAM} ended with code {process.returncode}: {self._log_tail()}")
-            if time.monotonic() > deadline_s:
-                self.stop()
-                raise ConfigError(f"{_PROGRAM} was not ready within {_START_LIMIT_S:g} s: {self._log_tail()}")
-            time.sleep(_POLL_S)
+        self._process = LoggedProcess(
+            [self._control, "-f"],
+            Path(os.devnull),  # it writes a log of its own
+            name=_PROGRAM,
+            report=lambda _line: None,
+            environment=environment | self.environment,
+            stop_limit_s=_END_LIMIT_S,
+        ).start()
+        try:
+            self._process.wait_for(lambda: (self._pipe / "control").exists() or None, _START_LIMIT_S, self._start_error)
+        except ConfigError:
+            self.stop()
+            raise
 
     def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
         """Return what an engine's environment needs; a daemon that has ended is started again.
@@ -78,7 +78,7 @@ class MpsDaemon:
     @property
     def is_running(self) -> bool:
         """Whether the daemon has neither ended nor been stopped."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._process.running
 
     def servers(self) -> list[int]:
         """Return the process ids of the server processes, one per GPU and user. Raises ProcessError."""
@@ -92,11 +92,15 @@ class MpsDaemon:
         if self.is_running:
             with suppress(ProcessError):
                 self._command(b"quit -t 5\n")
-        end_group(self._process, _END_LIMIT_S)
+        self._process.stop()
         self._process = None
 
     def _command(self, line: bytes) -> bytes:
         return run([self._control], stdin=line, limit_s=_END_LIMIT_S, environment=os.environ | self.environment).stdout
 
-    def _log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-_LOG_TAIL:].strip() if self._log.exists() else "it left no log"
+    def _start_error(self, limit_s: float | None) -> ConfigError:
+        log = self._log.read_text(errors="replace")[-_LOG_TAIL:].strip() if self._log.exists() else "it left no log"
+        if limit_s is not None:
+            return ConfigError(f"{_PROGRAM} was not ready within {limit_s:g} s: {log}")
+        assert self._process is not None
+        return ConfigError(f"{_PROGRAM} ended with code {self._process.returncode}: {log}")

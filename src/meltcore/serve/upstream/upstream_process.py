@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -66,7 +65,6 @@ class UpstreamProcess:
         self._log_path = log_path
         self._report = report
         self._process: LoggedProcess | None = None
-        self._alive: int | None = None  # our end of the pipe that tells the guard that we live
 
     async def start(self) -> float:
         """Start the server and wait until it has answered a request; returns the seconds that it took.
@@ -76,20 +74,16 @@ class UpstreamProcess:
         started_s = time.monotonic()
         if self._log_path.exists():
             self._log_path.replace(self._log_path.with_name(self._log_path.name + ".previous"))
-        read_end, self._alive = os.pipe()
-        try:
-            self._process = LoggedProcess(
-                [*_GUARD, *self._command.arguments],
-                self._log_path,
-                name=self._name,
-                report=self._report,
-                stop_limit_s=STOP_LIMIT_S,
-                stdin=read_end,
-            ).__enter__()
-        finally:
-            os.close(read_end)
+        self._process = LoggedProcess(
+            [*_GUARD, *self._command.arguments],
+            self._log_path,
+            name=self._name,
+            report=self._report,
+            stop_limit_s=STOP_LIMIT_S,
+            stdin=subprocess.PIPE,  # its end tells the guard that we have ended
+        ).start()
         with suppress(BrokenPipeError):  # the guard has ended: seen below
-            os.write(self._alive, json.dumps(self._command.environment).encode() + b"\n")
+            self._process.send(json.dumps(self._command.environment).encode() + b"\n")
         try:
             await self._become_ready(started_s + self._start_s)
         except BaseException:
@@ -109,9 +103,6 @@ class UpstreamProcess:
         if self._process is not None:
             # On a thread: a server may take seconds to end, and others go on meanwhile.
             await asyncio.shield(asyncio.to_thread(self._process.stop))
-        if self._alive is not None:
-            os.close(self._alive)
-            self._alive = None
 
     async def leave(self) -> None:
         """End what a server that has ended left in its process group. Can be called twice."""
@@ -158,24 +149,31 @@ class UpstreamProcess:
         return describe_exit(status)
 
     async def _become_ready(self, deadline_s: float) -> None:
-        assert self._process is not None
+        process = self._process
+        assert process is not None
         reason = "it has not answered yet"
-        while True:
-            if not self._process.running:
-                raise ConfigError(f"{self._name} ended while starting ({self._how_it_ended()}):\n{self.log_tail()}")
-            if time.monotonic() >= deadline_s:
-                limit = f"{self._start_s:g} s (timeouts.start_s)"
-                raise ConfigError(
-                    f"{self._name} was not ready within {limit}: {reason}; its last output:\n{self.log_tail()}"
-                )
+
+        async def poll() -> bool | None:
+            nonlocal reason
             await self._upstream.check_health()
-            if self._upstream.state == "up":
-                with suppress(UpstreamError):
-                    return await self._probe(deadline_s)
-                reason = "it did not answer the readiness request"
-            else:
+            if self._upstream.state != "up":
                 reason = self._upstream.reason
-            await asyncio.sleep(_POLL_S)
+                return None
+            reason = "it did not answer the readiness request"
+            with suppress(UpstreamError):
+                await self._probe(deadline_s)
+                return process.running or None  # another program may answer at the port
+            return None
+
+        def failure(limit_s: float | None) -> ConfigError:
+            if limit_s is None:
+                return ConfigError(f"{self._name} ended while starting ({self._how_it_ended()}):\n{self.log_tail()}")
+            limit = f"{self._start_s:g} s (timeouts.start_s)"
+            return ConfigError(
+                f"{self._name} was not ready within {limit}: {reason}; its last output:\n{self.log_tail()}"
+            )
+
+        await process.wait_for_async(poll, deadline_s - time.monotonic(), failure)
 
     async def _probe(self, deadline_s: float) -> None:
         """Let the server answer one request. Raises ConfigError where it refuses, UpstreamError without an answer."""
@@ -190,9 +188,3 @@ class UpstreamProcess:
             raise ConfigError(
                 f"{self._name} answered the readiness request on {path} with status {answer.status}: {text}"
             )
-
-
-def free_port() -> int:
-    """Return a TCP port on 127.0.0.1 that no program uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.process import LoggedProcess, ProcessError
+from meltcore.common.process import LoggedProcess, ProcessError, free_port
 from meltcore.measure.documents.fingerprint import clean_arguments
 from meltcore.measure.experiments.servers.api import Api, ApiError
 from meltcore.measure.experiments.servers.command import ServerCommand
@@ -137,13 +137,6 @@ def run_server(
     ) as process:
         url = process.wait_ready(ready_limit_s=limit_s)
         yield RunningServer(url, time.monotonic() - start_s, process)
-
-
-def free_port() -> int:
-    """Return a port without a listener. The kernel assigns others first, so it stays free until the server binds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_healthy(address: str, api_key: str | None = None) -> bool:
