@@ -33,8 +33,9 @@ from meltcore.measure.load.fleet.fleet_experiment import (
 )
 from meltcore.measure.load.fleet.fleet_health import fleet_health
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
-from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, Stream, StreamRunner
+from meltcore.measure.load.fleet.fleet_streams import NUM_WARMUPS, FleetLevels, Stream
 from meltcore.measure.load.record import RecordFile
+from meltcore.measure.load.run.streams import LevelStream, StreamRunner
 from meltcore.measure.load.tasks.task import ServedModel, Sizes, tasks
 from meltcore.measure.load.wire.connection import resolve_target
 from meltcore.measure.report.load.fleet_load import fleet_load_page
@@ -299,11 +300,14 @@ def test_experiment_runs_each_stream_alone_then_all_together(tmp_path: Path) -> 
     )
     with serve_tasks(models=CARDS, delay_s=0.01) as server:
         settings: dict[str, Any] = {"parts": ("interference",), "interference": str(path), "interference_s": 0.5}
-        result = measure_fleet(config(server.url, **settings), [])
+        levels: list[FleetLevel] = []
+        result = measure_fleet(config(server.url, **settings), [], on_level=levels.append)
+    assert [level.send_s for level in levels] == [0.1, 0.5, 0.5], "busy alone, speech alone, both"
     assert result.experiment is not None
     assert (result.levels, result.interference) == ([], [])
     busy, speech = result.experiment.alone
-    assert 0.1 <= busy.level.duration_s < result.experiment.together[0].level.duration_s
+    assert (busy.level.load_kind, speech.level.load_kind) == ("closed", "open")
+    assert min(busy.level.requests, result.experiment.together[0].level.requests) >= 4
     assert [load.level.requests for load in (speech, result.experiment.together[1])] == [10, 10]
     statuses = {gate.name: gate.status for gate in result.experiment.gates}
     assert statuses["busy (mt): throughput"] == "PASS"
@@ -316,16 +320,17 @@ def test_no_process_is_without_a_request(monkeypatch: pytest.MonkeyPatch) -> Non
     started: list[int] = []
     make_workers = StreamRunner._make_workers
 
-    def make_local(self: StreamRunner, stream: Any, level: Any, num_processes: int, on_records: Any) -> Any:
-        started.append(num_processes)
-        return make_workers(self, stream, level, 0, on_records)
+    def make_local(self: StreamRunner, stream: LevelStream) -> Any:
+        started.append(stream.num_processes)
+        stream.num_processes = 0
+        return make_workers(self, stream)
 
     monkeypatch.setattr(StreamRunner, "_make_workers", make_local)
     with serve_tasks(models=CARDS[2:3]) as server:
         settings: dict[str, Any] = {"parts": ("mixed",), "levels": (8,), "level_s": 0.1, "processes": 6}
         measure_fleet(config(server.url, **settings), [])
         target = resolve_target(server.url)
-        runner = StreamRunner(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts())
+        runner = FleetLevels(target, RecordFile(None), processes=6, seed=0, timeouts=Timeouts())
         workload = "translate:src=eng_Latn,tgt=guj_Gujr"
         asyncio.run(runner.warm_up([Stream(name="a", model="mt", workload=workload, connections=256)]))
     assert started == [1, 6, NUM_WARMUPS]

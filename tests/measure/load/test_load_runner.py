@@ -26,7 +26,8 @@ from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.load.config import LoadConfig, Timeouts
 from meltcore.measure.load.record import RESERVE_BYTES, RecordFile, RequestRecord
-from meltcore.measure.load.run.runner import Progress, run_levels
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.streams import Progress
 from meltcore.measure.load.wire import probe
 from meltcore.measure.load.wire.connection import parse_target
 from meltcore.measure.load.wire.probe import InFlightProbe

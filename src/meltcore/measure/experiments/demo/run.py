@@ -51,7 +51,7 @@ from meltcore.measure.experiments.servers.process import MeltcoreServer
 from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
-from meltcore.measure.load.run.runner import Progress
+from meltcore.measure.load.run.streams import Progress
 from meltcore.measure.load.tasks.task import MeasuredTask, Problem, tasks
 from meltcore.measure.report.load.fleet_levels import mixed_tables
 from meltcore.measure.report.load.levels import levels_tables

@@ -13,7 +13,8 @@ from meltcore.measure.documents.schema import DemoSample, LevelResult
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.run.runner import OnProgress, run_levels
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.streams import OnProgress
 from meltcore.measure.load.tasks.task import MeasuredTask, Problem
 
 NUM_SAMPLES = 3  # of each step, in the report

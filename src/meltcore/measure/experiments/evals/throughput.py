@@ -23,7 +23,8 @@ from meltcore.measure.experiments.evals.throughput_prompts import (
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import RANDOM_HIGH_ID, LoadConfig
 from meltcore.measure.load.record import RequestRecord
-from meltcore.measure.load.run.runner import OnProgress, run_levels
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.streams import OnProgress
 
 PROMPTS_FILE = "prompts.jsonl"
 

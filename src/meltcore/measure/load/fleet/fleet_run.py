@@ -24,9 +24,10 @@ from meltcore.measure.load.fleet.fleet_experiment import (
 )
 from meltcore.measure.load.fleet.fleet_health import fleet_health
 from meltcore.measure.load.fleet.fleet_models import find_models
-from meltcore.measure.load.fleet.fleet_streams import OnFleetProgress, Stream, StreamRunner
+from meltcore.measure.load.fleet.fleet_streams import FleetLevels, Stream
 from meltcore.measure.load.record import RecordFile
 from meltcore.measure.load.run.runner import check_limits
+from meltcore.measure.load.run.streams import OnProgress
 from meltcore.measure.load.tasks.task import ServedModel, tasks
 from meltcore.measure.load.wire.connection import Target, resolve_target, run_coroutine
 
@@ -48,7 +49,7 @@ def measure_fleet(
     arguments: Sequence[str],
     *,
     records_path: Path | None = None,
-    on_progress: OnFleetProgress | None = None,
+    on_progress: OnProgress | None = None,
     on_level: OnFleetLevel | None = None,
 ) -> FleetLoad:
     """Run the parts of `config` and return the result. Raises ConfigError where the run cannot start.
@@ -93,14 +94,14 @@ class _FleetRun:
         self,
         config: FleetLoadConfig,
         records_path: Path | None,
-        on_progress: OnFleetProgress | None,
+        on_progress: OnProgress | None,
         on_level: OnFleetLevel | None,
     ) -> None:
         self._config = config
         self._records_path = records_path
         self._on_progress = on_progress
         self._on_level = on_level
-        self._runner: StreamRunner
+        self._runner: FleetLevels
         self.plan: _Plan
         self.levels: list[FleetLevel] = []
         self.interference: list[Interference] = []
@@ -120,7 +121,7 @@ class _FleetRun:
         self.plan = await self._make_plan(target)
         record_file = RecordFile(self._records_path)
         try:
-            self._runner = StreamRunner(
+            self._runner = FleetLevels(
                 target,
                 record_file,
                 processes=config.processes,

@@ -17,7 +17,8 @@ from meltcore.measure.documents.served_model import model_notes, public_name
 from meltcore.measure.documents.values.progress import progress_bar, stop_progress
 from meltcore.measure.documents.verdicts import CUT_SHORT, worst_verdict
 from meltcore.measure.load.config import Level, LoadConfig
-from meltcore.measure.load.run.runner import OnProgress, Progress, run_levels
+from meltcore.measure.load.run.runner import run_levels
+from meltcore.measure.load.run.streams import OnProgress, Progress
 from meltcore.measure.load.tasks.task import workload_task
 from meltcore.measure.load.wire.connection import resolve_target, run_coroutine
 from meltcore.measure.load.wire.probe import first_model, served_facts

@@ -1,0 +1,197 @@
+"""Runs streams of requests to one model or several, released together: one level of a load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from meltcore.common.process import without_collection
+from meltcore.measure.load.config import Level, LoadConfig
+from meltcore.measure.load.record import RecordFile, RequestRecord
+from meltcore.measure.load.run.client_monitor import ClientUsage
+from meltcore.measure.load.run.summary import LevelMeasurement
+from meltcore.measure.load.run.worker import FirstInterrupt, LoadWorker, LocalWorker, WorkerSettings
+from meltcore.measure.load.run.worker_process import WorkerProcess
+from meltcore.measure.load.tasks.task import workload_task
+from meltcore.measure.load.wire.connection import Target
+from meltcore.measure.load.wire.probe import InFlightProbe
+from meltcore.measure.load.workloads.workload import Workload
+
+PROGRESS_INTERVAL_S = 0.25
+RELEASE_DELAY_S = 0.2  # all worker processes must have read the release before it is due
+
+Phase = Literal["warm-up", "connecting", "running", "done"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Describes the progress of a level, all of its streams together. `level_idx` counts levels from 0."""
+
+    label: str
+    level_idx: int
+    phase: Phase
+    num_connections: int
+    in_flight: int
+    num_done: int
+    num_failed: int
+    elapsed_s: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(kw_only=True)
+class LevelStream:
+    """Describes the requests that a level sends to one model, and holds what has come back.
+
+    `workload` has `num_prompts` prompts. Without `num_processes` this process sends. Without a `record_label` the
+    records are not written.
+    """
+
+    config: LoadConfig
+    model: str
+    level: Level
+    workload: Workload
+    num_prompts: int
+    num_processes: int = 0
+    record_label: str | None
+    first_prompt_idx: int = 0
+    released_s: float = 0.0
+    records: list[RequestRecord] = field(default_factory=list)
+    client_usages: list[ClientUsage] = field(default_factory=list)
+    server_died_s: float | None = None
+
+    @property
+    def ended_s(self) -> float:
+        """Returns the time of the last answer; the release where there was no answer."""
+        return max((record.ended_s for record in self.records), default=self.released_s)
+
+
+class StreamRunner:
+    """Runs levels one after another. Prompts do not repeat within a run, but for clips and problems."""
+
+    def __init__(self, target: Target, record_file: RecordFile, on_progress: OnProgress | None = None) -> None:
+        self._target = target
+        self._record_file = record_file
+        self._on_progress = on_progress
+        self._workers: list[LoadWorker] = []
+        self._num_failed = 0
+        # Every request of the run, warm-ups too, has a prompt of its own: a repeated one would hit a prefix cache.
+        self._num_prompts_used: Counter[str] = Counter()  # by workload
+        self.interrupt = FirstInterrupt(self._stop_workers)
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+    async def run(
+        self,
+        label: str,
+        streams: Sequence[LevelStream],
+        *,
+        level_idx: int = 0,
+        phase: Phase = "running",
+        probe: InFlightProbe | None = None,
+    ) -> None:
+        """Release all streams together, and return when each request has an answer or a failure.
+
+        probe: is started before the release; the caller finishes it.
+        """
+        self._num_failed, started_s = 0, time.monotonic()
+        senders = [(stream, worker) for stream in streams for worker in self._make_workers(stream)]
+        self._workers = [worker for _, worker in senders]
+
+        def report(phase: Phase) -> None:
+            if self._on_progress is not None:
+                self._on_progress(self._progress(label, streams, level_idx, phase, time.monotonic() - started_s))
+
+        async def report_periodically() -> None:
+            while True:
+                report(phase if streams[0].released_s or phase == "warm-up" else "connecting")
+                await asyncio.sleep(PROGRESS_INTERVAL_S)
+
+        progress_task = asyncio.ensure_future(report_periodically())
+        try:
+            await asyncio.gather(*(worker.open() for worker in self._workers))
+            if probe is not None:
+                await probe.start()
+            if self.interrupt.arrived:
+                self._stop_workers()
+            uses_processes = any(stream.num_processes for stream in streams)
+            released_s = time.monotonic() + (RELEASE_DELAY_S if uses_processes else 0.0)
+            for stream in streams:
+                stream.released_s = released_s
+            # For all: the first worker of this process that ends would turn it on for the others.
+            with without_collection():
+                results = await asyncio.gather(*(worker.run(released_s) for worker in self._workers))
+        finally:
+            progress_task.cancel()
+        for (stream, _), result in zip(senders, results, strict=True):
+            stream.client_usages.append(result.usage)
+            died_at_s = [each for each in (stream.server_died_s, result.server_died_s) if each is not None]
+            stream.server_died_s = min(died_at_s, default=None)
+        for stream in streams:
+            used = max((record.index for record in stream.records), default=-1) + 1
+            self._num_prompts_used[stream.config.workload] += used
+        report("done" if phase == "running" else phase)
+
+    def measurement(self, stream: LevelStream) -> LevelMeasurement:
+        """Return the measurements of a stream that has been run."""
+        return LevelMeasurement(
+            level=stream.level,
+            records=stream.records,
+            released_s=stream.released_s,
+            client_usages=stream.client_usages,
+            server_died_s=stream.server_died_s,
+            interrupted=self.interrupt.arrived,
+            workload_name=stream.workload.name,
+            is_graded=stream.workload.is_graded,
+            task=workload_task(stream.config.workload),
+            is_streamed=stream.config.stream,
+            slo_ms=stream.config.slo_ms,
+        )
+
+    def _make_workers(self, stream: LevelStream) -> list[LoadWorker]:
+        def on_records(batch: list[RequestRecord]) -> None:
+            stream.records += batch
+            self._num_failed += sum(record.failure is not None for record in batch)
+            if stream.record_label is not None:
+                self._record_file.write(stream.record_label, stream.released_s, batch)
+
+        stream.first_prompt_idx = self._num_prompts_used[stream.config.workload]
+        settings = WorkerSettings(
+            config=stream.config,
+            target=self._target,
+            model=stream.model,
+            level=stream.level,
+            first_prompt_idx=stream.first_prompt_idx,
+            num_prompts=stream.num_prompts,
+            clips=stream.workload.clips,
+            num_workers=max(1, stream.num_processes),
+        )
+        if not stream.num_processes:
+            return [LocalWorker(settings, on_records)]
+        return [
+            WorkerProcess(msgspec.structs.replace(settings, worker_idx=index), on_records)
+            for index in range(stream.num_processes)
+        ]
+
+    def _progress(
+        self, label: str, streams: Sequence[LevelStream], level_idx: int, phase: Phase, elapsed_s: float
+    ) -> Progress:
+        return Progress(
+            label=label,
+            level_idx=level_idx,
+            phase=phase,
+            num_connections=sum(worker.num_connections for worker in self._workers),
+            in_flight=sum(worker.in_flight for worker in self._workers),
+            num_done=sum(len(stream.records) for stream in streams),
+            num_failed=self._num_failed,
+            elapsed_s=elapsed_s,
+        )
