@@ -133,7 +133,7 @@ def test_own_crash_is_unknown(
     def broken(*arguments: object, **named: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("meltcore.measure.node.certify.run.certify", broken)
+    monkeypatch.setattr("meltcore.measure.node.certify.checks.run.certify", broken)
     assert certify(monkeypatch, node(h200s(1)), "--out", str(tmp_path)) == 3
     assert "a bug" in capsys.readouterr().err
 

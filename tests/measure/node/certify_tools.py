@@ -12,8 +12,8 @@ from meltcore.measure.documents.certificate import Certificate, Tier
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.runfolder import RunFolder
 from meltcore.measure.documents.schema import Evaluation, RunResult
+from meltcore.measure.node.certify.checks.run import certify
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
-from meltcore.measure.node.certify.run import certify
 
 ModifyResult = Callable[[ProbeRequest, tuple[int, ...], ProbeResult], ProbeResult | None]
 

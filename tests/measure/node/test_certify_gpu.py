@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meltcore.measure.node.certify.run import required_checks
+from meltcore.measure.node.certify.checks.run import required_checks
 
 
 @pytest.mark.gpu

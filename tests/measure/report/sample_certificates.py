@@ -6,8 +6,8 @@ from fake_gpu import FakeGpu
 from fake_node import FakeNode, healthy_result
 
 from meltcore.measure.documents.certificate import Certificate, Tier
+from meltcore.measure.node.certify.checks.run import certify
 from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
-from meltcore.measure.node.certify.run import certify
 
 
 def node(gpus: list[FakeGpu], slow: tuple[int, ...] = ()) -> FakeNode:

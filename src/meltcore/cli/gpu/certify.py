@@ -98,8 +98,8 @@ def _certify(args: argparse.Namespace) -> int:
     from meltcore.common.gpus.select import select_gpus
     from meltcore.measure.documents.certificate import read_certificate
     from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.node.certify.checks.run import certify, check_hours
     from meltcore.measure.node.certify.expectations import make_baseline
-    from meltcore.measure.node.certify.run import certify, check_hours
     from meltcore.measure.node.node import Node
     from meltcore.measure.report.nodes.certificate import certificate_page, check_line, save_certificate
     from meltcore.measure.report.page.console import print_blocks, print_page
