@@ -10,7 +10,7 @@ from sample_scores import sample_device, sample_scored_run
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GapReport, GapTotal, GpuProfile
-from meltcore.measure.documents.schema import EvalScore, Fingerprint, Gate, RunResult
+from meltcore.measure.documents.schema import CheckResult, EvalScore, Fingerprint, RunResult
 from meltcore.measure.documents.score import SM_ACTIVE, ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.starts import StartSet
@@ -37,7 +37,7 @@ def scripted_certificate(folder: Path, **changes: Any) -> Certificate:
 
 def evaluation(**changes: Any) -> RunResult:
     settings = {"what": "all", "model": "meltcore/sums"}
-    gates = [Gate(name="GSM8K", status="PASS", detail="91 % right")]
+    gates = [CheckResult(name="GSM8K", status="PASS", detail="91 % right")]
     score = EvalScore(total_tokens_per_s=191.0, output_tokens_per_s=60.0)
     found = {"settings": settings, "gates": gates, "eval_score": score, **changes}
     levels = found.pop("levels", [sample_level(1), sample_level(4)])

@@ -28,7 +28,7 @@ from sample_scores import sample_health
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.card import REQUIRED, Card
-from meltcore.measure.documents.schema import EvalScore, Gate, Gpu
+from meltcore.measure.documents.schema import CheckResult, EvalScore, Gpu
 from meltcore.measure.documents.score import Spread
 from meltcore.measure.documents.served_model import command_model
 from meltcore.measure.documents.values.documents import Content, DocumentFile
@@ -63,8 +63,8 @@ def test_node_with_everything_good_passes_and_has_its_story(tmp_path: Path) -> N
     [
         (comparison(rate=900.0), "FAIL", "above the least effect"),
         (comparison(rate=900.0, starts=3), "UNKNOWN", "cannot reach p"),
-        (evaluation(gates=[Gate(name="GSM8K", status="FAIL", detail="80 %")]), "FAIL", "GSM8K: FAIL: 80 %"),
-        (evaluation(gates=[Gate(name="GSM8K", status="NOT RUN")]), "UNKNOWN", "GSM8K: NOT RUN"),
+        (evaluation(gates=[CheckResult(name="GSM8K", status="FAIL", detail="80 %")]), "FAIL", "GSM8K: FAIL: 80 %"),
+        (evaluation(gates=[CheckResult(name="GSM8K", status="NOT RUN")]), "UNKNOWN", "GSM8K: NOT RUN"),
         (
             evaluation(eval_score=EvalScore(total_tokens_per_s=0, output_tokens_per_s=0, zero_reasons=["wrong"])),
             "FAIL",

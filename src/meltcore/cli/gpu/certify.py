@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _certify_nodes(args: argparse.Namespace) -> int:
     from meltcore.cli.all_nodes import certificate_status, refuse_with_ray, run_on_all_nodes
-    from meltcore.measure.node.certify.run import check_hours
+    from meltcore.measure.node.certify.checks.run import check_hours
 
     check_hours(args.tier, args.hours)
     refuse_with_ray(args, "gpu", "baseline")

@@ -6,11 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
-from meltcore.measure.documents.schema import RunResult
+from meltcore.measure.documents.schema import Document, RunResult
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
@@ -64,7 +63,7 @@ class Story(msgspec.Struct, kw_only=True):
     comparison: int | None = None
 
 
-class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
+class Card(Document, kw_only=True, tag_field="document", tag="card"):
     """All evidence about a node, and one verdict.
 
     `verdict` is the worst of the evidence, and INCOMPLETE at best while a type of `required` is `missing`. `superseded`
@@ -72,7 +71,6 @@ class Card(msgspec.Struct, kw_only=True, tag_field="document", tag="card"):
     documents themselves follow whole, so the card can be rendered from this alone.
     """
 
-    schema_version: int = SCHEMA_VERSION
     verdict: CheckVerdict
     reason: str
     taken: str

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION, read_document
+from meltcore.common.files import read_document
+from meltcore.measure.documents.schema import Document
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 
@@ -92,14 +93,13 @@ class CheckReport(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
-class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certificate"):
+class Certificate(Document, kw_only=True, tag_field="document", tag="certificate"):
     """The result of `meltcore certify`.
 
     `findings` has what all checks found, one finding per fault code and subject, the worst first. `unverified` lists
     what was not verified: rows that are UNKNOWN or INVALID, and features that the machine lacks.
     """
 
-    schema_version: int = SCHEMA_VERSION
     command: str = "certify"
     tier: Tier
     verdict: CheckVerdict
@@ -108,9 +108,9 @@ class Certificate(msgspec.Struct, kw_only=True, tag_field="document", tag="certi
     duration_s: float
     snapshot: Snapshot
     checks: list[CheckReport]
-    findings: list[Finding] = []
-    unverified: list[str] = []
-    notes: list[str] = []
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    unverified: list[str] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)
 
     @property
     def exit_code(self) -> int:

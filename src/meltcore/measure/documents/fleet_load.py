@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from meltcore.measure.documents.schema import FleetLevel, Gate, RunEnvelope, StreamLoad
+from meltcore.measure.documents.schema import CheckResult, FleetLevel, RunEnvelope, StreamLoad
 
 
 class ModelUnderLoad(msgspec.Struct, kw_only=True):
@@ -36,7 +36,7 @@ class FleetExperiment(msgspec.Struct, kw_only=True):
     send_s: float
     alone: list[StreamLoad]
     together: list[StreamLoad]
-    gates: list[Gate]
+    gates: list[CheckResult]
 
 
 class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load"):
@@ -49,5 +49,5 @@ class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load
     levels: list[FleetLevel] = msgspec.field(default_factory=list)
     interference: list[Interference] = msgspec.field(default_factory=list)
     experiment: FleetExperiment | None = None
-    health: list[Gate] = msgspec.field(default_factory=list)
+    health: list[CheckResult] = msgspec.field(default_factory=list)
     gpu_note: str = ""

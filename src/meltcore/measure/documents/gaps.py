@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.schema import Document, Fingerprint
 
 GAPS_FILE = "gaps.json"
 GAPS_PAGE = "gaps.html"
@@ -103,13 +102,12 @@ class GapReport(msgspec.Struct, kw_only=True):
     untrusted: list[str] = msgspec.field(default_factory=list)
 
 
-class GpuProfile(msgspec.Struct, kw_only=True, tag_field="document", tag="profile"):
+class GpuProfile(Document, kw_only=True, tag_field="document", tag="profile"):
     """A `gaps.json`: one report per GPU. `source` is the file name of the trace, `taken` the time it was read.
 
     `fingerprint` is None for a trace from a file, which does not say on which machine it was recorded.
     """
 
-    schema_version: int = SCHEMA_VERSION
     source: str
     taken: str
     fingerprint: Fingerprint | None = None

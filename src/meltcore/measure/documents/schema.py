@@ -263,15 +263,10 @@ class IncorrectAnswer(msgspec.Struct, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """One check of a server's API. A check that could not run is a FAIL with its reason, never a PASS."""
+    """One check of a server's API, or a gate: a condition that a result must meet to count.
 
-    name: str
-    status: CheckVerdict
-    detail: str = ""
-
-
-class Gate(msgspec.Struct, kw_only=True):
-    """One condition that a result must meet to count. A gate that was left out is NOT RUN, which is not a PASS."""
+    A check that could not run is a FAIL with its reason. A gate that was left out is NOT RUN. Neither is a PASS.
+    """
 
     name: str
     status: CheckVerdict
@@ -319,10 +314,15 @@ class DemoSample(msgspec.Struct, kw_only=True):
     audio_wav: bytes | None = None
 
 
-class Envelope(msgspec.Struct, kw_only=True):
-    """What the results of all measurements have. `started` is UTC in ISO 8601; `notes` are remarks for readers."""
+class Document(msgspec.Struct, kw_only=True):
+    """What every document has; a document of another schema version is not read."""
 
     schema_version: int = SCHEMA_VERSION
+
+
+class Envelope(Document, kw_only=True):
+    """What the results of all measurements have. `started` is UTC in ISO 8601; `notes` are remarks for readers."""
+
     started: str
     duration_s: float
     fingerprint: Fingerprint
@@ -361,7 +361,7 @@ class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
     accuracy: float | None = None
     evaluation: Evaluation | None = None
     checks: list[CheckResult] = msgspec.field(default_factory=list)
-    gates: list[Gate] = msgspec.field(default_factory=list)
+    gates: list[CheckResult] = msgspec.field(default_factory=list)
     levels: list[LevelResult] = msgspec.field(default_factory=list)
     mixed: list[FleetLevel] = msgspec.field(default_factory=list)
     weighted_throughput: WeightedThroughput | None = None

@@ -8,8 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.schema import Document, Fingerprint
 
 UNKNOWN: Final = "UNKNOWN"
 NOT_APPLICABLE: Final = "NOT_APPLICABLE"
@@ -55,17 +54,16 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return [link for link in self.links if link.state == "up"]
 
 
-class Snapshot(msgspec.Struct, kw_only=True, tag_field="document", tag="snapshot"):
+class Snapshot(Document, kw_only=True, tag_field="document", tag="snapshot"):
     """The facts of a node and its GPUs.
 
     `topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).
     """
 
-    schema_version: int = SCHEMA_VERSION
     fingerprint: Fingerprint
     driver: str = UNKNOWN
     cuda_driver: str = UNKNOWN
-    libraries: dict[str, str] = {}
-    gpus: list[GpuSnapshot] = []
-    topology: list[list[str]] = []
-    notes: list[str] = []
+    libraries: dict[str, str] = msgspec.field(default_factory=dict)
+    gpus: list[GpuSnapshot] = msgspec.field(default_factory=list)
+    topology: list[list[str]] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)

@@ -8,19 +8,18 @@ from typing import Any
 import msgspec
 
 from meltcore.common.errors import ConfigError
-from meltcore.common.files import SCHEMA_VERSION, read_document, write_document
-from meltcore.measure.documents.schema import RunResult
+from meltcore.common.files import read_document, write_document
+from meltcore.measure.documents.schema import Document, RunResult
 
 SET_FILE = "set.json"
 
 
-class StartSet(msgspec.Struct, kw_only=True, tag_field="document", tag="baseline"):
+class StartSet(Document, kw_only=True, tag_field="document", tag="baseline"):
     """The results of `starts` in the order they ran, under the same `load`.
 
     `command` is the server's command line without secrets and folders, or empty for a server that was running already.
     """
 
-    schema_version: int = SCHEMA_VERSION
     name: str
     command: str
     taken: str

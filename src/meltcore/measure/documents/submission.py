@@ -6,26 +6,24 @@ from typing import Any
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import Gate
+from meltcore.measure.documents.schema import CheckResult, Document
 from meltcore.measure.documents.verdicts import Verdict
 
 SUBMISSION_FILE = "submission.json"
 
 
-class Submission(msgspec.Struct, kw_only=True, tag_field="document", tag="submission"):
+class Submission(Document, kw_only=True, tag_field="document", tag="submission"):
     """One call of `meltcore submit`. A refused submission holds no results and no files, only what was refused and why.
 
     `settings` holds what the server of each run reported about itself, by the run's folder. `public_score` is the score
     of the two result files by the public harness's formula. `files` maps each file to its SHA-256.
     """
 
-    schema_version: int = SCHEMA_VERSION
     taken: str
     meltcore: str
     rules: str
     verdict: Verdict
-    gates: list[Gate] = msgspec.field(default_factory=list)
+    gates: list[CheckResult] = msgspec.field(default_factory=list)
     settings: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     public_score: float | None = None
     files: dict[str, str] = msgspec.field(default_factory=dict)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
-from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.schema import Document, Fingerprint
 
 TUNING_FILE = "tuning.json"
 MIN_SLO_ATTAINMENT = 0.95  # share of requests that must meet every limit of the SLO
@@ -74,13 +73,12 @@ class Fact(msgspec.Struct, kw_only=True):
     source: str
 
 
-class Tuning(msgspec.Struct, kw_only=True, tag_field="document", tag="tuning"):
+class Tuning(Document, kw_only=True, tag_field="document", tag="tuning"):
     """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
 
     `default_settings` are the values that the server used where nothing was set, as far as it reports them.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: TuningKind
     finding: str
     command: str

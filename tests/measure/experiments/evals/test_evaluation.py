@@ -21,7 +21,7 @@ from meltcore.cli.signals import signals_as_ctrl_c
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import block_signals
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.documents.schema import Gate, LevelResult, RunResult
+from meltcore.measure.documents.schema import CheckResult, LevelResult, RunResult
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.evaluation import score
@@ -62,7 +62,7 @@ def level(load: int, verdict: Verdict = "OK") -> LevelResult:
     )  # fmt: skip
 
 
-PASSED = [Gate(name="GSM8K", status="PASS")]
+PASSED = [CheckResult(name="GSM8K", status="PASS")]
 LEVELS = [level(load) for load in WEIGHTS]
 
 
@@ -86,11 +86,13 @@ def test_published_numbers_of_vllm_make_the_published_score() -> None:
 @pytest.mark.parametrize(
     ("gates", "levels", "because"),
     [
-        ([Gate(name="GSM8K", status="FAIL", detail="174")], LEVELS, "GSM8K: 174"),
+        ([CheckResult(name="GSM8K", status="FAIL", detail="174")], LEVELS, "GSM8K: 174"),
         (PASSED, [*LEVELS[:-1], level(64, "FAILED")], "concurrency 64: FAILED"),
     ],
 )
-def test_failed_gate_or_level_makes_the_score_zero(gates: list[Gate], levels: list[LevelResult], because: str) -> None:
+def test_failed_gate_or_level_makes_the_score_zero(
+    gates: list[CheckResult], levels: list[LevelResult], because: str
+) -> None:
     found = score(gates, levels)
     assert (found.total_tokens_per_s, found.output_tokens_per_s, found.zero_reasons) == (0.0, 0.0, [because])
 
@@ -100,11 +102,13 @@ def test_failed_gate_or_level_makes_the_score_zero(gates: list[Gate], levels: li
     [
         (PASSED, LEVELS[:3] + LEVELS[4:], r"levels \[8\];"),
         (PASSED, [*LEVELS[:-1], level(64, "SERVER_DIED")], r"levels \[64\];"),
-        ([Gate(name="GSM8K", status="NOT RUN")], LEVELS, "GSM8K NOT RUN"),
+        ([CheckResult(name="GSM8K", status="NOT RUN")], LEVELS, "GSM8K NOT RUN"),
         ([], LEVELS, "without its gates"),
     ],
 )
-def test_without_a_level_or_a_gate_there_is_no_score(gates: list[Gate], levels: list[LevelResult], match: str) -> None:
+def test_without_a_level_or_a_gate_there_is_no_score(
+    gates: list[CheckResult], levels: list[LevelResult], match: str
+) -> None:
     with pytest.raises(ConfigError, match=match):
         score(gates, levels)
 

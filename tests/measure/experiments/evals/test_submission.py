@@ -22,7 +22,7 @@ from waiting import WAIT_S
 from meltcore.cli.main import main
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.runfolder import RunFolder
-from meltcore.measure.documents.schema import Evaluation, Fingerprint, Gate, LevelChecks, LevelResult, RunResult
+from meltcore.measure.documents.schema import CheckResult, Evaluation, Fingerprint, LevelChecks, LevelResult, RunResult
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.gsm8k_data import BUNDLED_SOURCE
 from meltcore.measure.experiments.evals.write_up import decision_items, find_section
@@ -69,7 +69,7 @@ def result(settings: dict[str, Any], started: str = "2026-11-23T01:00:00+00:00",
 def gsm8k_parts(correct: int = 183) -> dict[str, Any]:
     return {
         "evaluation": Evaluation(total=200, correct=correct, strict_correct=182, failed=0, ci_low=0.8, ci_high=0.9),
-        "gates": [Gate(name="GSM8K", status="PASS" if correct >= 175 else "FAIL", detail=f"{correct}")],
+        "gates": [CheckResult(name="GSM8K", status="PASS" if correct >= 175 else "FAIL", detail=f"{correct}")],
     }
 
 
@@ -89,7 +89,7 @@ def runs(root: Path, asked: dict[str, Any] | None = None, loaded: dict[str, Any]
     ]
     answers = more.get("answers", ["The answer is 3."])
     write(root / "asked", result(settings[0], **gsm8k_parts(more.get("correct", 183))), answers)
-    gates = [Gate(name="every request answered completely", status="PASS")]
+    gates = [CheckResult(name="every request answered completely", status="PASS")]
     write(root / "loaded", result(settings[1], levels=[level(load) for load in WEIGHTS], gates=gates))
     return root
 

@@ -12,9 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.common.files import SCHEMA_VERSION
 from meltcore.measure.documents.certificate import Certificate
-from meltcore.measure.documents.schema import Fingerprint
+from meltcore.measure.documents.schema import Document, Fingerprint
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.values.formatting import format_counts
@@ -77,21 +76,20 @@ class NodeDifference(msgspec.Struct, kw_only=True):
     common: str
 
 
-class NodesReport(msgspec.Struct, kw_only=True, tag_field="document", tag="nodes"):
+class NodesReport(Document, kw_only=True, tag_field="document", tag="nodes"):
     """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601.
 
     The verdict is PASS where nodes with the same hardware are alike, WARN where one deviates, and FAIL where one
     failed.
     """
 
-    schema_version: int = SCHEMA_VERSION
     command: str
     started: str
     duration_s: float
     verdict: CheckVerdict
     nodes: list[NodeResult]
-    metrics: list[NodeMetric] = []
-    differences: list[NodeDifference] = []
+    metrics: list[NodeMetric] = msgspec.field(default_factory=list)
+    differences: list[NodeDifference] = msgspec.field(default_factory=list)
 
     @property
     def failed(self) -> list[NodeResult]:
@@ -214,7 +212,7 @@ def _cpu(fingerprint: Fingerprint) -> str:
 
 def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) -> list[NodeMetric]:
     """Return every rate that at least two nodes with the same hardware have."""
-    by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = {}
+    by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = msgspec.field(default_factory=dict)
     for node in nodes:
         slowest: dict[tuple[str, str], tuple[float, str]] = {}
         for key, unit, value, subject in _rates(node.document):
@@ -268,7 +266,7 @@ def _has_gpus(document: NodeDocument | None) -> bool:
 
 
 def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
-    by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = {}
+    by_hardware: dict[str, list[tuple[NodeResult, Mapping[str, str]]]] = msgspec.field(default_factory=dict)
     for node, of_node in facts:
         by_hardware.setdefault(node.hardware, []).append((node, of_node))
     return [difference for group in by_hardware.values() for difference in _compare(group)]

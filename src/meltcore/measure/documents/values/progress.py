@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meltcore.measure.documents.schema import CheckResult, Gate
+from meltcore.measure.documents.schema import CheckResult
 from meltcore.measure.documents.verdicts import STYLE_COLORS, style_of
 
 
@@ -65,7 +65,7 @@ def dim_printer(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
-def print_check(console: Console, check: CheckResult | Gate) -> None:
+def print_check(console: Console, check: CheckResult | CheckResult) -> None:
     """Print one check or gate with its status in color."""
     style = STYLE_COLORS[style_of(check.status)]
     detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.runfolder import read_result
-from meltcore.measure.documents.schema import EvalScore, Gate, LevelResult, RunResult
+from meltcore.measure.documents.schema import CheckResult, EvalScore, LevelResult, RunResult
 from meltcore.measure.documents.values.formatting import format_load
 from meltcore.measure.documents.values.progress import answer_progress, dim_printer, print_check
 from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, Verdict, worst_verdict
@@ -87,7 +87,7 @@ def run_evaluation(
     return result
 
 
-def score(gates: Sequence[Gate], levels: Sequence[LevelResult]) -> EvalScore:
+def score(gates: Sequence[CheckResult], levels: Sequence[LevelResult]) -> EvalScore:
     """Return the weighted sum of the throughput at concurrency 1 to 64, or zero where a gate or a level failed.
 
     Raises ConfigError where a level is missing or incomplete, or where a gate did not run: there is no score then.

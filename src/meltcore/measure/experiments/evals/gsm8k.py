@@ -12,7 +12,7 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import Evaluation, Gate, IncorrectAnswer, RunResult
+from meltcore.measure.documents.schema import CheckResult, Evaluation, IncorrectAnswer, RunResult
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
@@ -198,18 +198,18 @@ def summarize(graded_answers: Sequence[GradedAnswer]) -> Evaluation:
     )
 
 
-def gate(evaluation: Evaluation) -> Gate:
+def gate(evaluation: Evaluation) -> CheckResult:
     """Return the gate of the evaluation, which requires 87.5 % correct by flexible extraction."""
-    return Gate(
+    return CheckResult(
         name=gate_name(evaluation.total),
         status="PASS" if evaluation.correct >= min_correct(evaluation.total) else "FAIL",
         detail=f"{evaluation.correct} by flexible extraction, {evaluation.strict_correct} by strict",
     )
 
 
-def gate_not_run(total: int, reason: str) -> Gate:
+def gate_not_run(total: int, reason: str) -> CheckResult:
     """Return the gate of an evaluation that did not run."""
-    return Gate(name=gate_name(total), status="NOT RUN", detail=reason)
+    return CheckResult(name=gate_name(total), status="NOT RUN", detail=reason)
 
 
 def gate_name(total: int) -> str:

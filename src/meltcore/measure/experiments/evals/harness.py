@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meltcore.common import process
 from meltcore.common.errors import ConfigError, MeltcoreError
-from meltcore.measure.documents.schema import Gate
+from meltcore.measure.documents.schema import CheckResult
 from meltcore.measure.experiments.evals.gsm8k_data import TASK_FILE, Item, Shots, conversation
 from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
 from meltcore.measure.experiments.servers.api import Answer
@@ -94,12 +94,12 @@ def run_harness(
             raise HarnessError(f"lm-eval cannot be run: {error}") from error
 
 
-def failed_comparison(error: MeltcoreError) -> Gate:
+def failed_comparison(error: MeltcoreError) -> CheckResult:
     """Return the gate that replaces the comparison where the harness failed."""
-    return Gate(name="compared with lm-evaluation-harness", status="FAIL", detail=str(error))
+    return CheckResult(name="compared with lm-evaluation-harness", status="FAIL", detail=str(error))
 
 
-def compare(graded: Sequence[GradedAnswer], harness_items: Sequence[HarnessItem], shots: Shots) -> list[Gate]:
+def compare(graded: Sequence[GradedAnswer], harness_items: Sequence[HarnessItem], shots: Shots) -> list[CheckResult]:
     """Return gates that compare our prompts and grades with the harness's.
 
     Our grading rules are applied to the harness's own answers. A server may answer differently when asked again
@@ -121,12 +121,12 @@ def compare(graded: Sequence[GradedAnswer], harness_items: Sequence[HarnessItem]
         name: sum(harness_item.grades[name] for harness_item in harness_items) for name in ("flexible", "strict")
     }
     return [
-        Gate(
+        CheckResult(
             name="same prompts as lm-evaluation-harness",
             status="PASS" if num_same_prompts == num_items else "FAIL",
             detail=f"{num_same_prompts} of {num_items} conversations are the same",
         ),
-        Gate(
+        CheckResult(
             name="same grades as lm-evaluation-harness",
             status="PASS" if num_same_grades == num_items else "FAIL",
             detail=f"{num_same_grades} of {num_items} of its answers; equal in both runs: {num_stable_grades}; "

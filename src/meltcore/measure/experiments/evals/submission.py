@@ -13,7 +13,7 @@ import meltcore
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import write_atomic, write_document
 from meltcore.measure.documents.runfolder import RESULT_FILE, read_result
-from meltcore.measure.documents.schema import Gate, RunResult
+from meltcore.measure.documents.schema import CheckResult, RunResult
 from meltcore.measure.documents.submission import SUBMISSION_FILE, Submission
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.evals.config import SubmissionConfig
@@ -155,7 +155,7 @@ def _write_record(
     folder: Path,
     evidence: SubmissionEvidence,
     config: SubmissionConfig,
-    gates: list[Gate],
+    gates: list[CheckResult],
     verdict: Verdict,
     score: float | None = None,
 ) -> Submission:

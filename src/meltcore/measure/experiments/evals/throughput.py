@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import Gate, LevelChecks, LevelResult, RunResult, WeightedThroughput
+from meltcore.measure.documents.schema import CheckResult, LevelChecks, LevelResult, RunResult, WeightedThroughput
 from meltcore.measure.documents.served_model import model_notes
 from meltcore.measure.documents.verdicts import CUT_SHORT, SCORED, worst_verdict
 from meltcore.measure.documents.weights import missing_concurrencies, weighted_sum
@@ -186,20 +186,20 @@ def check_level(
             result.verdict = "FAILED"
 
 
-def make_gates(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[Gate]:
+def make_gates(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[CheckResult]:
     """Return one gate per kind of check over all planned levels. A level that did not run passes no gate."""
     num_missing = len(config.levels) - len(levels)
     num_sent = len(levels) * config.num_prompts
     num_complete = sum(level.succeeded for level in levels)
     missing_text = f"; {num_missing} levels did not run" if num_missing else ""
-    answer_gate = Gate(
+    answer_gate = CheckResult(
         name="every request answered completely",
         status="FAIL" if num_complete < num_sent or num_missing else "PASS",
         detail=f"{num_complete} of {num_sent}{missing_text}",
     )
     names = ("spot checks correct", "reported tokens agree with the tokenizer")
     if config.speed_only:
-        return [answer_gate, *(Gate(name=name, status="NOT RUN", detail="--speed-only") for name in names)]
+        return [answer_gate, *(CheckResult(name=name, status="NOT RUN", detail="--speed-only") for name in names)]
     checks = [level.checks for level in levels if level.checks is not None]
     num_correct, num_spot_checks = (
         sum(level_checks.spot_checks_correct for level_checks in checks),
@@ -214,7 +214,7 @@ def make_gates(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[
     return [
         answer_gate,
         *(
-            Gate(name=name, status="PASS" if did_pass else "FAIL", detail=detail)
+            CheckResult(name=name, status="PASS" if did_pass else "FAIL", detail=detail)
             for name, did_pass, detail in zip(names, check_passed, details, strict=True)
         ),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.schema import Gate, RunResult
+from meltcore.measure.documents.schema import CheckResult, RunResult
 from meltcore.measure.documents.values.formatting import evaluation_line, format_number
 from meltcore.measure.documents.weights import WEIGHTS
 from meltcore.measure.experiments.evals.public_harness import Throughput
@@ -25,7 +25,9 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\([^)]*\)")
 _INDEX_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.MULTILINE)
 
 
-def write_up(source: Path, result: RunResult, gates: Sequence[Gate], throughput: Throughput, score: float) -> str:
+def write_up(
+    source: Path, result: RunResult, gates: Sequence[CheckResult], throughput: Throughput, score: float
+) -> str:
     """Return the write-up as Markdown. Raises ConfigError where a document lacks a required part.
 
     `source` is the checkout with the documents.

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from meltcore.common.errors import ConfigError
 from meltcore.measure.documents.fleet_load import FleetExperiment
-from meltcore.measure.documents.schema import Distribution, Gate, LevelResult, StreamLoad
+from meltcore.measure.documents.schema import CheckResult, Distribution, LevelResult, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED, TOO_SMALL
 from meltcore.measure.documents.values.throughput import steady_throughput
@@ -91,7 +91,9 @@ def _has(model: ServedModel, part: str) -> bool:
     return bool(part) and part.lower() in model.name.lower()
 
 
-def experiment_gates(spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]) -> list[Gate]:
+def experiment_gates(
+    spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]
+) -> list[CheckResult]:
     """Return one gate per limit, with the number and the limit; NOT RUN where samples are too few."""
     gates = []
     for stream, before, after in zip(spec.streams, alone, together, strict=True):
@@ -102,21 +104,21 @@ def experiment_gates(spec: ExperimentSpec, alone: Sequence[StreamLoad], together
             gates.append(_throughput_gate(name, stream.min_throughput_ratio, before, after))
         lost = before.lost + after.lost
         detail = f"{lost:,} requests lost, limit 0"
-        gates.append(Gate(name=f"{name}: nothing lost", status="FAIL" if lost else "PASS", detail=detail))
+        gates.append(CheckResult(name=f"{name}: nothing lost", status="FAIL" if lost else "PASS", detail=detail))
     return gates
 
 
-def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> Gate:
+def _p95_gate(name: str, metric: str, limit: float, alone: LevelResult, together: LevelResult) -> CheckResult:
     before, after = (_latency(level, metric) for level in (alone, together))
     word = "end to end" if metric == "e2e" else task_of(alone).first_word
     title = f"{name}: p95 of {word}"
     if before is None or after is None or before.p95 is None or after.p95 is None or not before.p95:
         counts = ", ".join(str(0 if each is None else each.n) for each in (before, after))
-        return Gate(name=title, status="NOT RUN", detail=f"{counts} samples, p95 needs {SAMPLES_NEEDED['p95']}")
+        return CheckResult(name=title, status="NOT RUN", detail=f"{counts} samples, p95 needs {SAMPLES_NEEDED['p95']}")
     ratio = after.p95 / before.p95
     p99 = " and ".join(f"{TOO_SMALL if each.p99 is None else f'{format_number(each.p99)} ms'} (n {each.n:,})"
                        for each in (before, after))  # fmt: skip
-    return Gate(
+    return CheckResult(
         name=title,
         status="PASS" if ratio <= limit else "FAIL",
         detail=f"{format_number(before.p95)} ms alone, {format_number(after.p95)} ms together: {ratio:.2f} times, "
@@ -128,13 +130,13 @@ def _latency(level: LevelResult, metric: str) -> Distribution | None:
     return level.e2e_ms if metric == "e2e" else first_latency(level)
 
 
-def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: StreamLoad) -> Gate:
+def _throughput_gate(name: str, limit: float, alone: StreamLoad, together: StreamLoad) -> CheckResult:
     before, after = steady_throughput(alone.level), steady_throughput(together.level)
     if not before:
-        return Gate(name=f"{name}: throughput", status="NOT RUN", detail="no throughput alone")
+        return CheckResult(name=f"{name}: throughput", status="NOT RUN", detail="no throughput alone")
     ratio = after / before
     unit = task_of(alone.level).unit.unit
-    return Gate(
+    return CheckResult(
         name=f"{name}: throughput",
         status="PASS" if ratio >= limit else "FAIL",
         detail=f"{format_number(before)} {unit} alone, {format_number(after)} together: {format_percent(ratio)}, "

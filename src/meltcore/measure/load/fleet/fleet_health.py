@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from meltcore.measure.documents.fleet_load import FleetLoad
-from meltcore.measure.documents.schema import Distribution, Gate, StreamLoad
+from meltcore.measure.documents.schema import CheckResult, Distribution, StreamLoad
 from meltcore.measure.documents.values.formatting import format_number, format_percent
 from meltcore.measure.documents.values.percentiles import SAMPLES_NEEDED
 from meltcore.measure.documents.verdicts import CheckVerdict
 from meltcore.measure.load.tasks.task import first_latency
 
 
-def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[Gate]:
+def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
     """Return a line per model and one of the fleet.
 
     A model fails with a lost request, or with a p95 above a limit in the smallest mixed level that has samples for it.
@@ -27,13 +27,13 @@ def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[
         detail += f", {', '.join(not_run)} had no request"
     if result.status == "partial":
         status, detail = "FAIL", f"{detail}; the run ended early"
-    return [*models, Gate(name="fleet", status=status, detail=detail)]
+    return [*models, CheckResult(name="fleet", status=status, detail=detail)]
 
 
-def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> Gate:
+def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> CheckResult:
     loads = [load for load in _loads(result) if load.model == name]
     if not sum(load.level.requests for load in loads):
-        return Gate(name=name, status="NOT RUN", detail="no requests")
+        return CheckResult(name=name, status="NOT RUN", detail="no requests")
     details, is_well = [_counts(loads)], not any(load.lost for load in loads)
     failures: dict[str, int] = {}
     for load in loads:
@@ -45,7 +45,7 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
         if found is not None:
             details.append(found[1])
             is_well = is_well and found[0]
-    return Gate(name=name, status="PASS" if is_well else "FAIL", detail="; ".join(details))
+    return CheckResult(name=name, status="PASS" if is_well else "FAIL", detail="; ".join(details))
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meltcore.measure.documents.fleet_load import FleetLoad, Interference
-from meltcore.measure.documents.schema import Gate
+from meltcore.measure.documents.schema import CheckResult
 from meltcore.measure.documents.values.formatting import (
     NOT_MEASURED,
     format_duration,
@@ -99,7 +99,7 @@ def _tiles(result: FleetLoad) -> list[tuple[str, str, str]]:
     ]
 
 
-def _gate_table(gates: Sequence[Gate], head: str) -> Table:
+def _gate_table(gates: Sequence[CheckResult], head: str) -> Table:
     columns = [Column(head, align="text"), Column("verdict"), Column("numbers and limits", align="text")]
     rows = [Row([gate.name, verdict_cell(gate.status), gate.detail]) for gate in gates]
     return Table(columns, rows, is_stacked=True)
