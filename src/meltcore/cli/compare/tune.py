@@ -1,13 +1,13 @@
 """`meltcore tune`: find a server's limits and best settings by restarting it."""
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from meltcore.measure.documents.runfolder import RunFolder
-    from meltcore.measure.documents.tuning import Tuning, TuningPoint
+    from meltcore.measure.documents.tuning import TuningPoint
     from meltcore.measure.experiments.tune.run import Tuner
     from meltcore.measure.load.config import LoadConfig
 
@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     from meltcore.cli.start_options import add_start_options
     from meltcore.common.options import add_options
-    from meltcore.measure.experiments.tune.config import BatchingOptions, ContextOptions, PrecisionOptions
+    from meltcore.measure.experiments.tune.config import OPTIONS
 
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for name, options in zip(KINDS, (ContextOptions, BatchingOptions, PrecisionOptions), strict=True):
+    for name, options in OPTIONS.items():
         kind = kinds.add_parser(name, help=KINDS[name], description=KINDS[name], allow_abbrev=False)
         kind.add_argument("checkpoint", nargs="?", metavar="MODEL", help="Model to serve with our engine.")
         server = kind.add_argument_group("Server")
@@ -64,16 +64,21 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from meltcore.cli.signals import signals_as_ctrl_c
+    from meltcore.common.options import from_options
     from meltcore.measure.documents.runfolder import RunFolder
+    from meltcore.measure.experiments.tune.batching import tune_batching
+    from meltcore.measure.experiments.tune.config import OPTIONS
+    from meltcore.measure.experiments.tune.context import tune_context
+    from meltcore.measure.experiments.tune.precision import tune_precision
     from meltcore.measure.experiments.tune.run import save_tuning
     from meltcore.measure.report.comparisons.tuning import tuning_page
     from meltcore.measure.report.page.console import print_page
 
     console = Console(stderr=args.json)
-    load = _load(args)
-    measure = {"context": _context, "batching": _batching, "precision": _precision}[args.kind]
+    load, options = _load(args), from_options(OPTIONS[args.kind], args)
+    tune: Any = {"context": tune_context, "batching": tune_batching, "precision": tune_precision}[args.kind]
     with signals_as_ctrl_c(), RunFolder.create_or_remove(args.out, f"tune-{args.kind}") as folder:
-        tuning = measure(args, _tuner(args, console, folder), load)
+        tuning = tune(_tuner(args, console, folder), options, load)
     save_tuning(folder, tuning)
     console.print(f"report: {folder.report_path}", highlight=False, soft_wrap=True)
     if args.json:
@@ -128,64 +133,7 @@ def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") ->
         report=lambda text: console.print(escape(text), style="yellow", highlight=False),
         on_point=on_point,
         flags=parse_flags(args.flag),
+        checkpoint=args.checkpoint,
         arguments=tuple(sys.argv[1:]),
         start_limit_s=args.start_timeout,
     )
-
-
-def _batching(args: argparse.Namespace, tuner: "Tuner", load: "LoadConfig") -> "Tuning":
-    from meltcore.common.options import from_options
-    from meltcore.measure.experiments.tune.batching import batching_finding, best_and_knee, sweep
-    from meltcore.measure.experiments.tune.config import BatchingOptions
-    from meltcore.measure.experiments.tune.run import make_tuning
-
-    points = sweep(tuner, from_options(BatchingOptions, args), load)
-    best_and_knee_indices = best_and_knee(points)
-    return make_tuning(
-        "batching",
-        tuner,
-        load,
-        points,
-        batching_finding(points, *best_and_knee_indices),
-        best_and_knee=best_and_knee_indices,
-    )
-
-
-def _context(args: argparse.Namespace, tuner: "Tuner", load: "LoadConfig") -> "Tuning":
-    from pathlib import Path
-
-    from meltcore.common.options import from_options
-    from meltcore.measure.experiments.tune.config import ContextOptions
-    from meltcore.measure.experiments.tune.context import ContextSearch, kv_bytes_per_token, read_config
-    from meltcore.measure.experiments.tune.run import make_tuning
-
-    search = ContextSearch(tuner, from_options(ContextOptions, args), load)
-    path = Path(args.config or args.checkpoint or "")
-    if args.config or (args.checkpoint and path.is_dir()):
-        config = read_config(path)
-        search.vocab_size = config.get("text_config", config).get("vocab_size")
-        search.bytes_per_token = kv_bytes_per_token(config, args.kv_element_size)
-    search.run()
-    return make_tuning("context", tuner, load, search.points, search.finding, facts=search.facts)
-
-
-def _precision(args: argparse.Namespace, tuner: "Tuner", load: "LoadConfig") -> "Tuning":
-    from pathlib import Path
-
-    from meltcore.measure.experiments.tune.precision import (
-        FP8_VARIANTS,
-        bundled_items,
-        gsm8k_items,
-        precision_finding,
-        try_variants,
-    )
-    from meltcore.measure.experiments.tune.run import make_tuning
-
-    variants: dict[str, tuple[str, ...]] = {name: ("--dtype", name) for name in args.dtypes}
-    if args.fp8:
-        variants |= FP8_VARIANTS
-    items = bundled_items(args.questions)
-    if args.gsm8k is not None:
-        items += gsm8k_items(Path(args.gsm8k), 200)
-    points = try_variants(tuner, variants, load, items)
-    return make_tuning("precision", tuner, load, points, precision_finding(points))

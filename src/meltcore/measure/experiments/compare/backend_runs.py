@@ -18,7 +18,7 @@ from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.common.files import write_document
 from meltcore.common.gpus.driver import NoDriverError
 from meltcore.common.gpus.machine import VISIBLE, named_gpus
-from meltcore.common.process import ProcessError, stat_fields
+from meltcore.common.process import ProcessError, free_port, stat_fields
 from meltcore.common.process_output import last_error
 from meltcore.measure.documents.backends import BackendComparison, BackendRun
 from meltcore.measure.documents.fingerprint import clean_arguments, take_fingerprint
@@ -33,7 +33,6 @@ from meltcore.measure.experiments.servers.command import ServerCommand
 from meltcore.measure.experiments.servers.process import (
     START_LIMIT_S,
     RunningServer,
-    free_port,
     run_server,
     server_version,
 )

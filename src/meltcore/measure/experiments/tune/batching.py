@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meltcore.measure.documents.tuning import MIN_SLO_ATTAINMENT, TuningPoint, default_point, gain
+from meltcore.measure.documents.tuning import MIN_SLO_ATTAINMENT, Tuning, TuningPoint, default_point, gain
 from meltcore.measure.documents.values.formatting import format_change, format_number
 from meltcore.measure.experiments.tune.config import BatchingOptions
-from meltcore.measure.experiments.tune.run import Tuner
+from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
 
 KNEE_RATIO = 0.98  # of the best output rate
 _BUDGETS = ("max_num_seqs", "max_num_batched_tokens")
+
+
+def tune_batching(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> Tuning:
+    """Measure every setting, and return the result with the best point and the knee."""
+    points = sweep(tuner, options, load)
+    best, knee = best_and_knee(points)
+    finding = batching_finding(points, best, knee)
+    return make_tuning("batching", tuner, load, points, finding, best_and_knee=(best, knee))
 
 
 def sweep(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> list[TuningPoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meltcore.common.options import option
+from meltcore.measure.documents.tuning import TuningKind
 
 ANSWER_TOKENS = 16  # of the one request that fills a context
 MIN_MODEL_LEN = ANSWER_TOKENS + 1
@@ -60,3 +61,10 @@ class PrecisionOptions:
     fp8: bool = option(True, "Do not try FP8 weights and FP8 KV caches.")
     questions: int = option(200, "Bundled problems to ask; 0 measures speed only.", limits={"minimum": 0})
     gsm8k: str | None = option(None, "GSM8K items to ask as well, at most 200.", metavar="FILE")
+
+
+OPTIONS: dict[TuningKind, type[ContextOptions | BatchingOptions | PrecisionOptions]] = {
+    "context": ContextOptions,
+    "batching": BatchingOptions,
+    "precision": PrecisionOptions,
+}

@@ -12,11 +12,11 @@ from typing import Any
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.sizes import size_text
-from meltcore.measure.documents.tuning import Fact, TuningPoint
+from meltcore.measure.documents.tuning import Fact, Tuning, TuningPoint
 from meltcore.measure.experiments.servers.api import Api, ApiError
 from meltcore.measure.experiments.servers.process import RunningServer
 from meltcore.measure.experiments.tune.config import ANSWER_TOKENS, ContextOptions
-from meltcore.measure.experiments.tune.run import Tuner
+from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.wire.probe import parse_gauges
 
@@ -25,6 +25,18 @@ _POLL_S = 0.02
 _PAGES = re.compile(r"([\d,]+) KV pages of (\d+) tokens")
 _TOKENS = re.compile(r"KV cache size: ([\d,]+) tokens")
 _FULL_ATTENTION = "full_attention"
+
+
+def tune_context(tuner: Tuner, options: ContextOptions, load: LoadConfig) -> Tuning:
+    """Run both searches and return the result. Raises ConfigError where a config.json is wrong."""
+    search = ContextSearch(tuner, options, load)
+    path = Path(options.config or tuner.checkpoint or "")
+    if options.config or (tuner.checkpoint and path.is_dir()):
+        config = read_config(path)
+        search.vocab_size = config.get("text_config", config).get("vocab_size")
+        search.bytes_per_token = kv_bytes_per_token(config, options.kv_element_size)
+    search.run()
+    return make_tuning("context", tuner, load, search.points, search.finding, facts=search.facts)
 
 
 def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meltcore.common.errors import ConfigError
-from meltcore.measure.documents.tuning import AnswerComparison, TuningPoint, gain
+from meltcore.measure.documents.tuning import AnswerComparison, Tuning, TuningPoint, gain
 from meltcore.measure.documents.values.formatting import format_change, format_number
 from meltcore.measure.experiments.evals import gsm8k
 from meltcore.measure.experiments.evals.config import CONCURRENCY
@@ -23,7 +23,8 @@ from meltcore.measure.experiments.evals.gsm8k_grading import exact_match, extrac
 from meltcore.measure.experiments.evals.run import MAX_TOKENS
 from meltcore.measure.experiments.servers.api import Api, ApiError
 from meltcore.measure.experiments.servers.process import RunningServer
-from meltcore.measure.experiments.tune.run import Tuner
+from meltcore.measure.experiments.tune.config import PrecisionOptions
+from meltcore.measure.experiments.tune.run import Tuner, make_tuning
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.problems import evaluation_set, is_correct
 
@@ -47,6 +48,18 @@ class EvalAnswer:
     text: str = ""
     tokens: list[tuple[str, float]] = field(default_factory=list)
     failed: bool = False
+
+
+def tune_precision(tuner: Tuner, options: PrecisionOptions, load: LoadConfig) -> Tuning:
+    """Measure every precision, ask it the questions, and return the result. Raises ConfigError for GSM8K items."""
+    variants: dict[str, tuple[str, ...]] = {name: ("--dtype", name) for name in options.dtypes}
+    if options.fp8:
+        variants |= FP8_VARIANTS
+    items = bundled_items(options.questions)
+    if options.gsm8k is not None:
+        items += gsm8k_items(Path(options.gsm8k), 200)
+    points = try_variants(tuner, variants, load, items)
+    return make_tuning("precision", tuner, load, points, precision_finding(points))
 
 
 def bundled_items(count: int) -> list[EvalItem]:

@@ -51,7 +51,8 @@ InspectServer = Callable[[RunningServer, TuningPoint], None]
 class Tuner:
     """The server to tune, the folder for its logs, and callbacks for lines to the user and for measured points.
 
-    `flags` maps settings to options of the server.
+    `flags` maps settings to options of the server. `checkpoint`: the model that our engine serves; None for another
+    server.
     """
 
     command: ServerCommand
@@ -59,6 +60,7 @@ class Tuner:
     report: Callable[[str], None]
     on_point: Callable[[TuningPoint], None]
     flags: Mapping[str, str]
+    checkpoint: str | None = None
     arguments: tuple[str, ...] = ()
     start_limit_s: float = START_LIMIT_S
 
