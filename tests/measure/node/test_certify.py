@@ -9,9 +9,8 @@ from fake_gpu import FakeGpu, ReadingChange
 from meltcore.common.errors import ConfigError
 from meltcore.common.process import CompletedRun
 from meltcore.measure.documents.certificate import TIERS, Certificate
-from meltcore.measure.node.certify.checks.run import required, sampling_interval_s
-from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 from meltcore.measure.node.certify.checks.run import required_checks, sampling_interval_s
+from meltcore.measure.node.certify.probe import ProbeRequest, ProbeResult
 
 NOT_SUPPORTED, NO_PERMISSION, LOST = 3, 4, 15
 HW_THERMAL = 0x40

@@ -9,7 +9,7 @@ import msgspec
 from meltcore.measure.documents.certificate import Certificate
 from meltcore.measure.documents.comparison import ComparisonResult
 from meltcore.measure.documents.gaps import GpuProfile
-from meltcore.measure.documents.schema import Document, RunResult
+from meltcore.measure.documents.schema import RunResult, VersionedDocument
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.tuning import Tuning
@@ -63,7 +63,7 @@ class Story(msgspec.Struct, kw_only=True):
     comparison: int | None = None
 
 
-class Card(Document, kw_only=True, tag_field="document", tag="card"):
+class Card(VersionedDocument, kw_only=True, tag_field="document", tag="card"):
     """All evidence about a node, and one verdict.
 
     `verdict` is the worst of the evidence, and INCOMPLETE at best while a type of `required` is `missing`. `superseded`

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.common.files import read_document
-from meltcore.measure.documents.schema import Document
+from meltcore.measure.documents.schema import VersionedDocument
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.verdicts import MEANINGS, CheckVerdict, worst_verdict
 
@@ -93,7 +93,7 @@ class CheckReport(msgspec.Struct, kw_only=True):
     reason: str = ""
 
 
-class Certificate(Document, kw_only=True, tag_field="document", tag="certificate"):
+class Certificate(VersionedDocument, kw_only=True, tag_field="document", tag="certificate"):
     """The result of `meltcore certify`.
 
     `findings` has what all checks found, one finding per fault code and subject, the worst first. `unverified` lists

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.measure.documents.schema import Document, Fingerprint
+from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 from meltcore.measure.documents.verdicts import Verdict
 
 COMPARISON_FILE = "comparison.json"
@@ -57,7 +57,7 @@ class Difference(msgspec.Struct, kw_only=True):
     new: str
 
 
-class ComparisonResult(Document, kw_only=True, tag_field="document", tag="comparison"):
+class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", tag="comparison"):
     """The verdict on two sets of server starts, with all compared metrics.
 
     `order` says how the starts were interleaved; it is empty for stored sets. `noise` is the relative spread of A

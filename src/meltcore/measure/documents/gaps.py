@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from meltcore.measure.documents.schema import Document, Fingerprint
+from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 
 GAPS_FILE = "gaps.json"
 GAPS_PAGE = "gaps.html"
@@ -102,7 +102,7 @@ class GapReport(msgspec.Struct, kw_only=True):
     untrusted: list[str] = msgspec.field(default_factory=list)
 
 
-class GpuProfile(Document, kw_only=True, tag_field="document", tag="profile"):
+class GpuProfile(VersionedDocument, kw_only=True, tag_field="document", tag="profile"):
     """A `gaps.json`: one report per GPU. `source` is the file name of the trace, `taken` the time it was read.
 
     `fingerprint` is None for a trace from a file, which does not say on which machine it was recorded.

@@ -314,13 +314,13 @@ class DemoSample(msgspec.Struct, kw_only=True):
     audio_wav: bytes | None = None
 
 
-class Document(msgspec.Struct, kw_only=True):
+class VersionedDocument(msgspec.Struct, kw_only=True):
     """What every document has; a document of another schema version is not read."""
 
     schema_version: int = SCHEMA_VERSION
 
 
-class Envelope(Document, kw_only=True):
+class Envelope(VersionedDocument, kw_only=True):
     """What the results of all measurements have. `started` is UTC in ISO 8601; `notes` are remarks for readers."""
 
     started: str

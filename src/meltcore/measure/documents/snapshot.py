@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from meltcore.measure.documents.schema import Document, Fingerprint
+from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 
 UNKNOWN: Final = "UNKNOWN"
 NOT_APPLICABLE: Final = "NOT_APPLICABLE"
@@ -54,7 +54,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return [link for link in self.links if link.state == "up"]
 
 
-class Snapshot(Document, kw_only=True, tag_field="document", tag="snapshot"):
+class Snapshot(VersionedDocument, kw_only=True, tag_field="document", tag="snapshot"):
     """The facts of a node and its GPUs.
 
     `topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).

@@ -9,12 +9,12 @@ import msgspec
 
 from meltcore.common.errors import ConfigError
 from meltcore.common.files import read_document, write_document
-from meltcore.measure.documents.schema import Document, RunResult
+from meltcore.measure.documents.schema import RunResult, VersionedDocument
 
 SET_FILE = "set.json"
 
 
-class StartSet(Document, kw_only=True, tag_field="document", tag="baseline"):
+class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="baseline"):
     """The results of `starts` in the order they ran, under the same `load`.
 
     `command` is the server's command line without secrets and folders, or empty for a server that was running already.

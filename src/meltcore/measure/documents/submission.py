@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from meltcore.measure.documents.schema import CheckResult, Document
+from meltcore.measure.documents.schema import CheckResult, VersionedDocument
 from meltcore.measure.documents.verdicts import Verdict
 
 SUBMISSION_FILE = "submission.json"
 
 
-class Submission(Document, kw_only=True, tag_field="document", tag="submission"):
+class Submission(VersionedDocument, kw_only=True, tag_field="document", tag="submission"):
     """One call of `meltcore submit`. A refused submission holds no results and no files, only what was refused and why.
 
     `settings` holds what the server of each run reported about itself, by the run's folder. `public_score` is the score

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meltcore.measure.documents.schema import Document, Fingerprint
+from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 
 TUNING_FILE = "tuning.json"
 MIN_SLO_ATTAINMENT = 0.95  # share of requests that must meet every limit of the SLO
@@ -73,7 +73,7 @@ class Fact(msgspec.Struct, kw_only=True):
     source: str
 
 
-class Tuning(Document, kw_only=True, tag_field="document", tag="tuning"):
+class Tuning(VersionedDocument, kw_only=True, tag_field="document", tag="tuning"):
     """All points of a tuning. `finding` is the result in a sentence; `best` and `knee` are indices of `points`.
 
     `default_settings` are the values that the server used where nothing was set, as far as it reports them.

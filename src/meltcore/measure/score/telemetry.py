@@ -13,7 +13,7 @@ from meltcore.common.gpus.select import GpuInfo
 from meltcore.measure.documents.score import UTILIZATION, GpuHealth, MetricRow
 from meltcore.measure.node.monitor.health import judge_health
 from meltcore.measure.node.monitor.recording import Recording
-from meltcore.measure.node.monitor.summary import GpuSummary, readable_values, summarize
+from meltcore.measure.node.monitor.summary import GpuSummary, bucket_means, readable_values, summarize
 
 SERIES_KEYS = (
     "power_w",
@@ -83,17 +83,9 @@ def time_series(
     samples: Sequence[Sample], start_s: float, num_buckets: int, bucket_s: float
 ) -> dict[str, list[float | None]]:
     """Return the mean of each metric of SERIES per bucket; metrics without any number are left out."""
-    bucket_indices = [int((sample.t_s - start_s) // bucket_s) for sample in samples]
-    series: dict[str, list[float | None]] = {}
-    for key in SERIES_KEYS:
-        bucket_values: list[list[float]] = [[] for _ in range(num_buckets)]
-        for index, sample in zip(bucket_indices, samples, strict=True):
-            value = sample.values[key]
-            if 0 <= index < num_buckets and not isinstance(value, str):
-                bucket_values[index].append(value)
-        if any(bucket_values):
-            series[key] = [round(float(np.mean(values)), 2) if values else None for values in bucket_values]
-    return series
+    samples = [sample for sample in samples if start_s <= sample.t_s < start_s + num_buckets * bucket_s]
+    series = {key: bucket_means(samples, key, start_s, bucket_s, num_buckets) for key in SERIES_KEYS}
+    return {key: means for key, means in series.items() if any(mean is not None for mean in means)}
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:

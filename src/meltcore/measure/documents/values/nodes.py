@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from meltcore.measure.documents.certificate import Certificate
-from meltcore.measure.documents.schema import Document, Fingerprint
+from meltcore.measure.documents.schema import Fingerprint, VersionedDocument
 from meltcore.measure.documents.score import ScoredRun
 from meltcore.measure.documents.snapshot import Snapshot
 from meltcore.measure.documents.values.formatting import format_counts
@@ -76,7 +76,7 @@ class NodeDifference(msgspec.Struct, kw_only=True):
     common: str
 
 
-class NodesReport(Document, kw_only=True, tag_field="document", tag="nodes"):
+class NodesReport(VersionedDocument, kw_only=True, tag_field="document", tag="nodes"):
     """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601.
 
     The verdict is PASS where nodes with the same hardware are alike, WARN where one deviates, and FAIL where one

@@ -65,7 +65,7 @@ def dim_printer(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, style="dim", markup=False, highlight=False)
 
 
-def print_check(console: Console, check: CheckResult | CheckResult) -> None:
+def print_check(console: Console, check: CheckResult) -> None:
     """Print one check or gate with its status in color."""
     style = STYLE_COLORS[style_of(check.status)]
     detail = f"[dim]: {escape(check.detail)}[/]" if check.detail else ""

@@ -12,8 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress as Bars
-from rich.progress import TaskID
 
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.fingerprint import take_fingerprint
@@ -29,7 +27,7 @@ from meltcore.measure.documents.schema import (
 )
 from meltcore.measure.documents.served_model import model_facts, model_notes
 from meltcore.measure.documents.values.formatting import evaluation_line, format_duration, format_percent
-from meltcore.measure.documents.values.progress import answer_progress, print_check, progress_bar
+from meltcore.measure.documents.values.progress import answer_progress, print_check
 from meltcore.measure.documents.verdicts import Verdict
 from meltcore.measure.experiments.demo.clients import check_installed, open_routes
 from meltcore.measure.experiments.demo.config import CHAT, MIX, DemoConfig
@@ -51,7 +49,6 @@ from meltcore.measure.experiments.servers.process import MeltcoreServer
 from meltcore.measure.load.fleet.fleet_config import FleetLoadConfig
 from meltcore.measure.load.fleet.fleet_run import measure_fleet
 from meltcore.measure.load.fleet.fleet_streams import level_line, level_status
-from meltcore.measure.load.run.streams import Progress
 from meltcore.measure.load.tasks.task import MeasuredTask, Problem, tasks
 from meltcore.measure.report.load.fleet_levels import mixed_tables
 from meltcore.measure.report.load.levels import levels_tables
@@ -223,13 +220,8 @@ def _load_step(
     address: str,
 ) -> None:
     model = measurements.models[task.name]
-    with TemporaryDirectory(prefix="meltcore-demo-") as inputs, progress_bar(console) as bars:
-        bar = bars.add_task(task.name, total=len(problems), note="")
-
-        def on_progress(progress: Progress) -> None:
-            _show(bars, bar, progress)
-
-        level, samples = run_step(task, problems, address, model, Path(inputs), folder.requests_path, on_progress)
+    with TemporaryDirectory(prefix="meltcore-demo-") as inputs:
+        level, samples = run_step(task, problems, address, model, Path(inputs), folder.requests_path, console)
     measurements.levels.append(level)
     measurements.samples += samples
     if level.verdict == "PARTIAL":
@@ -273,17 +265,6 @@ def _run_ladder(
     if result.status == "partial":
         label = measurements.mixed[-1].label if measurements.mixed else "the first level"
         raise MeltcoreError(f"the server ended at {label}; its last lines:\n{server.log_tail()}")
-
-
-def _show(bars: Bars, task: TaskID, progress: Progress) -> None:
-    if progress.phase == "warm-up":
-        bars.update(task, note="warming up")
-        return
-    if progress.phase == "connecting":
-        bars.update(task, note=f"{progress.num_connections:,} connected")
-        return
-    failed = f", [red]{progress.num_failed:,} failed[/]" if progress.num_failed else ""
-    bars.update(task, completed=progress.num_done, note=f"{progress.in_flight:,} in flight{failed}")
 
 
 def _result(

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from meltcore.common.errors import MeltcoreError
 from meltcore.measure.documents.schema import DemoSample, LevelResult
 from meltcore.measure.experiments.servers.api import Api
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.record import RequestRecord
+from meltcore.measure.load.run.run import level_bars
 from meltcore.measure.load.run.runner import run_levels
-from meltcore.measure.load.run.streams import OnProgress
 from meltcore.measure.load.tasks.task import MeasuredTask, Problem
 
 NUM_SAMPLES = 3  # of each step, in the report
@@ -27,9 +29,12 @@ def run_step(
     model: str,
     folder: Path,
     records_path: Path,
-    on_progress: OnProgress,
+    console: Console,
 ) -> tuple[LevelResult, list[DemoSample]]:
-    """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too."""
+    """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too.
+
+    A bar on `console` shows the progress.
+    """
     samples: list[DemoSample] = []
     assert task.step is not None
     concurrency = min(task.step.concurrency, len(problems))
@@ -59,7 +64,8 @@ def run_step(
                 )
             )
 
-    [level] = run_levels(config, on_progress, on_level)
+    with level_bars(config.levels, console, task.name) as on_progress:
+        [level] = run_levels(config, on_progress, on_level)
     return level, samples
 
 

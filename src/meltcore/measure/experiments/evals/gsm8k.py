@@ -12,15 +12,14 @@ import msgspec
 
 from meltcore.common.errors import ConfigError, MeltcoreError
 from meltcore.measure.documents.fingerprint import take_fingerprint
-from meltcore.measure.documents.schema import CheckResult, Evaluation, IncorrectAnswer, RunResult
+from meltcore.measure.documents.schema import CheckResult, Evaluation, RunResult
 from meltcore.measure.documents.served_model import model_notes
-from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY, GSM8K_DATASET, GSM8K_LIMIT, Gsm8kConfig
 from meltcore.measure.experiments.evals.gsm8k_data import Item, Shots, conversation, read_items, read_shots
 from meltcore.measure.experiments.evals.gsm8k_grading import GradedAnswer, grade
 from meltcore.measure.experiments.evals.harness import compare, failed_comparison, find_package, run_harness
-from meltcore.measure.experiments.evals.run import MAX_KEPT_INCORRECT, MAX_TEXT_CHARS, OnAnswer
-from meltcore.measure.experiments.servers.api import Api, ask_all, death_reason, failure_reasons
+from meltcore.measure.experiments.evals.run import OnAnswer, ask_and_grade, make_evaluation
+from meltcore.measure.experiments.servers.api import Answer, Api, death_reason, failure_reasons
 
 MAX_TOKENS = 256  # that of lm-evaluation-harness for an API model
 STOP_STRINGS = ("Q:", "</s>", "<|im_end|>")  # of the task gsm8k_cot
@@ -123,16 +122,14 @@ def ask_items(
     }
     bodies = [{**common_fields, "messages": conversation(shots.examples, item)} for item in items]
     graded_by_index: dict[int, GradedAnswer] = {}
-    num_correct = 0
-    if on_progress is not None:
-        on_progress(0, 0, len(items))
-    for index, answer in ask_all(api, bodies, concurrency):
+
+    def grade_item(index: int, answer: Answer) -> bool:
         graded_by_index[index] = grade(items[index], answer)
-        num_correct += graded_by_index[index].flexible_correct
         if on_graded is not None:
             on_graded(index, graded_by_index[index])
-        if on_progress is not None:
-            on_progress(len(graded_by_index), num_correct, len(items))
+        return graded_by_index[index].flexible_correct
+
+    ask_and_grade(api, bodies, concurrency, grade_item, on_progress)
     return [graded_by_index[index] for index in range(len(items))]
 
 
@@ -177,25 +174,13 @@ def _digest(items: Sequence[Item]) -> str:
 
 def summarize(graded_answers: Sequence[GradedAnswer]) -> Evaluation:
     """Count the graded answers. `correct` counts those that flexible extraction grades as correct, as the gate does."""
-    num_correct = sum(answer.flexible_correct for answer in graded_answers)
-    ci_low, ci_high = wilson_interval(num_correct, len(graded_answers))
-    return Evaluation(
-        total=len(graded_answers),
-        correct=num_correct,
-        strict_correct=sum(answer.strict_correct for answer in graded_answers),
-        failed=sum(answer.answer.failed for answer in graded_answers),
-        first_failure=next((answer.answer.failure for answer in graded_answers if answer.answer.failed), None),
-        ci_low=ci_low,
-        ci_high=ci_high,
-        incorrect=[
-            IncorrectAnswer(
-                question=answer.item.question[-MAX_TEXT_CHARS:],
-                expected=answer.item.reference,
-                actual=answer.answer.text[-MAX_TEXT_CHARS:],
-            )
-            for answer in [answer for answer in graded_answers if not answer.flexible_correct][:MAX_KEPT_INCORRECT]
-        ],
+    evaluation = make_evaluation(
+        [(graded.item.question, graded.item.reference) for graded in graded_answers],
+        [graded.answer for graded in graded_answers],
+        [graded.flexible_correct for graded in graded_answers],
     )
+    evaluation.strict_correct = sum(graded.strict_correct for graded in graded_answers)
+    return evaluation
 
 
 def gate(evaluation: Evaluation) -> CheckResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from meltcore.measure.documents.fingerprint import take_fingerprint
 from meltcore.measure.documents.schema import CheckResult, Evaluation, IncorrectAnswer, RunResult
@@ -14,7 +14,7 @@ from meltcore.measure.documents.values.formatting import format_percent
 from meltcore.measure.documents.values.intervals import wilson_interval
 from meltcore.measure.experiments.evals.config import CONCURRENCY
 from meltcore.measure.experiments.evals.conformance import run_checks
-from meltcore.measure.experiments.servers.api import Api, ask_all, death_reason, failure_reasons
+from meltcore.measure.experiments.servers.api import Answer, Api, ask_all, death_reason, failure_reasons
 from meltcore.measure.problems import Problem, evaluation_set, is_correct
 
 MAX_TOKENS = 512
@@ -47,31 +47,58 @@ def evaluate(
         }
         for problem in problem_list
     ]
+    correct: dict[int, bool] = {}  # by index of the problem
+
+    def grade(index: int, answer: Answer) -> bool:
+        correct[index] = not answer.failed and is_correct(problem_list[index], answer.text)
+        return correct[index]
+
+    answers = ask_and_grade(api, bodies, concurrency, grade, on_progress)
+    questions = [(problem.question, str(problem.value)) for problem in problem_list]
+    return make_evaluation(questions, answers, [correct[index] for index in range(len(answers))])
+
+
+def ask_and_grade(
+    api: Api,
+    bodies: Sequence[dict[str, Any]],
+    concurrency: int,
+    grade: Callable[[int, Answer], bool],
+    on_progress: OnAnswer | None,
+) -> list[Answer]:
+    """Ask every chat body once, and return the answers in order.
+
+    grade: receives each index and answer as it arrives, and returns whether the answer is correct.
+    """
+    answers: dict[int, Answer] = {}
     num_correct = 0
-    failure_by_index: dict[int, str | None] = {}  # by index of the problem
-    incorrect: list[IncorrectAnswer] = []
     if on_progress is not None:
-        on_progress(0, 0, len(problem_list))
-    for num_done, (index, answer) in enumerate(ask_all(api, bodies, concurrency), 1):
-        problem = problem_list[index]
-        if answer.failed:
-            failure_by_index[index] = answer.failure
-        if not answer.failed and is_correct(problem, answer.text):
-            num_correct += 1
-        elif len(incorrect) < MAX_KEPT_INCORRECT:
-            question, actual = problem.question[-MAX_TEXT_CHARS:], answer.text[-MAX_TEXT_CHARS:]
-            incorrect.append(IncorrectAnswer(question=question, expected=str(problem.value), actual=actual))
+        on_progress(0, 0, len(bodies))
+    for index, answer in ask_all(api, bodies, concurrency):
+        answers[index] = answer
+        num_correct += grade(index, answer)
         if on_progress is not None:
-            on_progress(num_done, num_correct, len(problem_list))
-    ci_low, ci_high = wilson_interval(num_correct, len(problem_list))
+            on_progress(len(answers), num_correct, len(bodies))
+    return [answers[index] for index in range(len(bodies))]
+
+
+def make_evaluation(
+    questions: Sequence[tuple[str, str]], answers: Sequence[Answer], correct: Sequence[bool]
+) -> Evaluation:
+    """Count the correct answers, and keep the first incorrect ones. questions: (question, expected answer)."""
+    ci_low, ci_high = wilson_interval(sum(correct), len(answers))
+    incorrect = [
+        IncorrectAnswer(question=question[-MAX_TEXT_CHARS:], expected=expected, actual=answer.text[-MAX_TEXT_CHARS:])
+        for (question, expected), answer, is_right in zip(questions, answers, correct, strict=True)
+        if not is_right
+    ]
     return Evaluation(
-        total=len(problem_list),
-        correct=num_correct,
-        failed=len(failure_by_index),
+        total=len(answers),
+        correct=sum(correct),
+        failed=sum(answer.failed for answer in answers),
         ci_low=ci_low,
         ci_high=ci_high,
-        first_failure=failure_by_index[min(failure_by_index)] if failure_by_index else None,
-        incorrect=incorrect,
+        first_failure=next((answer.failure for answer in answers if answer.failed), None),
+        incorrect=incorrect[:MAX_KEPT_INCORRECT],
     )
 
 

@@ -72,10 +72,15 @@ async def _served_facts(config: LoadConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def level_bars(levels: Sequence[Level], console: Console) -> Iterator[OnProgress]:
-    """Show one progress bar per level, and yield the `on_progress` callback for `run_levels`."""
+def level_bars(levels: Sequence[Level], console: Console, name: str = "") -> Iterator[OnProgress]:
+    """Show one progress bar per level, and yield the `on_progress` callback for `run_levels`.
+
+    name: stands before a bar in place of the level's own name.
+    """
     progress_bars = progress_bar(console)
-    tasks = [progress_bars.add_task(level.name, total=level.num_requests, note="", start=False) for level in levels]
+    tasks = [
+        progress_bars.add_task(name or level.name, total=level.num_requests, note="", start=False) for level in levels
+    ]
 
     def on_progress(progress: Progress) -> None:
         progress_bars.start()

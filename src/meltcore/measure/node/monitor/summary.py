@@ -6,7 +6,7 @@ Samples are added one by one and not kept, so a recording can run for days.
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
@@ -163,7 +163,22 @@ def summarize(samples: Iterable[Sample]) -> GpuSummary:
 def readable_values(samples: Iterable[Sample], key: str) -> list[float]:
     """Return the readable values of one metric."""
     assert key in METRIC_BY_KEY
-    return [value for sample in samples if not isinstance(value := sample.values[key], str)]
+    return [value for sample in samples if not isinstance(value := sample.values.get(key, UNKNOWN), str)]
+
+
+def bucket_means(
+    samples: Iterable[Sample], key: str, start_s: float, bucket_s: float, count: int
+) -> list[float | None]:
+    """Return the mean of a metric in each of `count` buckets from `start_s` on; None for a bucket without a number.
+
+    No sample is older than `start_s`. The last bucket has all later ones.
+    """
+    buckets: list[list[float]] = [[] for _ in range(count)]
+    for sample in samples:
+        value = sample.values.get(key, UNKNOWN)
+        if not isinstance(value, str):
+            buckets[min(count - 1, int((sample.t_s - start_s) / bucket_s))].append(value)
+    return [round(fmean(values), 2) if values else None for values in buckets]
 
 
 def _is_loaded(sample: Sample) -> bool:

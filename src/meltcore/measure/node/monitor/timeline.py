@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from statistics import fmean
 
 from meltcore.common.gpus.metrics import NOT_APPLICABLE, UNKNOWN
 from meltcore.common.gpus.reader import Sample
 from meltcore.measure.documents.fleet_load import FleetLoad
 from meltcore.measure.documents.schema import GpuTimeline, GpuUse, LevelResult
 from meltcore.measure.node.monitor.recording import Recording
+from meltcore.measure.node.monitor.summary import bucket_means, readable_values
 
 # NVML's utilization is left out: see metrics.UTILIZATION_NOTE.
 PLOTTED_METRICS = ("sm_active_percent", "dram_bandwidth_percent", "power_w", "memory_used_bytes")
@@ -40,13 +40,9 @@ def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> Gp
     count = max(1, round(duration_s / bucket_s))
     values, absent = {}, {}
     for key in PLOTTED_METRICS:
-        values_by_bucket: list[list[float]] = [[] for _ in range(count)]
-        for sample in samples:
-            value = sample.values.get(key, UNKNOWN)
-            if not isinstance(value, str):
-                values_by_bucket[min(count - 1, int((sample.t_s - start_s) / bucket_s))].append(value)
-        if any(values_by_bucket):
-            values[key] = [round(float(np.mean(bucket)), 2) if bucket else None for bucket in values_by_bucket]
+        means = bucket_means(samples, key, start_s, bucket_s, count)
+        if any(mean is not None for mean in means):
+            values[key] = means
         else:
             reasons = {sample.values.get(key, UNKNOWN) for sample in samples}
             absent[key] = NOT_APPLICABLE if reasons == {NOT_APPLICABLE} else UNKNOWN
@@ -58,9 +54,8 @@ def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> f
 
     A GPU is busy at least this fraction of the time, so a trace that shows less is missing kernels.
     """
-    values = [sample.values.get("sm_active_percent", UNKNOWN) for sample in samples if from_s <= sample.t_s <= to_s]
-    readable_values = [value for value in values if not isinstance(value, str)]
-    return float(np.mean(readable_values)) / 100 if readable_values else None
+    readings = readable_values((sample for sample in samples if from_s <= sample.t_s <= to_s), "sm_active_percent")
+    return fmean(readings) / 100 if readings else None
 
 
 def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
@@ -68,12 +63,9 @@ def attach_gpu_means(result: FleetLoad, recording: Recording) -> None:
     for level in result.levels:
         start_s, end_s = level.released_s, level.released_s + min(level.send_s, level.duration_s)
         for gpu, info in enumerate(recording.start.gpus):
-            means = {}
-            for key in PLOTTED_METRICS:
-                values = [sample.values.get(key, UNKNOWN) for sample in recording.gpu_samples(gpu, start_s, end_s)]
-                readable = [value for value in values if not isinstance(value, str)]
-                if readable:
-                    means[key] = round(float(np.mean(readable)), 2)
+            samples = recording.gpu_samples(gpu, start_s, end_s)
+            readings = {key: readable_values(samples, key) for key in PLOTTED_METRICS}
+            means = {key: round(fmean(found), 2) for key, found in readings.items() if found}
             level.gpus.append(GpuUse(gpu=info.label, name=info.name, means=means))
     result.gpu_note = "GPUs: means over the time in which a level sends, read from NVML on this machine."
     if recording.end is None or recording.end.missed:
