@@ -72,7 +72,12 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> list[Card]:
         monkeypatch.setattr(pynvml, name, answer)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    monkeypatch.setattr("meltcore.fleet.plan.placement.Path.glob", lambda *_: [Path("/dev/nvidia")] * len(cards))
+    glob = Path.glob
+
+    def found(folder: Path, pattern: str) -> list[Path]:
+        return [Path("/dev/nvidia")] * len(cards) if folder == Path("/dev") else [*glob(folder, pattern)]
+
+    monkeypatch.setattr(Path, "glob", found)
     return cards
 
 
