@@ -75,7 +75,11 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
     "text beside a file": (FILE + field("file", "a") + END, "file", "the part file has no file name"),
     "two files": (FILE + FILE + END, "file", "the form has more than 1 file, the limit"),
     "no file": (field("language", "kn") + END, "file", "the field file is missing"),
-    "file elsewhere": (part('name="audio"; filename="a"') + END, "audio", "unknown field 'audio'"),
+    "file elsewhere": (
+        part('name="audio"; filename="a"') + END,
+        "audio",
+        "audio must be text, not a file; a file goes into the field file",
+    ),
     "file for a text": (part('name="model"; filename="a"') + END, "model", "model must be text, not a file"),
     "unknown": (FILE + field("wings", "2") + END, "wings", "unknown field 'wings'"),
     "twice": (FILE + field("language", "kn") + field("language", "hi") + END, "language", "language is given twice"),

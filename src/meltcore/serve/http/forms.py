@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from email import message_from_bytes
 from itertools import pairwise
 from typing import Any
@@ -135,6 +135,40 @@ async def read_multipart(body: bytes, content_type: str, max_files: int = 1) -> 
     return [
         (name, await _read(value) if isinstance(value, UploadFile) else value) for name, value in form.multi_items()
     ]
+
+
+async def split_form(
+    body: bytes, content_type: str, file_names: Sequence[str], max_files: int = 1
+) -> tuple[list[tuple[str, str]], list[bytes]]:
+    """Return the texts of a form with their names, and its files.
+
+    The fields `file_names` must be files, and all others texts. Raises RequestError (400).
+    """
+    texts, files = list[tuple[str, str]](), list[bytes]()
+    for name, value in await read_multipart(body, content_type, max_files):
+        if isinstance(value, str) and name in file_names:
+            raise file_name_error(name)
+        if isinstance(value, str):
+            texts.append((name, value))
+        elif name in file_names:
+            files.append(value)
+        else:
+            message = f"{shorten(name)} must be text, not a file; a file goes into the field {file_names[0]}"
+            raise RequestError(message, param=shorten(name))
+    return texts, files
+
+
+async def split_audio_form(
+    body: bytes, content_type: str | None, file_names: Sequence[str], max_files: int = 1
+) -> tuple[list[tuple[str, str]], list[bytes]]:
+    """Return the texts of a form with their names, and its audio: at least one file. Raises RequestError (400)."""
+    name = file_names[0]
+    if content_type is None or not is_multipart(content_type):
+        raise RequestError(f"the body must be multipart/form-data with the audio in the field {name}", param=name)
+    texts, files = await split_form(body, content_type, file_names, max_files)
+    if not files:
+        raise RequestError(f"the field {name} is missing: it must hold the audio, with a file name", param=name)
+    return texts, files
 
 
 async def _read(file: UploadFile) -> bytes:

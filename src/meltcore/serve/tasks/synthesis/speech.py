@@ -7,12 +7,12 @@ import base64
 import io
 import zipfile
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import MAX_BATCH, file_name_error, is_multipart, read_multipart
+from meltcore.serve.http.forms import MAX_BATCH, is_multipart, split_form
 from meltcore.serve.http.http import finish_batch, while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields, decode_request
@@ -37,7 +37,6 @@ CONTENT_TYPES: dict[str, bytes] = {
     "wav": b"audio/wav",
     "pcm": b"audio/pcm",
 }
-_REFERENCE_FILES = ("reference", "ref_audio")
 
 
 class SpeechEndpoint(Endpoint):
@@ -84,19 +83,12 @@ async def read_request(body: bytes, content_type: str | None, query: Mapping[str
     """Parse a request: JSON, a form with a reference, or without a body dwani.ai's query. Raises RequestError (400)."""
     reference = None
     if is_multipart(content_type):
-        fields: dict[str, Any] = {}
-        for name, value in await read_multipart(body, content_type or ""):
-            if name in fields:
-                raise RequestError(f"{shorten(name)} is given twice", param=shorten(name))
-            if isinstance(value, str) and name in _REFERENCE_FILES:
-                raise file_name_error(name)
-            if isinstance(value, str):
-                fields[name] = value
-            elif name in _REFERENCE_FILES:
-                reference = value
-            else:
-                shown = shorten(name)
-                raise RequestError(f"{shown} must be text; a file goes into the field reference", param=shown)
+        texts, files = await split_form(body, content_type or "", ("reference", "ref_audio"))
+        fields, reference = dict(texts), next(iter(files), None)
+        if len(fields) < len(texts):
+            names = [name for name, _ in texts]
+            twice = shorten(next(name for name in names if names.count(name) > 1))
+            raise RequestError(f"{twice} is given twice", param=twice)
         request = convert_fields(fields, SynthesisFields)
     elif body:
         request = decode_request(body, SynthesisFields)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import file_name_error, is_multipart, read_multipart
+from meltcore.serve.http.forms import split_audio_form
 from meltcore.serve.http.http import while_connected
 from meltcore.serve.http.operation import AUDIO_TYPE, DWANI, Operation
 from meltcore.serve.requests.protocol import AudioFormat, convert_fields
@@ -72,7 +72,8 @@ class SpeechToSpeechEndpoint(Endpoint):
         if session is not None and len(session) > _MAX_SESSION_BYTES:
             raise RequestError(f"X-Session-ID has {len(session)} characters; the limit is {_MAX_SESSION_BYTES}")
         body, content_type = await exchange.body(self.limit_bytes)
-        fields, data = await _read_form(body, content_type, exchange.query)
+        texts, (data,) = await split_audio_form(body, content_type, ("file",))
+        fields = convert_fields({**exchange.query, **dict(texts)}, SpeechToSpeechFields)
         check_mode(fields.mode)
         await while_connected(exchange.scope, self._answer(exchange, fields, data))
 
@@ -117,25 +118,3 @@ class SpeechToSpeechEndpoint(Endpoint):
             return
         audio = base64.b64encode(await speak_whole(speaker, speech)).decode()
         await exchange.answer_json(_Answer(transcription=transcript.text, llm_response=answer, audio_base64=audio))
-
-
-async def _read_form(
-    body: bytes, content_type: str | None, query: dict[str, str]
-) -> tuple[SpeechToSpeechFields, bytes]:
-    """Return the fields of a form and of the URL, and the audio. Raises RequestError (400) that names a field."""
-    if content_type is None or not is_multipart(content_type):
-        raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
-    texts: dict[str, str] = dict(query)
-    data = None
-    for name, value in await read_multipart(body, content_type):
-        if isinstance(value, str) and name == "file":
-            raise file_name_error(name)
-        if isinstance(value, str):
-            texts[name] = value
-        elif name == "file":
-            data = value
-        else:
-            raise RequestError(f"unknown file {name[:60]!r}; the audio goes into the field file", param=name[:60])
-    if data is None:
-        raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
-    return convert_fields(texts, SpeechToSpeechFields), data

@@ -11,7 +11,7 @@ import msgspec
 
 from meltcore.common.errors import RequestError
 from meltcore.common.options import read_number
-from meltcore.serve.http.forms import file_name_error, is_multipart, read_multipart
+from meltcore.serve.http.forms import split_audio_form
 from meltcore.serve.requests.request_fields import shorten
 from meltcore.serve.tasks.transcription.forms import ResponseFormat, SpeechRequest
 from meltcore.text.transcripts import SpokenWord, Transcription, join_words
@@ -36,30 +36,18 @@ _CONTENT_TYPES: dict[str, bytes] = {
 
 async def read_form(body: bytes, content_type: str | None, query: Mapping[str, str]) -> SpeechRequest:
     """Parse the body of a request. `query` has the fields in its URL. Raises RequestError (400) that names a field."""
-    if content_type is None or not is_multipart(content_type):
-        raise RequestError("the body must be multipart/form-data with the audio in the field file", param="file")
-    parts = await read_multipart(body, content_type)
-    texts = dict(query)
-    data, granularities, given = None, set[str](), set[str]()
-    for name, value in parts:
+    given, (data,) = await split_audio_form(body, content_type, ("file",))
+    texts, granularities = dict[str, str](), set[str]()
+    for name, value in given:
         if name not in _FIELDS:
             raise RequestError(f"unknown field {shorten(name)!r}", param=shorten(name))
-        if isinstance(value, str) and name == "file":
-            raise file_name_error(name)
-        if isinstance(value, bytes):
-            if name != "file":
-                raise RequestError(f"{name} must be text, not a file", param=name)
-            data = value
-        elif name.startswith("timestamp_granularities"):
+        if name.startswith("timestamp_granularities"):
             granularities.add(_one_of(value, _GRANULARITIES, "timestamp_granularities"))
-        elif name in given:
+        elif name in texts:
             raise RequestError(f"{name} is given twice", param=name)
         else:
-            given.add(name)
             texts[name] = value
-    if data is None:
-        raise RequestError("the field file is missing: it must hold the audio, with a file name", param="file")
-    return speech_request(texts, data, frozenset(granularities))
+    return speech_request({**query, **texts}, data, frozenset(granularities))
 
 
 def speech_request(texts: Mapping[str, str], data: bytes, granularities: frozenset[str] = frozenset()) -> SpeechRequest:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from meltcore.common.errors import RequestError
-from meltcore.serve.http.forms import MAX_BATCH, file_name_error, is_multipart, read_multipart
+from meltcore.serve.http.forms import MAX_BATCH, split_audio_form
 from meltcore.serve.http.http import finish_batch, while_connected
 from meltcore.serve.http.operation import DWANI, Operation
 from meltcore.serve.tasks.exchange import Endpoint, Exchange
@@ -17,8 +16,6 @@ from meltcore.text.transcripts import SpokenWord, Transcription, join_words
 DWANI_PATHS = ("/v1/transcribe", "/v1/transcribe/", "/transcribe", "/transcribe/")
 
 FIELDS = ("file", "model", "language", "response_format", "timestamp_granularities[]", "decoder", "stream", "user")
-
-_BATCH_FILES = ("files", "files[]")
 
 
 class TranscriptionsEndpoint(Endpoint):
@@ -82,23 +79,10 @@ class TranscribeBatchEndpoint(Endpoint):
     async def respond(self, exchange: Exchange) -> None:
         """Answer one request. Raises RequestError, ClientDisconnectedError."""
         body, content_type = await exchange.body(self.limit_bytes)
-        if content_type is None or not is_multipart(content_type):
-            raise RequestError("the body must be multipart/form-data with audio in the fields files", param="files")
-        fields, files = exchange.query, list[bytes]()
-        for name, value in await read_multipart(body, content_type, MAX_BATCH):
-            if isinstance(value, str) and name in _BATCH_FILES:
-                raise file_name_error(name)
-            if isinstance(value, str):
-                fields[name] = value
-            elif name in _BATCH_FILES:
-                files.append(value)
-            else:
-                raise RequestError(f"unknown file {name[:60]!r}; audio goes into the fields files", param=name[:60])
-        if not files:
-            raise RequestError("files is missing: it must hold the audio, with file names", param="files")
-        backend, request = transcriber(self.choices, speech_request(fields, b""))
+        texts, files = await split_audio_form(body, content_type, ("files", "files[]"), MAX_BATCH)
+        backend, request = transcriber(self.choices, speech_request({**exchange.query, **dict(texts)}, b""))
         requests = [request._replace(data=data) for data in files]
         exchange.fields |= {"model": backend.names[0], "files": len(files)}
         work = finish_batch("files", (backend.transcribe(each) for each in requests))
-        texts = [result.text for result in await while_connected(exchange.scope, work)]
-        await exchange.answer_json({"transcriptions": texts})
+        transcripts = [result.text for result in await while_connected(exchange.scope, work)]
+        await exchange.answer_json({"transcriptions": transcripts})
