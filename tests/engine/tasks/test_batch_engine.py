@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from meltcore.common.errors import RequestError
+from meltcore.common.errors import ConfigError, RequestError
+from meltcore.common.tasks import Task, tasks
 from meltcore.engine.core.waiting import shape_buckets
 from meltcore.engine.host.step_pacing import StepTurn
-from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask
+from meltcore.engine.tasks.batch_engine import BatchEngine, BatchTask, check_options
 from meltcore.protocol.batch import BatchReady, BatchStats, TaskRequest, TaskResult
 from meltcore.protocol.shell import EngineOutputs
+from meltcore.settings.config import EngineConfig
 
 
 class Ask(TaskRequest, tag="ask", array_like=True, frozen=True, kw_only=True):
@@ -238,3 +240,14 @@ def test_every_request_ends_exactly_once_under_random_arrivals(seed: int) -> Non
     assert set(ended) == set(added)
     assert engine.stats().waiting_cost == engine.stats().running == engine._running_cost == 0
     assert len({*ended.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    "task", [task for task in tasks().values() if not task.has_context], ids=lambda task: task.name
+)
+def test_settings_of_generation_are_refused_unless_they_are_the_defaults(task: Task) -> None:
+    check_options(EngineConfig(model="x"), task)
+    with pytest.raises(ConfigError, match=f"--max-num-seqs 7: {task.title} does not support it"):
+        check_options(EngineConfig(model="x", max_num_seqs=7), task)
+    with pytest.raises(ConfigError, match="--hf-overrides"):
+        check_options(EngineConfig(model="x", hf_overrides={"a": 1}), task)

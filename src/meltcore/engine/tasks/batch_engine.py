@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -127,9 +126,9 @@ _GENERATION_SETTINGS = (
 
 def check_options(config: EngineConfig, task: Task) -> None:
     """Raise ConfigError for a setting of the generation engine that a task does not have, unless it is the default."""
-    for setting in fields(config):
+    for setting in msgspec.structs.fields(config):
         value = getattr(config, setting.name)
-        default = setting.default if setting.default_factory is MISSING else setting.default_factory()
+        default = setting.default if setting.default_factory is msgspec.NODEFAULT else setting.default_factory()
         if setting.name in _GENERATION_SETTINGS and setting.name not in task.settings and value != default:
             flag = "--" + setting.name.replace("_", "-")
             raise ConfigError(
