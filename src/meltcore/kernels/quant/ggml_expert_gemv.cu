@@ -184,15 +184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   for (int ahead = 0; ahead < DEPTH - 1; ahead++) copy();
   if (EARLY) wait_for_inputs();
   u16* const staged = (u16*)(ring + DEPTH * STAGE_BYTES);
+  float squares = 0.0f;
+  if (STAGED) squares = stage_tokens(staged, inputs, normalized ? norm : nullptr, pairs / divisor, warp, WARPS, k, lane);
 #if LOGITS
-  float squares = stage_tokens(staged, inputs, normalized ? norm : nullptr, 1, warp, WARPS, k, lane);
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) squares += __shfl_xor_sync(~0u, squares, distance);
   if (lane == 0) warp_squares[warp] = squares;
-  __syncthreads();  // each warp has copied some columns for all
-#else
-  if (STAGED) stage_tokens(staged, inputs, nullptr, pairs / divisor, column_warp, COLUMN_WARPS, k, lane);
 #endif
+  if (STAGED) __syncthreads();  // each warp has copied some columns for all
   Tokens tokens;
   int stage = 0, buffer = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
