@@ -21,7 +21,8 @@ from import_graph import SOURCE, circles, folders, imports, parsed_files, two_wa
 TASKS = ("generation", "translation", "transcription", "synthesis")
 # Roots of everything that can be set: the configuration of a server, and fleet.yaml.
 SETTING_ROOTS = ("ServerConfig", "FleetSpec")
-MODES = ("policy", "fleet", "cluster", "ray")  # what is None where a server is no fleet, or its engines are here
+# What is None, or says no, where a server is no fleet, or its engines are here. The last four came when none was left.
+MODES = ("policy", "fleet", "cluster", "ray", "is_fleet", "planner", "site", "in_turns")
 # What starts a process: a name of `common/process.py` that a module imports, or one that it calls.
 STARTS = ("start", "start_async", "LoggedProcess", "Popen", "create_subprocess_exec", "start_process")
 CLIENT_LIBRARIES = ("http.client", "urllib.request", "aiohttp", "httpx")
