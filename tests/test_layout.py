@@ -26,7 +26,9 @@ SHARED = ("protocol.json_lines", "protocol.cluster", "protocol.fleet_plan", "set
 _MEASURED = ("measure.documents", "measure.problems")
 ALLOWED = {
     "common": (),
-    "settings": ("common",),
+    "settings": 142(
+        "common",
+    ),
     "protocol": ("common", "settings"),
     "fleet": (
         *("serve", "engine.memory.memory_needs", "models.checkpoints.checkpoint", "models.checkpoints.hub", *GROUND),
@@ -82,7 +84,7 @@ MOST = {
     "two-way pairs of folders": 0,
     "files that name a task": 2,
     "files that name synthesis": 4,
-    "settings": 145,
+    "settings": 142,
     "forms of a chat request": 21,
     "forms of a model at start": 10,
     "branches by mode": 0,

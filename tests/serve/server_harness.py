@@ -241,7 +241,8 @@ def server_config(engine: EngineConfig, **settings: Any) -> ServerConfig:
     names = {each.name for each in fields(ModelConfig)}
     of_model = {"served_model_name": (MODEL,)} | {key: value for key, value in settings.items() if key in names}
     of_server = {"port": 0} | {key: value for key, value in settings.items() if key not in names}
-    return configure(models=(ModelConfig(engine=engine, **of_model),), **of_server)
+    bounds = LimitsSection(**{key: value for key, value in settings.items() if key.startswith("max_queue")})
+    return configure(models=(ModelConfig(engine=engine, limits=bounds, **of_model),), **of_server)
 
 
 def configure(*, models: Sequence[ModelConfig] = (), api_key: str | None = None, **settings: Any) -> ServerConfig:

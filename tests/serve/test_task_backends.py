@@ -41,6 +41,7 @@ from meltcore.serve.tasks.translation.forms import TranslateRequest
 from meltcore.serve.tasks.translation.translation_engine import TranslationEngine
 from meltcore.serve.tasks.translation.translations import Translations, TranslationText
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import LimitsSection
 from meltcore.settings.routes_section import LanguagesSection, RoutesSection, TranslateRoute, TranslationRule
 from meltcore.settings.server_config import ModelConfig
 from meltcore.text.translation.document import prepare
@@ -167,7 +168,9 @@ def test_requests_beyond_the_queue_get_429_and_leave_no_trace() -> None:
     server = ServerStats()
     stats = server.models[0]
     stats.task = "synthesis"
-    backend = SynthesisEngine(model("ai4bharat/IndicF5", max_queue=2), server, stats, request_timeout_s=30)
+    backend = SynthesisEngine(
+        model("ai4bharat/IndicF5", limits=LimitsSection(max_queue=2)), server, stats, request_timeout_s=30
+    )
 
     async def scenario() -> None:
         async with AsyncExitStack() as held:

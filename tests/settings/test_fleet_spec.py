@@ -86,8 +86,9 @@ def test_settings_of_the_server_are_those_of_the_file() -> None:
     assert qwen.names == ("qwen", "qwen3")
     assert (qwen.engine.model, qwen.engine.memory_bytes) == ("Qwen/Qwen3-30B-A3B-GGUF:Q8_0", 40 * 2**30)
     assert (qwen.engine.max_model_len, qwen.engine.max_num_seqs, qwen.replica_gpus) == (8192, 8, ((1,),))
-    assert (qwen.max_queue, en_indic.max_queue) == (7, 0)
-    assert (en_indic.max_queue_chars, en_indic.max_queue_audio_s, ears.max_queue_audio_s) == (600, 30, 90)
+    assert (qwen.limits.max_queue, en_indic.limits.max_queue) == (7, 0)
+    bounds = en_indic.limits.max_queue_chars, en_indic.limits.max_queue_audio_s, ears.limits.max_queue_audio_s
+    assert bounds == (600, 30, 90)
     assert ears.engine.device == "cpu"
     assert (qwen.priority_class, ears.priority_class) == ("interactive", "standard")
     assert (config.limits.class_shares, qwen.start_timeout_s, config.timeouts.start_s) == ((5, 3, 2), 7, 7)

@@ -59,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
         from meltcore.serve.requests.keys import DEFAULT_NAME, hash_key
         from meltcore.serve.tasks.generation.servable import check_servable
 
-    model = from_options(ModelConfig, args, engine=from_options(EngineConfig, args, model=args.model))
+    limits = from_options(LimitsSection, args)
+    engine = from_options(EngineConfig, args, model=args.model)
+    model = from_options(ModelConfig, args, engine=engine, limits=limits)
     config = ServerConfig(
         models=(model,),
         server=from_options(ServerSection, args),
         keys=() if args.api_key is None else (KeySection(name=DEFAULT_NAME, sha256=hash_key(args.api_key)),),
-        limits=from_options(LimitsSection, args),
+        limits=limits,
         timeouts=from_options(TimeoutsSection, args),
     )
     check_servable(model)  # before a process starts, and before anything is printed

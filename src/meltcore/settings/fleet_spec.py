@@ -281,15 +281,39 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
     """Limits of requests. Those of queues are per model and replaced by the model's own."""
 
     max_body: Annotated[Bytes | None, setting("Largest request body (default: 8MiB).", group=LIMITS_GROUP)] = None
-    max_queue: Annotated[QueueRequests, Meta(description="Requests of a model that may wait; more get status 429.")] = (
-        16_384
-    )
-    max_queue_tokens: Annotated[QueueUnits, Meta(description="Prompt tokens of a model that may wait.")] = 16_777_216
+    max_queue: Annotated[
+        QueueRequests,
+        setting(
+            "Requests of a model that may wait; more get status 429.",
+            help="Requests that may wait; more get status 429.",
+            group=LIMITS_GROUP,
+        ),
+    ] = 16_384
+    max_queue_tokens: Annotated[
+        QueueUnits,
+        setting(
+            "Prompt tokens of a model that may wait.",
+            help="Prompt tokens that may wait.",
+            group=LIMITS_GROUP,
+            metavar="TOKENS",
+        ),
+    ] = 16_777_216
     max_queue_chars: Annotated[
-        QueueUnits, Meta(description="Characters to translate or speak, of a model, that may wait.")
+        QueueUnits,
+        setting(
+            "Characters to translate or speak, of a model, that may wait.",
+            help="Characters to translate or to speak that may wait.",
+            group=LIMITS_GROUP,
+            metavar="CHARS",
+        ),
     ] = 4_194_304
     max_queue_audio_s: Annotated[
-        AudioSeconds, Meta(description="Seconds of audio to transcribe, of a model, that may wait.")
+        AudioSeconds,
+        setting(
+            "Seconds of audio to transcribe, of a model, that may wait.",
+            help="Seconds of audio to transcribe that may wait.",
+            group=LIMITS_GROUP,
+        ),
     ] = 86_400.0
     class_shares: Annotated[
         tuple[Share, ...],
@@ -313,10 +337,11 @@ class LimitsSection(FleetSection, frozen=True, kw_only=True):
         """The largest request body."""
         return MAX_BODY_BYTES if self.max_body is None else self.max_body
 
-    def bound(self, model: ModelSection, name: str) -> float:
-        """Return a bound of a model's queue, such as max_queue. Its own value replaces the value of all models."""
-        own: float | None = getattr(model, name)
-        return float(getattr(self, name)) if own is None else own
+    def of(self, model: ModelSection) -> LimitsSection:
+        """Return the limits of one model, whose own bounds of its queue replace the bounds of all models."""
+        names = ("max_queue", "max_queue_tokens", "max_queue_chars", "max_queue_audio_s")
+        own = {name: value for name in names if (value := getattr(model, name)) is not None}
+        return msgspec.structs.replace(self, **own)
 
 
 class KeySection(FleetSection, frozen=True, kw_only=True):

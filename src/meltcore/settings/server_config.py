@@ -45,24 +45,9 @@ class ModelConfig:
         tuple[int, ...], ...
     ] = ()  # of each replica, numbered among visible ones; empty: in their order
     replica_nodes: tuple[str, ...] = ()  # of a cluster, of each replica; its GPUs are numbered on its node
-    max_queue: int = option(
-        16_384, "Requests that may wait; more get status 429.", group=LIMITS_GROUP, limits={"minimum": 0}
-    )
-    max_queue_tokens: int = option(
-        16_777_216, "Prompt tokens that may wait.", group=LIMITS_GROUP, limits=_AT_LEAST_ONE, metavar="TOKENS"
-    )
+    limits: LimitsSection = field(default_factory=LimitsSection)  # with the bounds of its own queue
     generation_config: Literal["auto", "greedy"] = option(
         "greedy", "auto: take sampling defaults from the checkpoint's generation_config.json.", group=HTTP_GROUP
-    )
-    max_queue_chars: int = option(
-        4_194_304,
-        "Characters to translate or to speak that may wait.",
-        group=LIMITS_GROUP,
-        limits=_AT_LEAST_ONE,
-        metavar="CHARS",
-    )
-    max_queue_audio_s: float = option(
-        86_400.0, "Seconds of audio to transcribe that may wait.", group=LIMITS_GROUP, limits=_AT_LEAST_ONE
     )
     sleepable: bool = False  # its memory may be given to other models while they have requests
     priority_class: PriorityClass = option(

@@ -26,6 +26,7 @@ from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 from meltcore.settings.config import EngineConfig
+from meltcore.settings.fleet_spec import LimitsSection
 from meltcore.settings.server_config import ModelConfig
 
 pytestmark = pytest.mark.slow  # the server starts with three seconds of imports and loading
@@ -47,7 +48,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
     engine = EngineConfig(model=str(folder), device="cpu", memory_bytes=2**22)
     models = (
         ModelConfig(engine=EngineConfig(model="meltcore/sums", device="cpu", memory_bytes=2**27)),
-        ModelConfig(engine=engine, served_model_name=("translator",), max_queue=200),
+        ModelConfig(engine=engine, served_model_name=("translator",), limits=LimitsSection(max_queue=200)),
     )
     config = configure(models=models, port=0, api_server_count=2)
     with (

@@ -98,8 +98,9 @@ class EngineBackend:
 
     def _new_queue(self, slots: int, waiting_units: Callable[[], float] | None = None) -> RequestQueue:
         """Return the model's queue. A replica runs `slots` requests together."""
-        max_units = getattr(self.config, self.unit.setting)
-        admission = Admission(max_queue=self.config.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
+        limits = self.config.limits
+        max_units = getattr(limits, self.unit.setting)
+        admission = Admission(max_queue=limits.max_queue, max_units=max_units, max_num_seqs=slots, unit=self.unit)
         return RequestQueue(self.stats, admission, slots=slots, shares=self._class_shares, waiting_units=waiting_units)
 
     def end_all(self, error: RequestError, outcome: Outcome, replica: int | None = None) -> None:

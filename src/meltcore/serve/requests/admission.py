@@ -43,7 +43,7 @@ class Admission:
     filled them: so the whole queue may hold up to twice the bounds.
     """
 
-    def __init__(self, *, max_queue: float, max_units: float, max_num_seqs: int, unit: Unit = TOKENS) -> None:
+    def __init__(self, *, max_queue: int, max_units: float, max_num_seqs: int, unit: Unit = TOKENS) -> None:
         self._max_queue = max_queue
         self._max_units = max_units
         self._max_num_seqs = max_num_seqs

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from meltcore.common.errors import ConfigError, RequestError
 from meltcore.serve.http.forms import find_field, is_multipart
-from meltcore.serve.requests.admission import TOKENS, Admission
+from meltcore.serve.requests.admission import Admission
 from meltcore.serve.requests.backend import LANGUAGE_PATHS, SERVING, Health
 from meltcore.serve.requests.request_queue import (
     EXPECTED_OUTPUT_TOKENS,
@@ -112,15 +112,11 @@ class HttpBackend:
         for replica in self.replicas:
             stats.set_answers(replica.index, False)
         self.health: Health = UpstreamHealth(self.names[0], stats, self.replicas)
-        slots = config.max_num_seqs or MAX_CONNECTIONS
+        slots, limits = config.max_num_seqs or MAX_CONNECTIONS, limits.of(config)
         stats.task = config.task
         queue = RequestQueue(
             stats,
-            Admission(
-                max_queue=limits.bound(config, "max_queue"),
-                max_units=limits.bound(config, TOKENS.setting),
-                max_num_seqs=slots,
-            ),
+            Admission(max_queue=limits.max_queue, max_units=limits.max_queue_tokens, max_num_seqs=slots),
             slots=slots,
             shares=limits.class_shares,
         )
