@@ -159,8 +159,8 @@ def test_dwanis_form_and_client(server: RunningServer, expected: Transcript, tmp
         assert answer["transcriptions"][1] not in ("", expected.text)
     for path, batch, message in [
         ("/transcribe_batch/?language=kannada", files_form("files", wav(), b"hello"), "files[1]: the audio"),
-        ("/transcribe_batch/?language=kannada", files_form("file", wav()), "unknown file 'file'"),
-        ("/transcribe_batch/?language=kannada", files_form("files"), "files is missing"),
+        ("/transcribe_batch/?language=kannada", files_form("file", wav()), "a file goes into the field files"),
+        ("/transcribe_batch/?language=kannada", files_form("files"), "the field files is missing"),
         ("/transcribe_batch", files_form("files", wav()), "language is required"),
         ("/transcribe_batch?wings=2", files_form("files", wav()), "unknown field 'wings'"),
     ]:
