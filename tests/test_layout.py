@@ -26,9 +26,7 @@ SHARED = ("protocol.json_lines", "protocol.cluster", "protocol.fleet_plan", "set
 _MEASURED = ("measure.documents", "measure.problems")
 ALLOWED = {
     "common": (),
-    "settings": 142(
-        "common",
-    ),
+    "settings": ("common",),
     "protocol": ("common", "settings"),
     "fleet": (
         *("serve", "engine.memory.memory_needs", "models.checkpoints.checkpoint", "models.checkpoints.hub", *GROUND),
