@@ -105,7 +105,7 @@ def test_decode_attention_of_an_h100(choose: Choose) -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "splits"), [(4, 128, 32), (1, 128, 32), (2, 256, 64)])
-def test_few_key_heads_of_one_sequence_combine_their_splits_at_once(
+def test_few_key_heads_of_one_sequence_combine_their_splits_together(
     choose: Choose, kv_heads: int, head_dim: int, splits: int
 ) -> None:
     choose(90)

@@ -57,7 +57,7 @@ class StepMarks:
             self.clear()  # what a predecessor that died has left
 
     def mark(self, until_s: float) -> None:
-        """Ask engines of lower classes to wait until a time of time.monotonic. The class `batch` asks nobody."""
+        """Ask engines of lower classes to wait until a time of time.monotonic. The class `batch` asks no engine."""
         if self._word is not None:
             self._words[self._word] = until_s
 

@@ -19,7 +19,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 10 * ROOM_POLL_S], ids=["at once", "late"])
+@pytest.mark.parametrize("pause_s", [0.0, 10 * ROOM_POLL_S], ids=["immediately", "late"])
 def test_reload_reads_the_cluster_anew_and_leaves_what_did_not_change(
     pause_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

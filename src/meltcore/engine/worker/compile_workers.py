@@ -82,7 +82,7 @@ class CompileWorkers:
     def __init__(self, count: int, *, report: Callable[[str], None] = _print_reason) -> None:
         """Fork the process that forks `count` workers once there is work for them.
 
-        With a count of 0 there are no workers. `report` is told why the engine has to compile what a worker should.
+        With a count of 0 there are no workers. `report` receives why the engine has to compile what a worker should.
         """
         self.count = count
         self._report = report

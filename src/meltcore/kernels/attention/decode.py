@@ -132,7 +132,7 @@ def decode_launch(
     the rest: a second program per sequence costs next to nothing where it finds no split. With heads of 256 it does:
     206 instead of 165 us at 256 sequences of 1,280 tokens (2026-11-22).
 
-    A sequence of 4 key heads, or 2 of 256 dims, has 8 warps, which combine most of its splits at once: 2.3 us less for
+    A sequence of 4 key heads, or 2 of 256 dims, has 8 warps, which combine most of its splits together: 2.3 us less for
     a layer of Qwen3-30B-A3B, and 5 for a layer of Qwen3.5-35B-A3B, of 1,166 tokens (2026-11-29).
     """
     num_pairs = sequences * kv_heads

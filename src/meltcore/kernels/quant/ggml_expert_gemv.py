@@ -35,7 +35,7 @@ from meltcore.kernels.quant.ggml_skinny_gemm import (
 MAX_TOKENS = 8  # 16 tokens take 125 us, and 122 in the grouped GEMM with its alignment (docs/decisions)
 MAX_PAIRS = THREADS  # a thread of a block has a pair
 _TILE_PAIRS, _SLOTS, _MAX_STAGED_TOKENS = 8, 8, 4
-_WARP = 32  # a lane has an expert that was selected, and the logits of up to 16 experts
+_WARP = 32  # threads; each has one selected expert, and the logits of up to 16 experts
 _MAX_SELECTABLE = 16 * _WARP
 _NORM_TOPK_PROB, _SHARED_EXPERT = 16, 32  # flags of a launch, beside those of the skinny GEMM
 
