@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec import structs
+from rich.console import Console
 from sample_results import sample_run
 from task_server import SPEECH, serve_tasks
 
@@ -36,7 +37,7 @@ def run(task: str, folder: Path, num_wrong: int = 0) -> tuple[LevelResult, list[
     known = {problem.audio_wav or problem.given: problem.answer for problem in problems[: len(problems) - num_wrong]}
     with serve_tasks(answers=known) as server:
         return run_step(
-            tasks()[task], problems, server.url, "scripted", folder, folder / "requests.jsonl", lambda progress: None
+            tasks()[task], problems, server.url, "scripted", folder, folder / "requests.jsonl", Console(quiet=True)
         )
 
 
@@ -54,7 +55,7 @@ def test_transcriber_reads_back_what_was_spoken(tmp_path: Path) -> None:
             "scripted",
             tmp_path,
             tmp_path / "requests.jsonl",
-            lambda _: None,
+            Console(quiet=True),
         )
         assert (read_back.failed, read_back.concurrency, read_back.peak_in_flight) == (0, 8, 8)
         server.behavior["status"] = 429
