@@ -94,14 +94,16 @@ def _load(args: argparse.Namespace) -> "LoadConfig":
     from meltcore.cli.start_options import start_options
     from meltcore.common.errors import ConfigError
     from meltcore.measure.load.config import parse_slo
-    from meltcore.measure.load.tasks.task import default_task, workload_task
+    from meltcore.measure.load.tasks.task import check_workload, default_task, workload_task
 
     load = start_options(args, ()).load
     if workload_task(load.workload) is not default_task():
         raise ConfigError(f"tune tunes the engine of generation; the workload {load.workload} is of another task")
     if len(load.levels) != 1:
         raise ConfigError("tune loads every setting with the same concurrency: give one value as --concurrency")
-    return dataclasses.replace(load, slo_ms={} if args.goodput is None else parse_slo(args.goodput))
+    load = dataclasses.replace(load, slo_ms={} if args.goodput is None else parse_slo(args.goodput))
+    check_workload(load)
+    return load
 
 
 def _tuner(args: argparse.Namespace, console: "Console", folder: "RunFolder") -> "Tuner":

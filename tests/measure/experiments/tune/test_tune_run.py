@@ -85,7 +85,7 @@ def test_no_running_setting_exits_with_status_1(tmp_path: Path, capsys: pytest.C
         (["batching"], "takes a MODEL for our engine, or --run FILE"),
         (["batching", "m", "--run", "x.cmd"], "takes a MODEL for our engine, or --run FILE"),
         (["batching", "m", "--concurrency", "1,2"], "give one value as --concurrency"),
-        (["batching", "m", "--goodput", "beauty:1"], "unknown beauty"),
+        (["batching", "m", "--goodput", "beauty:1"], "beauty is not measured of generation; ttft, "),
         (["batching", "m", "--max-num-seqs", "4,0"], "'0' is not a whole number of at least 1"),
         (["batching", "m", "--workload", "missing.jsonl"], "workload missing.jsonl: cannot be read"),
         (["batching", "m", "--start-timeout", "nan"], "'nan' is not a number of more than 0"),
