@@ -78,10 +78,10 @@ Size = NewType("Size", int)  # a number of bytes, which a user may write as 40Gi
 def setting(
     description: str, *, group: str = "", help: str = "", flag: str = "", short: str = "", **keywords: Any
 ) -> Meta:
-    """Describe a struct's field that is a key of a file and a command-line option: the last item of its `Annotated`.
+    """Describe a struct's field that is a command-line option: the last item of its `Annotated`.
 
     Args:
-        description: What the key means, on reference pages and in the JSON schema.
+        description: What the field means, on reference pages and in the JSON schema where it is a key of a file too.
         help: Plain text for `--help`, where it must differ from `description`.
         group: The heading in `--help`, as of `option`.
         flag: The flag, where it is not the field's name.

@@ -269,7 +269,7 @@ class Supervisor:
         return EXIT_FAILED if pool_failed.done() else 0
 
     async def start_each(self) -> None:
-        """Start API servers, and the engines in the order of the models. Models become ready one by one."""
+        """Start API servers, engines and servers of commands. Models become ready one by one."""
         await self._launcher.connect()
         await self._pool.start()
         models = list(zip(self.config.models, self._placements, strict=True))

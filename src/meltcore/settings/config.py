@@ -1,4 +1,4 @@
-"""Defines the settings of an engine. `setting` makes a field a flag of `serve`, and a key of fleet.yaml too."""
+"""Defines the settings of an engine: EngineSettings are flags of `serve` and keys of fleet.yaml, the others flags."""
 
 from argparse import BooleanOptionalAction
 from typing import Annotated, Any, Literal, get_args

@@ -147,7 +147,7 @@ class ServerSection(FleetSection, frozen=True, kw_only=True):
 class GpuSection(FleetSection, frozen=True, kw_only=True):
     """One GPU of the fleet."""
 
-    id: Annotated[GpuId, Meta(description="Its number, as CUDA and nvidia-smi count.")]
+    id: Annotated[GpuId, Meta(description="Its number among the visible GPUs.")]
     memory: Annotated[
         Bytes | None, Meta(description="Bytes that the fleet may take of it (default: what the GPU has).")
     ] = None

@@ -36,7 +36,7 @@ class ModelConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Replicas, each on GPUs of its own; when one dies, its requests fail and the others continue.",
+        "Replicas, each on GPUs of its own; when one dies, the others continue.",
         group=ENGINE_GROUP,
         short="-dp",
         limits=_AT_LEAST_ONE,
