@@ -51,7 +51,7 @@ def run_on_all_nodes(
 ) -> "NodesReport":
     """Run the command, which prints one JSON document, on all nodes; print and write the report, and return it.
 
-    nodes.json and report.html are written to a run folder in `out`, or nowhere without it. Raises ConfigError where the
+    nodes.json and report.html are written to a run folder in `out`, or nowhere without it. Raises ConfigError if the
     cluster cannot be reached, and where no node has a GPU that the command needs.
     """
     import time

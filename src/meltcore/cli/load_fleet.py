@@ -94,7 +94,7 @@ def _measure(
 def _recorded(args: argparse.Namespace, url: str, path: "Path") -> Iterator[bool]:
     """Record the GPUs during the block. Yields whether they are recorded.
 
-    Raises NoDriverError where --monitor asks for a recording.
+    Raises NoDriverError if --monitor asks for a recording.
     """
     from meltcore.common.errors import MeltcoreError
     from meltcore.common.gpus.driver import NoDriverError

@@ -1,4 +1,4 @@
-"""Standard output whose failed writes are told from other errors of files and sockets."""
+"""Standard output whose failed writes can be distinguished from failed writes to other files and sockets."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class _Output(io.FileIO):
 
 
 def check_output() -> None:
-    """Let failed writes to this process's standard output raise OutputError, from print, rich and buffered bytes alike.
+    """Replace this process's `sys.stdout` by one whose failed writes raise OutputError.
 
-    Another `sys.stdout`, such as a test's, is left as it is.
+    This holds for writes by print, rich and buffered bytes. A `sys.stdout` that was already replaced, for example by a
+    test, is left unchanged.
     """
     old = sys.stdout
     if old is not sys.__stdout__ or not isinstance(old, io.TextIOWrapper):
@@ -50,7 +51,10 @@ def check_output() -> None:
 
 
 def flush_output() -> None:
-    """Write what is buffered. Raises OutputError also for an earlier write whose error was caught, as argparse does."""
+    """Write what is buffered.
+
+    Raises OutputError also if an earlier write failed and its error was caught, as argparse does.
+    """
     sys.stdout.flush()
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)  # with -u there is no buffer
@@ -59,7 +63,10 @@ def flush_output() -> None:
 
 
 def drop_output() -> None:
-    """Send what is still buffered, and all later output, to /dev/null: Python writes it again at its exit."""
+    """Send what is still buffered, and all later output, to /dev/null.
+
+    Without this, Python would write the buffer again when it exits.
+    """
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, sys.stdout.fileno())
     os.close(devnull)

@@ -197,7 +197,7 @@ def _poster(args: argparse.Namespace, option: str) -> "Callable[[str], ApiRespon
 def _record(args: argparse.Namespace) -> "tuple[Path, float | None]":
     """Make the server record; return the path of its trace, and the SM activity of --gpu in percent.
 
-    Raises ConfigError where the server does not support it.
+    Raises ConfigError if the server does not support it.
     """
     import time
     from contextlib import ExitStack

@@ -63,7 +63,7 @@ def _evidence_types(text: str) -> "list[EvidenceType]":
 def run(args: argparse.Namespace) -> int:
     """Render one run's page, or join evidence to a card, and return the exit code.
 
-    The exit code of a card follows from its verdict. Raises ConfigError where there is nothing to join, or for --output
+    The exit code of a card follows from its verdict. Raises ConfigError if there is nothing to join, or for --output
     or --export with a card.
     """
     from pathlib import Path

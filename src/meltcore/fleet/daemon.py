@@ -1,9 +1,8 @@
-"""Servers that other commands find by port: those started with `serve --daemon` and all fleets.
+"""Servers that other commands find by port: servers started with `serve --daemon`, and all fleets.
 
-Each has a record (`COMMAND-PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or
-`~/.local/state/meltcore`.
-`python -m meltcore.fleet.daemon` is the server itself. What it serves comes as JSON on standard input, so that an API
-key never shows in the list of processes.
+Each server has a record (`COMMAND-PORT.json`) and a log in the state folder, `$XDG_STATE_HOME/meltcore` or
+`~/.local/state/meltcore`. `python -m meltcore.fleet.daemon` runs the server. It reads the server's configuration as
+JSON from standard input, so that an API key never shows in the list of processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ POLL_S = 0.1
 
 
 class DaemonRecord(msgspec.Struct, frozen=True):
-    """A running server. Process ids are reused; the start time tells whether it is still the same process."""
+    """The record of a running server.
+
+    The operating system reuses process ids. The start time tells whether the process is still the same.
+    """
 
     pid: int
     start_ticks: int  # of the process, in clock ticks since boot
@@ -56,19 +58,19 @@ class DaemonRecord(msgspec.Struct, frozen=True):
 
 
 class OneModel(msgspec.Struct, frozen=True, tag="serve"):
-    """A server of one model, which nothing was planned for."""
+    """A server of one model, for which there is no plan."""
 
     command: ClassVar[str] = "serve"
 
     def options(self, _log: Path) -> FleetOptions:
-        """Return how its server differs from others. Its log is kept whole."""
+        """Return the options of the server. The log is kept whole."""
         with loading_modules():
             from meltcore.fleet.supervisor import SERVE
         return SERVE
 
 
 class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
-    """A fleet, with what its planner plans from."""
+    """A fleet, with the file and the machine or cluster from which its planner plans."""
 
     planned: msgspec.Raw
     command: ClassVar[str] = "up"
@@ -79,7 +81,7 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
         return cls(msgspec.Raw(msgspec.json.encode(planner.planned_from)))
 
     def options(self, log: Path) -> FleetOptions:
-        """Return how its server differs from others, whose output is in this file. Raises ConfigError."""
+        """Return the options of the server, whose output goes to the file `log`. Raises ConfigError."""
         with loading_modules():
             from meltcore.fleet.plan.planned import FleetPlanner, PlannedFrom
         planner = FleetPlanner.of(msgspec.json.decode(self.planned, type=PlannedFrom))
@@ -87,14 +89,17 @@ class PlannedFleet(msgspec.Struct, frozen=True, tag="up"):
 
 
 class _Served(msgspec.Struct, frozen=True):
-    """What a server in the background is given on standard input."""
+    """What the process of a server in the background reads from standard input."""
 
     config: ServerConfig
     source: OneModel | PlannedFleet
 
 
 def state_dir() -> Path:
-    """Return the folder of records and logs, made where it is missing. Raises ConfigError where it cannot be used."""
+    """Return the folder of records and logs, and create it if it is missing.
+
+    Raises ConfigError if it cannot be used.
+    """
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state_home) / "meltcore"
     try:
@@ -117,12 +122,17 @@ def start(
     log: Path | str | None = None,
     limit_s: float | None = None,
 ) -> int:
-    """Start a server, wait until it is ready, print its address. It outlives this process.
+    """Start a server that outlives this process, wait until the server is ready, and print its address.
 
-    The server's output goes to the file `log`; None creates one in the state folder. The server is ready when each
-    model is ready, has failed, or is pending, and the result is 1 where one has failed or is pending. Raises
-    ConfigError where the port is in use, or where the server is not ready within `limit_s`, which is unlimited for
-    None; the message gives the cause. Ctrl-C stops a server that is still starting.
+    The server is ready once each model is ready, has failed, or is pending. Returns 1 if a model has failed or is
+    pending, else 0. Raises ConfigError with the cause if the port is in use, or if the server is not ready within
+    `limit_s`. Ctrl-C stops a server that is still starting.
+
+    Args:
+        config: settings of the server.
+        source: what the server serves: one model, or a planned fleet.
+        log: file for the server's output. None creates a file in the state folder.
+        limit_s: seconds until the server must be ready. None waits without a limit.
     """
     for record in running():
         if record.port == config.server.port:
@@ -166,9 +176,9 @@ def start(
 
 
 def running(command: str = "*") -> list[DaemonRecord]:
-    """Return the servers that are up, by port: all, or the servers of one command.
+    """Return the running servers, by port: all of them, or the servers of one command.
 
-    Removes the records of other servers.
+    Removes the records of servers that no longer run.
     """
     records = []
     for path in state_dir().glob(f"{command}-*.json"):
@@ -181,7 +191,7 @@ def running(command: str = "*") -> list[DaemonRecord]:
 
 
 def stop(records: list[DaemonRecord], timeout_s: float) -> int:
-    """Ask each server to drain and leave. Returns 0 where all have left within `timeout_s`."""
+    """Let each server drain and end. Returns 0 if all have ended within `timeout_s`, else 1."""
     for record in records:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(record.pid, signal.SIGTERM)
@@ -199,7 +209,7 @@ def stop(records: list[DaemonRecord], timeout_s: float) -> int:
 
 
 def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[DaemonRecord, list[dict[str, Any]]]:
-    """Return the server's record, and the rows of `ps` that say that it has answered."""
+    """Wait until the server is ready. Returns its record and the rows of `ps` that show that it is ready."""
 
     def poll() -> tuple[DaemonRecord, list[dict[str, Any]]] | None:
         record = next((record for record in running() if record.pid == process.pid), None)
@@ -214,7 +224,7 @@ def _wait_ready(process: LoggedProcess, log: Path, limit_s: float) -> tuple[Daem
 
 
 def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
-    """Return the rows of `ps`, which are empty before the server has answered."""
+    """Return the rows of `ps`. There are none before the server answers."""
     from meltcore.fleet.admin.admin import call_admin
 
     with suppress(ConfigError):  # not up yet, or just gone: the caller looks at the process
@@ -224,7 +234,7 @@ def _rows(record: DaemonRecord) -> list[dict[str, Any]]:
 
 
 def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the models of which no engine serves or loads, as one waits for room on a node, each with its reason."""
+    """Return the models that wait for memory on a node, and that no engine serves or loads, each with its reason."""
     states: dict[str, set[str]] = {}
     for row in rows:
         states.setdefault(row["model"], set()).add(row["state"])
@@ -233,7 +243,7 @@ def _pending(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _has_answered(rows: list[dict[str, Any]]) -> bool:
-    """Return whether each model serves, has failed, or is pending, which may take any time."""
+    """Return whether each model serves, has failed, or is pending. A pending model may wait for any time."""
     pending = _pending(rows)
     return bool(rows) and all(
         row["status"] in ("ready", "sleeping", "failed") or row["model"] in pending for row in rows
@@ -252,7 +262,7 @@ def _read(path: Path) -> DaemonRecord | None:
 
 
 def _connect_url(host: str, port: int) -> str:
-    """Return where a client on this machine reaches a server bound to `host`."""
+    """Return the URL at which a client on this machine reaches a server that is bound to `host`."""
     with suppress(ValueError):  # a name
         if ip_address(host).is_unspecified:
             host = "::1" if ":" in host else "127.0.0.1"
@@ -260,9 +270,9 @@ def _connect_url(host: str, port: int) -> str:
 
 
 def serve_recorded(config: ServerConfig, log: str, options: FleetOptions, **settings: Any) -> int:
-    """Serve, with a record for as long as the server is up. Output goes to the file `log`, or for "" to the terminal.
+    """Serve, and keep a record of the server while it runs. Raises ConfigError as `supervisor.serve` does.
 
-    `supervisor.serve` explains `settings`. Raises ConfigError as `supervisor.serve` does.
+    Output goes to the file `log`, or to the terminal if `log` is "". `supervisor.serve` explains `settings`.
     """
     with loading_modules():
         from meltcore.fleet.supervisor import serve
@@ -313,7 +323,10 @@ def fleet_options(planner: FleetPlanner) -> FleetOptions:
 
 
 def find_fleet(port: int | None) -> DaemonRecord:
-    """Return the fleet on a port, by default the only one. Raises ConfigError when none or several match."""
+    """Return the fleet on a port. None stands for the only fleet.
+
+    Raises ConfigError if no fleet or several fleets match.
+    """
     fleets = [record for record in running(PlannedFleet.command) if port in (None, record.port)]
     if not fleets:
         raise ConfigError("no fleet is running" + ("" if port is None else f" on port {port}"))
@@ -324,7 +337,7 @@ def find_fleet(port: int | None) -> DaemonRecord:
 
 
 def main() -> int:
-    """Serve what is read as JSON from stdin. Argument: the path of the log."""
+    """Serve the configuration that is read as JSON from standard input. The argument is the path of the log."""
     served = msgspec.json.decode(sys.stdin.buffer.read(), type=_Served)
     try:
         return serve_recorded(served.config, sys.argv[1], served.source.options(Path(sys.argv[1])))

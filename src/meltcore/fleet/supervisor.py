@@ -1,7 +1,8 @@
-"""Supervises a server: binds the port, starts, watches and restarts processes, passes connections on, drains.
+"""Supervises a server: binds the port, starts and watches processes, passes connections on, and drains.
 
-It serves no requests. Engines and API servers are processes of their own. `meltcore serve` is a fleet of one model that
-ends with its engines; in a fleet of `meltcore up` models fail and come back by themselves (`FleetOptions`).
+The supervisor serves no requests: engines and API servers are processes of their own. `meltcore serve` is a fleet of
+one model that ends with its engines. In a fleet of `meltcore up`, models fail and come back by themselves
+(`FleetOptions`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ EXIT_FORCED = 130
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """What differs between the servers of `meltcore up`, whose values are the defaults, and `meltcore serve`."""
+    """The differences between servers of `meltcore up` and of `meltcore serve`. The defaults are for `meltcore up`."""
 
     command: str = "up"  # as which it prints lines
     model_title: Callable[[ModelConfig], str] = lambda model: model.names[0]  # in the list of servers
@@ -101,10 +102,16 @@ def serve(
     on_bound: Callable[[int, Path], None] = lambda _port, _sockets: None,
     options: FleetOptions = SERVE,
 ) -> int:
-    """Serve until a signal or a failure; returns the exit status.
+    """Serve until a signal or a failure. Returns the exit status.
 
-    `on_bound` is called with the port and the folder of the sockets. Raises ConfigError when the server cannot start:
-    the address is taken, or a checkpoint or an engine fails that its policy requires.
+    Raises ConfigError if the server cannot start, because the address is in use, or because a checkpoint or an engine
+    fails that the policy requires.
+
+    Args:
+        config: settings of the server.
+        engine_command: command line that starts an engine.
+        on_bound: is called with the port and the folder of the sockets.
+        options: what differs between `meltcore up` and `meltcore serve`.
     """
     config = check_startable(config)
     placements = [place_replicas(model) for model in config.models]
@@ -145,7 +152,7 @@ async def _supervise(
 
 
 class Supervisor:
-    """One run of a server, from its bound socket to its exit status."""
+    """One run of a server, from the bound socket to the exit status."""
 
     def __init__(
         self,
@@ -155,7 +162,7 @@ class Supervisor:
         folder: SocketFolder,
         options: FleetOptions,
     ) -> None:
-        """Create the parts. `placements` has one per replica, for each model."""
+        """Create the parts of the server. `placements` has for each model a placement per replica."""
         num_processes = 1 + worker_count(config)
         self.config = config
         self.port = config.server.port
@@ -209,9 +216,9 @@ class Supervisor:
     async def run(
         self, listener: socket.socket, admin_listener: socket.socket | None, announce: Callable[[], None]
     ) -> int:
-        """Load, serve and drain; returns the exit status. Raises MeltcoreError when loading fails.
+        """Load, serve and drain. Returns the exit status. Raises MeltcoreError if loading fails.
 
-        `announce` is called once commands such as `ps` are answered.
+        `announce` is called once commands such as `ps` get answers.
         """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
@@ -241,7 +248,7 @@ class Supervisor:
             await asyncio.to_thread(self._log.close)
 
     def _engine_environment(self, placement: Placement, priority_class: PriorityClass) -> dict[str, str]:
-        """Return what is added to the environment of an engine: threads on the CPU, and MPS on a GPU."""
+        """Return the variables that are added to an engine's environment: threads on the CPU, and MPS on a GPU."""
         environment = cpu_environment(self.config, placement)
         if self._mps is None or not placed_gpus(placement):
             return environment
@@ -269,7 +276,7 @@ class Supervisor:
         return EXIT_FAILED if pool_failed.done() else 0
 
     async def start_each(self) -> None:
-        """Start API servers, engines and servers of commands. Models become ready one by one."""
+        """Start API servers, engines and servers of commands. Each model becomes ready by itself."""
         await self._launcher.connect()
         await self._pool.start()
         models = list(zip(self.config.models, self._placements, strict=True))
@@ -281,7 +288,7 @@ class Supervisor:
         self.turns.start()
 
     def add_fleet_upstream(self, name: str, config: ModelSection) -> UpstreamModel:
-        """Add a model of other servers and begin to start them; `loading` of the result is done when they answer."""
+        """Add a model of upstream servers and begin to start them. `loading` of the result is done when they answer."""
         model = self._add_upstream(name, config)
         self.turns.add(model)
         model.loading = asyncio.create_task(model.load_or_fail())
@@ -296,14 +303,15 @@ class Supervisor:
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
         """Return the settings and the engines of this fleet, with the nodes of its cluster as they are now.
 
-        `checkpoints` are paths and hub ids that nodes may lack. Raises ConfigError where the cluster cannot be read.
+        `checkpoints` are paths and hub ids that some nodes may not have. Raises ConfigError if the cluster cannot be
+        read.
         """
         return Running(self.config, self._places(), await self._launcher.read_nodes(checkpoints))
 
     def _places(self, without: Collection[ReplicaState] = ()) -> dict[tuple[str, int], Place]:
-        """Return where engines with a budget are or will be: as planned, or where the cluster has started them since.
+        """Return the places of engines with a budget: as planned, or where the cluster has started them since.
 
-        The places of replicas in the states `without` are free for other engines.
+        Replicas in the states `without` are left out, so that their places are free for other engines.
         """
         places = planned_places(self.config)
         for model in self.models.values():
@@ -314,7 +322,7 @@ class Supervisor:
         return places
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
-        """Add a model and begin to load it; `loading` of the result is done when it is ready or has failed."""
+        """Add a model and begin to load it. `loading` of the result is done when the model is ready or has failed."""
         try:
             task: Task | None = await asyncio.to_thread(find_task, config)
         except MeltcoreError as error:
@@ -336,7 +344,7 @@ class Supervisor:
         del self.models[model.number]
 
     def change_config(self, config: ServerConfig) -> None:
-        """Take over the models and routes of another configuration. The caller adds and removes models."""
+        """Replace models and routes by the ones of another configuration. The caller adds and removes models."""
         self.config = config
         self.turns.change_config(config.residency, config.room_bytes)
         self._pool.change_routes(config)
@@ -362,7 +370,7 @@ class Supervisor:
         return model
 
     async def start_together(self) -> bool:
-        """Load and show the progress. Returns False when a signal came meanwhile. Raises MeltcoreError."""
+        """Load all models and show the progress. Returns False if a signal came meanwhile. Raises MeltcoreError."""
         progress, stop = LoadingProgress(), asyncio.create_task(self._stop.wait())
         loading = asyncio.create_task(self._load())
         while not loading.done() and not stop.done():
@@ -412,7 +420,7 @@ class Supervisor:
     # --- ending
 
     async def _drain(self, engines_ended: asyncio.Task[None]) -> None:
-        """Refuse new requests, let the open ones finish within the limit, then end them."""
+        """Refuse new requests, let open requests finish within the limit, then end the rest."""
         limit_s = self.config.timeouts.drain_s
         for model in self.models.values():
             model.drain("the server is going down and takes no new requests")
@@ -452,12 +460,12 @@ class Supervisor:
         self._log.write_rate_limited("accept_failed", error=error.strerror, file_limit=max_open_files)
 
     def _on_sighup(self) -> None:
-        """Handle SIGHUP as a first SIGTERM: both the kernel and the shell send it, so it never forces the end."""
+        """Handle SIGHUP like a first SIGTERM. The kernel and the shell both send it, so it never forces the end."""
         if self._stopped_s is None:
             self._on_signal()
 
     def _on_signal(self) -> None:
-        """Start to drain at the first signal; end everything now at a later second one."""
+        """Start to drain at the first signal. End everything immediately at a second signal that comes later."""
         now_s = asyncio.get_running_loop().time()
         if self._stopped_s is None:
             self._stopped_s = now_s
@@ -480,7 +488,10 @@ async def _rotate_logs(options: FleetOptions) -> None:
 
 
 def _new_log_folder(parent: Path, port: int) -> Path:
-    """Return the folder for the logs of a fleet on `port`, without logs of an earlier fleet. Raises ConfigError."""
+    """Return an empty folder for the logs of a fleet on `port`. Logs of an earlier fleet are removed.
+
+    Raises ConfigError.
+    """
     folder = log_folder(parent, port)
     try:
         folder.mkdir(parents=True, exist_ok=True)

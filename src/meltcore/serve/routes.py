@@ -197,7 +197,7 @@ class _Handlers:
         return answer
 
     async def _check_circle(self, scope: Scope) -> None:
-        """Raise RequestError (508) where each model waits for upstreams that wait for a server on the request's way."""
+        """Raise RequestError (508) if each model waits for upstreams that wait for a server on the request's way."""
         if not may_probe(scope):
             return
         circles = {backend.names[0]: await backend.health.circle(scope) for backend in self._models.backends}

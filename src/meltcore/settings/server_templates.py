@@ -118,7 +118,7 @@ def fill_command(command: str, values: Mapping[str, str | None], name: str) -> l
 def find_program(arguments: Sequence[str], environment: Mapping[str, str], python: str | None, name: str) -> list[str]:
     """Return the arguments with the whole path of their program; `python` stands for a program of that name.
 
-    Raises ConfigError where the program is not there.
+    Raises ConfigError if the program is not there.
     """
     program = arguments[0]
     if python is not None and program in ("python", "python3"):

@@ -229,7 +229,7 @@ def _options(
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:
-    """Split NAME=VALUE. Raises ConfigError where one of them is empty."""
+    """Split NAME=VALUE. Raises ConfigError if one of them is empty."""
     from meltcore.common.errors import ConfigError
 
     name, _, value = text.partition("=")

@@ -181,7 +181,7 @@ def run(
 
 
 def _check_writable(args: argparse.Namespace) -> None:
-    """Raise ConfigError where --write names a file that exists and is not the fleet itself."""
+    """Raise ConfigError if --write names a file that exists and is not the fleet itself."""
     from pathlib import Path
 
     from meltcore.common.errors import ConfigError

@@ -1,7 +1,8 @@
-"""The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a unix socket or a port.
+"""The admin side of a fleet: ps, metrics, reload, restart, sleep and wake over HTTP, at a Unix socket or a port.
 
-The socket is in the folder of the server's sockets, which only its user may enter. The port listens on 127.0.0.1 alone.
-Web pages cannot use it: requests with the header Origin, or with a Host that is not of this machine, are refused.
+The socket is in the folder of the server's sockets, which only the user of the server may enter. The port listens on
+127.0.0.1 only. Web pages cannot use the port: a request is refused if it has the header Origin, or a Host that is not
+this machine.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class AdminServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:
-        """Start to serve. Raises MeltcoreError when requests are not accepted in time."""
+        """Start to serve. Raises MeltcoreError if requests are not accepted in time."""
         self._tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in self._servers]
         deadline_s = time.monotonic() + _START_LIMIT_S
         while not all(server.started for server, _ in self._servers):
@@ -77,7 +78,7 @@ class AdminServer:
             await asyncio.sleep(_START_POLL_S)
 
     async def __aexit__(self, *_error: object) -> None:
-        """Stop serving; requests in progress are ended."""
+        """Stop serving, and end requests in progress."""
         for server, _ in self._servers:
             server.should_exit = server.force_exit = True
         if self._tasks:
@@ -128,7 +129,10 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def call_admin(path: str, method: str, route: str, limit_s: float = _PS_LIMIT_S, **query: str) -> Any:
-    """Ask the fleet whose admin socket is at `path`; returns its answer. Raises ConfigError with the fleet's error."""
+    """Send a request to the fleet whose admin socket is at `path`, and return the answer.
+
+    Raises ConfigError with the fleet's error.
+    """
     target = f"{route}?{urlencode(query)}" if query else route
     request = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
     try:

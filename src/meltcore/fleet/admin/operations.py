@@ -1,4 +1,4 @@
-"""What can be done to a running fleet: list its engines, restart them one by one, and follow a changed fleet.yaml."""
+"""Operations on a running fleet: list its engines, restart them one by one, and follow a changed fleet.yaml."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _END_LIMIT_S = 1.0  # for API servers to end requests that were given an error
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine in `meltcore ps`. Names of fields are columns of the table and keys of --json."""
+    """One engine in `meltcore ps`. The field names are the columns of the table and the keys of --json."""
 
     model: str
     replica: int
@@ -51,7 +51,7 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class ReloadResult(msgspec.Struct, frozen=True):
-    """What a reload changed: names of models."""
+    """The names of the models that a reload has changed."""
 
     added: list[str]
     removed: list[str]
@@ -68,7 +68,7 @@ class FleetModels(Protocol):
     turns: Turns
 
     async def read_running(self, checkpoints: Sequence[str]) -> Running:
-        """Return the settings and the engines of the fleet. Raises ConfigError where its cluster cannot be read."""
+        """Return the settings and the engines of the fleet. Raises ConfigError if its cluster cannot be read."""
 
     async def add_fleet_model(self, config: ModelConfig, placements: Sequence[Placement]) -> ServedModel:
         """Add a model and begin to load it."""
@@ -77,10 +77,10 @@ class FleetModels(Protocol):
         """Add an upstream model and begin to load it."""
 
     def forget_model(self, model: Model) -> None:
-        """Leave out a model that has ended."""
+        """Remove a model that has ended."""
 
     def change_config(self, config: ServerConfig) -> None:
-        """Take the configuration of a reload."""
+        """Replace the configuration by the configuration of a reload."""
 
     def broadcast(self, message: EndRequests) -> None:
         """Send a message to all API servers."""
@@ -90,7 +90,7 @@ class FleetOperations:
     """Changes a running fleet, one operation at a time."""
 
     def __init__(self, supervisor: FleetModels, planner: FleetPlanner) -> None:
-        """Operate a fleet. `planner` plans its fleet.yaml."""
+        """Create the operations. `planner` plans the fleet.yaml of the fleet."""
         self._supervisor = supervisor
         self._planner = planner
         self._lock = asyncio.Lock()
@@ -101,10 +101,10 @@ class FleetOperations:
         return [row for model in models for row in _rows(model, self._supervisor.port)]
 
     async def restart(self, name: str | None) -> list[str]:
-        """Replace the engines of a model (None: of all), one after another; returns the models' names.
+        """Replace the engines of a model, one after another. Returns the names of the models.
 
-        Raises ConfigError for an unknown name, and when an engine does not come back: the other engines are left as
-        they are.
+        Without a `name` the engines of all models are replaced. Raises ConfigError if the name is unknown. Raises
+        ConfigError also if an engine does not come back; the remaining engines are then not replaced.
         """
         async with self._lock:
             models = list(self._supervisor.models.values()) if name is None else [self._find(name)]
@@ -113,13 +113,13 @@ class FleetOperations:
             return [model.name for model in models]
 
     async def sleep(self, name: str) -> str:
-        """Put a sleepable model to sleep until a request wakes it; returns its name. Raises ConfigError."""
+        """Put a sleepable model to sleep until a request wakes it. Returns the model's name. Raises ConfigError."""
         model = self._find(name)
         await self._supervisor.turns.sleep(model)
         return model.name
 
     async def wake(self, name: str) -> str:
-        """Wake a model before its turn; returns its name. Raises ConfigError where it does not wake."""
+        """Wake a model before its turn. Returns the model's name. Raises ConfigError if the model does not wake."""
         model = self._find(name)
         await self._supervisor.turns.wake(model)
         return model.name
@@ -150,10 +150,10 @@ class FleetOperations:
             raise ConfigError(started.reason)
 
     async def reload(self) -> ReloadResult:
-        """Read fleet.yaml again: end removed models, start added ones, replace changed ones. Others keep running.
+        """Read fleet.yaml again: end removed models, start added models, and replace changed models.
 
-        Raises ConfigError, in which case nothing has changed, for an invalid file and for settings of the server, which
-        cannot change while it runs.
+        Other models keep running. Raises ConfigError if the file is invalid, or if it changes settings of the server,
+        which cannot change while the server runs. Nothing has changed then.
         """
         planner = self._planner
         async with self._lock:
@@ -190,14 +190,14 @@ class FleetOperations:
         return await self._supervisor.add_fleet_model(config, place_replicas(config))
 
     async def _replace(self, model: Model, config: ModelConfig | ModelSection) -> Model:
-        """End a model and add its successor, to which its names lead without a gap."""
+        """End a model and add its successor. At every moment the model's names lead to one of the two."""
         await self._end(model, "replaced in")
         successor = await self._add(model.name, config)
         self._supervisor.forget_model(model)
         return successor
 
     async def _end(self, model: Model, what: str) -> None:
-        """Refuse new requests, let the open ones finish within the drain limit, and end the engines."""
+        """Refuse new requests to a model, let its open requests finish within the drain limit, and end its engines."""
         limit_s = self._supervisor.config.timeouts.drain_s
         model.drain(f"{model.name} is being {what} the fleet")
         await _wait_idle(model, limit_s)
@@ -228,7 +228,7 @@ async def _wait_idle(model: Model, limit_s: float) -> None:
 
 
 def check_config(config: ServerConfig) -> None:
-    """Raise ConfigError when two models have the same name."""
+    """Raise ConfigError if two models have the same name."""
     every_model = [model.names for model in config.models]
     every_model += [(name, *model.aliases) for name, model in config.upstream.items()]
     names = [name for of_model in every_model for name in set(of_model)]
@@ -238,19 +238,19 @@ def check_config(config: ServerConfig) -> None:
 
 
 def check_startable(config: ServerConfig) -> ServerConfig:
-    """Return the resolved configuration after the checks that need no process, for a start, a plan and a reload.
+    """Check the configuration for a start, a plan or a reload, without starting a process. Returns it resolved.
 
-    Raises ConfigError for what `check_config` and `resolve_config` refuse: names, keys, programs, endpoints.
+    Raises ConfigError if `check_config` or `resolve_config` refuses names, keys, programs or endpoints.
     """
     check_config(config)
     return resolve_config(config)
 
 
 def resolve_config(config: ServerConfig) -> ServerConfig:
-    """Return the configuration as a server runs it: keys as hashes, and the endpoint of traces.
+    """Return the configuration as a server runs it, with the hashes of the keys and the endpoint of traces.
 
-    Two configurations can be compared only when both are resolved. Raises ConfigError for a key or a server that cannot
-    be used.
+    Two configurations can be compared only if both are resolved. Raises ConfigError if a key or a server cannot be
+    used.
     """
     for name, model in config.upstream.items():
         check_upstream(name, model)
@@ -258,7 +258,7 @@ def resolve_config(config: ServerConfig) -> ServerConfig:
 
 
 def check_unchanged(old: ServerConfig, new: ServerConfig) -> None:
-    """Raise ConfigError when settings differ that API servers read at their start."""
+    """Raise ConfigError if settings differ that API servers read only when they start."""
     changed = []
     for section in ("server", "limits", "timeouts", "residency", "sharing"):
         before, after = getattr(old, section), getattr(new, section)
@@ -303,14 +303,14 @@ def _row(model: ServedModel, replica: Replica, port: int) -> EngineRow:
 
 
 def _state(model: Model, replica: Replica | UpstreamServer) -> str:
-    """Return the state of a replica as operators see it: one without a process sleeps like its model."""
+    """Return the state of a replica for operators. A replica without a process sleeps if its model sleeps."""
     if model.status == "failed":
         return "failed"
     return "sleeping" if replica.state == "unloaded" else replica.state
 
 
 def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
-    """Return the row of another server. How much memory it takes is not known here."""
+    """Return the row of an upstream server. Meltcore does not know how much memory the server takes."""
     server = model.replicas[replica] if model.replicas else None  # none: it runs elsewhere
     return EngineRow(
         model=model.name,
@@ -329,9 +329,10 @@ def _upstream_row(model: UpstreamModel, replica: int, port: int) -> EngineRow:
 
 
 def _memory_bytes(replica: Replica) -> int:
-    """Return what an engine holds: asleep as it said, else the sum of its memory table.
+    """Return the bytes that an engine holds.
 
-    CUDA graphs out of its reserve and weights that sleep on the host are left out.
+    An engine that sleeps has reported the number. For an engine that is awake it is the sum of its memory table. CUDA
+    graphs beyond the engine's reserve, and weights that sleep in host memory, are not counted.
     """
     if replica.state in ("sleeping", "unloaded"):
         return replica.resident_bytes if replica.state == "sleeping" else 0

@@ -1,4 +1,4 @@
-"""A Ray cluster as a fleet sees it: its nodes, read by a driver process, and what may be planned on them."""
+"""A Ray cluster for the plan of a fleet: its nodes, read by a driver process, and what may run on them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _T = TypeVar("_T")
 
 
 class Cluster(Site, frozen=True, tag="cluster"):
-    """A cluster at Ray's `address`. Memory of a node counts as it was before the fleet had engines there.
+    """A Ray cluster at `address`. The memory of a node counts as it was before the fleet had engines there.
 
-    `before` holds nodes that are left out, as they were then.
+    `before` holds the nodes that cannot be used now, as they were before the fleet had engines there.
     """
 
     before: tuple[ClusterNode, ...] = ()
@@ -59,10 +59,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
     @classmethod
     def read(cls, address: str, checkpoints: Sequence[str] = ()) -> Self:
-        """Read the cluster at `address`, and which nodes can load these checkpoints.
+        """Read the cluster at `address`, and which of its nodes can load these checkpoints.
 
-        The address is "auto", "local" or HOST:PORT. "local" starts none: this machine is read. Raises ConfigError where
-        no cluster is found, or where no node can be used.
+        The address is "auto", "local" or HOST:PORT. For "local" no cluster is started; this machine is read as the only
+        node. Raises ConfigError if no cluster is found, or if no node can be used.
         """
         if address == "local":
             return cls.of([_this_node(checkpoints)], address=address)
@@ -85,10 +85,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
     @property
     def machine(self) -> Machine:
-        """All nodes as one machine: their GPUs, the driver of the first that has one, and their host memory.
+        """All nodes as one machine: their GPUs, their host memory, and the driver version of the first node with a GPU.
 
-        A GPU that is gone is there without memory. What Ray has given to other jobs, or may not give away, counts as
-        used: NVML shows only what these jobs have taken so far.
+        A GPU that is gone has no memory. Memory that Ray has given to other jobs, or may not give away, counts as used,
+        because NVML shows only what these jobs have allocated so far.
         """
         there = {(node.name, gpu.number): _as_used(node, gpu) for node in self.nodes for gpu in node.machine.gpus}
         driver = next((node.machine.driver for node in self.nodes if node.machine.gpus), "")
@@ -98,7 +98,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
     @property
     def gpu_names(self) -> list[str]:
-        """The name of each GPU: its node's, and its number there."""
+        """The name of each GPU: the name of its node and its number on the node."""
         return [f"{node}:{number}" for node, number in self.gpus]
 
     @property
@@ -115,9 +115,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
         return on_ray(self.address)
 
     def now(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> Self:
-        """Return the cluster with the nodes as they are now, without what engines of the fleet at `places` have.
+        """Return the cluster with the nodes as they are now, without the memory of the fleet's engines at `places`.
 
-        A node with a problem is left out. Engines go on there, so what it was before them stays known.
+        A node with a problem is left out. The engines on such a node continue, so the node's memory from before them is
+        kept.
         """
         before, own = {node.name: node for node in (*self.before, *self.nodes)}, list(places.values())
         found = self.of((without_engines(node, before.get(node.name), own) for node in nodes), self.gpus, self.address)
@@ -126,17 +127,20 @@ class Cluster(Site, frozen=True, tag="cluster"):
         )
 
     def taking_turns(self, _sleepable: tuple[str, ...]) -> tuple[str, ...]:
-        """Return which of these models leave their memory to others while they sleep: none, as Ray counts it."""
+        """Return no models. Ray counts the memory of a sleeping model as used, so other models cannot have it."""
         return ()
 
     def why_no_turns(self, spec: FleetSpec) -> tuple[str, ...]:
-        """Return why sleepable models do not take turns, where the fleet has some."""
+        """Return why sleepable models do not take turns, if the fleet has sleepable models."""
         if any(model.residency == "sleepable" for model in spec.models.values()):
             return ("on Ray, which counts the memory of engines that sleep, models do not take turns",)
         return ()
 
     def check_numbers(self, spec: FleetSpec, kept: Collection[str]) -> None:
-        """Raise ConfigError where a model's `device` names a GPU that is gone. Those in `kept` run, or wait for it."""
+        """Raise ConfigError if a model's `device` names a GPU that is gone.
+
+        Models in `kept` run, or wait for their GPU.
+        """
         gpus = self.machine.gpus
         for name, model in spec.models.items():
             for number in () if isinstance(model.device, str) or name in kept else model.device:
@@ -149,12 +153,12 @@ class Cluster(Site, frozen=True, tag="cluster"):
                     )
 
     def check(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Raise ConfigError for a model that its nodes cannot load, and for an engine whose GPUs cannot be of one."""
+        """Raise ConfigError if the nodes of a model cannot load it, or if the GPUs of an engine are not on one node."""
         self._check_loadable(spec, lacking)
         self._check_one_node(spec)
 
     def _check_loadable(self, spec: FleetSpec, lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Raise ConfigError for a model that no node can load, or not one that its `device` names."""
+        """Raise ConfigError if no node can load a model, or if a node that its `device` names cannot load it."""
         for name, nodes in lacking.items():
             named = {self.gpu_nodes[number] for group in spec.models[name].replica_gpus for number in group}
             if len(nodes) == len(self.nodes) or named.intersection(node.name for node in nodes):
@@ -162,7 +166,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
                 raise ConfigError(model_lacking_text(spec, name, needed))
 
     def _check_one_node(self, spec: FleetSpec) -> None:
-        """Raise ConfigError for an engine whose GPUs cannot be of one node."""
+        """Raise ConfigError if the GPUs of an engine are not on one node."""
         gpu_nodes = self.gpu_nodes
         largest = max(Counter(gpu_nodes).values(), default=0)
         for name, model in spec.models.items():
@@ -183,10 +187,10 @@ class Cluster(Site, frozen=True, tag="cluster"):
                     )
 
     def placed(self, config: ServerConfig, plan: Plan, kept: Collection[str]) -> ServerConfig:
-        """Return the settings of a planned fleet with the node of each replica, and GPUs numbered on it.
+        """Return the settings of a planned fleet with the node of each replica. GPUs are numbered on their node.
 
-        Models in `kept` are left as they are. Raises ConfigError for what a cluster cannot run, and where a node lacks
-        its resources.
+        Models in `kept` are left as they are. Raises ConfigError for settings that a cluster cannot run, and if a node
+        lacks the resources of its engines.
         """
         for name, server in config.upstream.items():
             if server.command:
@@ -212,7 +216,7 @@ class Cluster(Site, frozen=True, tag="cluster"):
 
 
 def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
-    """Return a GPU of a node, of which everything but what Ray can give to this fleet is used."""
+    """Return a GPU of a node on which all memory counts as used, except what Ray can give to this fleet."""
     if (size := node.gib.get(gpu.number)) is None:
         return gpu
     left_bytes = round((size - node.reserved_gib.get(gpu.number, 0.0)) * 2**30)
@@ -220,7 +224,10 @@ def _as_used(node: ClusterNode, gpu: VisibleGpu) -> VisibleGpu:
 
 
 def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequence[Place]) -> ClusterNode:
-    """Return a node as it would be without engines of the fleet: where one is, memory counts as before it came."""
+    """Return a node without the engines of the fleet.
+
+    The memory where an engine is counts as it was before the engine.
+    """
     own = [place for place in places if place.node == now.name]
     if before is None or not own or now.problem:
         return now
@@ -236,12 +243,12 @@ def without_engines(now: ClusterNode, before: ClusterNode | None, places: Sequen
 
 
 def left_out_text(nodes: Iterable[ClusterNode]) -> str:
-    """Return which of these nodes are left out, and why, or ""."""
+    """Return which of these nodes are left out, and why. Returns "" if none is left out."""
     return "; ".join(f"node {node.name} is left out: {node.problem}" for node in nodes if node.problem)
 
 
 def lacking_text(checkpoint: str | None, nodes: Sequence[ClusterNode]) -> str:
-    """Return why these nodes cannot load a checkpoint, or ""."""
+    """Return why these nodes cannot load a checkpoint. Returns "" if `nodes` is empty."""
     if checkpoint is None or not nodes:
         return ""
     if checkpoint.startswith("/"):
@@ -263,9 +270,9 @@ def _names_text(nodes: Sequence[ClusterNode]) -> str:
 
 
 def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
-    """Return this machine as the only node of a cluster that is still to be started, with the name that Ray will give.
+    """Return this machine as the only node of a cluster that is not started yet, with the name that Ray will give it.
 
-    Ray may give away all memory of its GPUs, as the driver starts it.
+    Ray may give away all memory of the GPUs, because the driver process starts the cluster with it.
     """
     machine, name = read_machine().checked(), socket.gethostname()
     gib = {gpu.number: gpu.total_bytes / 2**30 for gpu in machine.gpus}
@@ -273,21 +280,21 @@ def _this_node(checkpoints: Iterable[str]) -> ClusterNode:
 
 
 def cluster_reader(address: str) -> Callable[[FleetSpec], Cluster]:
-    """Return what reads the Ray cluster at an address for a fleet."""
+    """Return a function that reads the Ray cluster at `address` for a fleet."""
     return lambda spec: Cluster.read(address, node_checkpoints(spec))
 
 
 def node_checkpoints(spec: FleetSpec) -> list[str]:
-    """Return the paths and hub ids of checkpoints: every node of the model must be able to load them."""
+    """Return the paths and hub ids of all checkpoints that the nodes of a model must be able to load."""
     found = {node_checkpoint(model) for model in spec.models.values()}
     return sorted(checkpoint for checkpoint in found if checkpoint is not None)
 
 
 def node_checkpoint(model: ModelSection) -> str | None:
-    """Return the path or the hub id that each node of a model must be able to load. For None nodes are not asked.
+    """Return the path or the hub id that each node of a model must be able to load.
 
-    That is so for hub ids of models with `shapes` or random weights, which may be planned before their checkpoint is
-    there.
+    Returns None if nodes need not be asked. This holds for hub ids of models with `shapes` or random weights, which may
+    be planned before their checkpoint exists.
     """
     if model.kind != "engine" or not model.checkpoint:
         return None
@@ -298,14 +305,14 @@ def node_checkpoint(model: ModelSection) -> str | None:
 
 
 def absolute_path(checkpoint: str) -> str | None:
-    """Return the absolute path of a checkpoint, or None for an id of the hub and for a bundled checkpoint."""
+    """Return the absolute path of a checkpoint. Returns None for a hub id and for a bundled checkpoint."""
     path = Path(checkpoint).expanduser()
     is_path = path.is_absolute() or checkpoint.startswith(".") or path.exists()
     return str(path.absolute()) if is_path else None
 
 
 def lacking_nodes(spec: FleetSpec, site: Site, kept: Collection[str]) -> dict[str, list[ClusterNode]]:
-    """Return the nodes that cannot load a model, by its name. Those in `kept` are loaded."""
+    """Return for each model, by name, the nodes that cannot load it. Models in `kept` are loaded already."""
     found = {name: site.lacking(node_checkpoint(spec.models[name])) for name in spec.models.keys() - set(kept)}
     return {name: found[name] for name in spec.models if found.get(name)}
 

@@ -1,7 +1,7 @@
-"""What processes take of a GPU beside their budgets: CUDA contexts, code of kernels, and memory of the driver.
+"""The memory that processes take of a GPU beside their budgets: CUDA contexts, kernel code and driver memory.
 
-`context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Where there is
-no row the plan assumes values, and says so.
+`context_memory.json` has one row per GPU type and driver, which `benchmarks/context_memory.py` measures. Without a row
+the plan uses assumed values, and says so.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _PROCESS_BYTES = 800 * MIB  # of an engine process of a task that was not measur
 
 
 class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Bytes on one type of GPU with one driver.
+    """Bytes beside the budgets on one GPU type with one driver.
 
     Args:
-        gpu: name of the GPU by NVML, or "" where nothing was measured.
-        driver: version of the driver, or "" where nothing was measured.
-        driver_bytes: bytes that the driver keeps of a GPU without a process.
+        gpu: NVML's name of the GPU, or "" for assumed values.
+        driver: version of the driver, or "" for assumed values.
+        driver_bytes: bytes of a GPU that the driver keeps without any process.
         processes: bytes that an engine process of each task takes beside its budget.
-        nccl_bytes: NCCL's buffers of each rank of a tensor-parallel engine, assumed unless a row has them.
+        nccl_bytes: bytes of NCCL's buffers of each tensor-parallel rank. They are assumed if the row does not have
+            them.
         measured: date of the measurement.
     """
 
@@ -39,15 +40,16 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_other_driver: bool = False
 
     def process_bytes(self, task: str = "", ranks: int = 1) -> int:
-        """Return the bytes of an engine process of this task, one of `ranks` tensor-parallel ranks, beside its budget.
+        """Return the bytes of an engine process of this task beside its budget.
 
-        With several ranks, each also holds a buffer that the others write to.
+        The process is one of `ranks` tensor-parallel ranks. With several ranks, each also holds a buffer into which the
+        other ranks write.
         """
         return self.processes.get(task, _PROCESS_BYTES) + peer_bytes(ranks) + (self.nccl_bytes if ranks > 1 else 0)
 
     @property
     def nccl_note(self) -> str:
-        """What ranks of tensor-parallel engines take besides, in a sentence."""
+        """A sentence about the additional memory of tensor-parallel ranks."""
         two, eight = (size_text(peer_bytes(ranks)) for ranks in (2, 8))
         return (
             f"Each rank of a tensor-parallel engine takes {size_text(self.nccl_bytes)} more for NCCL, assumed, "
@@ -56,7 +58,7 @@ class ContextMemory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def note(self) -> str:
-        """Where the numbers come from, in a sentence."""
+        """A sentence that says where the numbers come from."""
         low, high = (size_text(pick(self.processes.values() or [_PROCESS_BYTES])) for pick in (min, max))
         each = low if low == high else f"{low} to {high}"
         what = f"Of each process {each} for its CUDA context and kernels, and {size_text(self.driver_bytes)} of a GPU"
@@ -79,9 +81,9 @@ def context_table() -> tuple[ContextMemory, ...]:
 
 
 def find_contexts(gpu: str | None, driver: str = "") -> ContextMemory:
-    """Return the row of a GPU type and driver, else of the type with another driver, else ASSUMED.
+    """Return the row of a GPU type and driver, else a row of the type with another driver, else ASSUMED.
 
-    `gpu` is NVML's name, or None for a GPU that is pretended, which takes the first row.
+    `gpu` is NVML's name. None stands for a GPU that is only planned for, and takes the first row.
     """
     rows = context_table()
     if gpu is None:

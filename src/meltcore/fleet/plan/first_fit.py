@@ -1,4 +1,4 @@
-"""Places engines on GPUs and on the CPUs of hosts, first-fit, beside those that stay where they are."""
+"""Places engines on GPUs and on the CPUs of hosts by first fit, beside engines that stay where they are."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meltcore.fleet.plan.context_memory import ASSUMED
 
 
 class PlannedEngine(NamedTuple):
-    """One replica of a model to place. It takes `size_bytes` on each of its GPUs, `resident_bytes` included.
+    """One replica of a model to place. The engine takes `size_bytes` on each of its GPUs, including `resident_bytes`.
 
-    The resident bytes are the context of its process. A model that takes turns also has there what it holds while it
-    sleeps.
+    The resident bytes are the CUDA context of the engine's process. For a model that takes turns they also include what
+    the engine holds while it sleeps.
     """
 
     model: str
@@ -29,12 +29,12 @@ class PlannedEngine(NamedTuple):
 
     @property
     def awake_bytes(self) -> int:
-        """Bytes that it gives up while it sleeps."""
+        """Bytes that the engine frees while it sleeps."""
         return self.size_bytes - self.resident_bytes if self.sleeps else 0
 
 
 class FilledGpu(NamedTuple):
-    """A GPU and the engines on it. One sleeping model at a time is awake: the largest counts."""
+    """A GPU and the engines on it. Of the models that take turns one is awake at a time, and the largest counts."""
 
     number: int
     total_bytes: int
@@ -44,13 +44,17 @@ class FilledGpu(NamedTuple):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all engines; of those that take turns what each holds asleep, and the largest."""
+        """Bytes of the driver and of all engines.
+
+        Of the models that take turns, all count with their bytes while asleep, and the largest also with its bytes
+        while awake.
+        """
         resident = sum(engine.size_bytes - engine.awake_bytes for engine in self.engines)
         return self.driver_bytes + resident + max((engine.awake_bytes for engine in self.engines), default=0)
 
 
 class Place(NamedTuple):
-    """The place of an engine that stays: its node, "" for this machine, and its GPUs.
+    """The place of an engine that stays: its node, which is "" for this machine, and its GPUs.
 
     An engine on the CPU has no GPUs.
     """
@@ -64,9 +68,9 @@ Kept = Mapping[tuple[str, int], Place | None]  # by model and replica; None: tha
 
 
 class Host(NamedTuple):
-    """The host memory of a node for engines on its CPU, each as (model, replica, bytes). None is no limit.
+    """The host memory of a node for the engines on its CPU, each as (model, replica, bytes). None is no limit.
 
-    Engines on its GPUs keep `pinned_bytes` of their weights there while they sleep.
+    The engines on the node's GPUs keep `pinned_bytes` of their weights in host memory while they sleep.
     """
 
     node: str  # of a cluster; "": this machine
@@ -96,7 +100,7 @@ class _Room:
         self._awake_bytes = max((engine.awake_bytes for engine in gpu.engines), default=0)
 
     def fits(self, engine: PlannedEngine) -> bool:
-        """Return whether it has room for one more engine, by `Gpu.used_bytes`."""
+        """Return whether one more engine fits on the GPU, by `FilledGpu.used_bytes`."""
         awake_bytes = engine.awake_bytes
         resident_bytes = self._resident_bytes + engine.size_bytes - awake_bytes
         return resident_bytes + max(self._awake_bytes, awake_bytes) <= self.gpu.total_bytes
@@ -116,9 +120,9 @@ class _Room:
 
 
 def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[FilledGpu, ...] | None:
-    """Place engines first-fit, the largest first, replicas of a model on different nodes and GPUs where possible.
+    """Place engines by first fit, the largest first. Replicas of a model go to different nodes and GPUs where possible.
 
-    All GPUs of one engine are on one node. Returns the GPUs with their engines, or None where an engine does not fit.
+    All GPUs of one engine are on one node. Returns the GPUs with their engines, or None if an engine does not fit.
     """
     rooms = [_Room(gpu) for gpu in gpus]
     there = {(gpu.node, engine.model, engine.replica) for gpu in gpus for engine in gpu.engines}
@@ -131,9 +135,10 @@ def place(engines: Sequence[PlannedEngine], gpus: Sequence[FilledGpu]) -> tuple[
 
 
 def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], replicas: Counter[tuple[str, str]]) -> bool:
-    """Place engines that differ only in their replica; returns whether all fit. `replicas` counts by node and model.
+    """Place engines that differ only in their replica. Returns whether all fit.
 
-    Each GPU is looked at one time, and after each engine the GPUs of its node again: nothing has changed on the others.
+    `replicas` has the number of replicas by node and model. Each GPU is examined once. After an engine is placed, only
+    the GPUs of its node are examined again, because nothing has changed on other nodes.
     """
     first = engines[0]
     fitting: dict[str, list[int]] = {}  # by node: GPUs without the model first
@@ -170,7 +175,7 @@ def _place_alike(engines: Sequence[PlannedEngine], rooms: Sequence[_Room], repli
 def keep(
     engines: Iterable[PlannedEngine], gpus: Sequence[FilledGpu], kept: Kept
 ) -> tuple[list[PlannedEngine], list[FilledGpu]]:
-    """Return the engines to place, and the GPUs with those that stay."""
+    """Return the engines that are still to be placed, and the GPUs with the engines that stay."""
     stay: dict[int, list[PlannedEngine]] = {gpu.number: list(gpu.engines) for gpu in gpus}
     to_place = []
     for engine in engines:
@@ -186,10 +191,11 @@ def keep(
 def place_on_hosts(
     engines: Sequence[tuple[str, int, int]], hosts: Sequence[Host], lacking: Lacking | None = None
 ) -> tuple[Host, ...] | None:
-    """Place engines on CPUs, the largest first, replicas of a model on different nodes, then where most memory is free.
+    """Place engines on CPUs, the largest first.
 
-    `engines` has (model, replica, bytes). Nodes in `lacking` cannot load a model. Returns the hosts with their engines,
-    or None where an engine does not fit.
+    Returns the hosts with their engines, or None if an engine does not fit. Replicas of a model go to different nodes
+    if possible, then to the node with the most free memory. `engines` has (model, replica, bytes). Nodes in `lacking`
+    cannot load a model.
     """
     free_bytes = [host.free_bytes for host in hosts]
     if any(size < 0 for size in free_bytes):
@@ -212,7 +218,7 @@ def place_on_hosts(
 def keep_on_hosts(
     engines: Iterable[tuple[str, int, int]], hosts: Sequence[Host], kept: Kept
 ) -> tuple[list[tuple[str, int, int]], list[Host]]:
-    """Return the engines to place on CPUs, and the hosts with those that stay."""
+    """Return the engines that are still to be placed on CPUs, and the hosts with the engines that stay."""
     stay: dict[str, list[tuple[str, int, int]]] = {host.node: list(host.engines) for host in hosts}
     to_place = []
     for engine in engines:

@@ -1,4 +1,4 @@
-"""Turns a fleet.yaml into the settings of a server: a ModelConfig per model with an engine of ours."""
+"""Turns a fleet.yaml into the settings of a server, with a ModelConfig for each model of Meltcore's own engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 
 def server_config(spec: FleetSpec) -> ServerConfig:
-    """Return the settings of a server with all models of the fleet: our own, and the models of upstream servers."""
+    """Return the settings of a server with all models of the fleet, also the models of upstream servers."""
     return ServerConfig(
         models=tuple(model_config(spec, name) for name, model in spec.models.items() if model.kind == "engine"),
         upstream={name: model for name, model in spec.models.items() if model.kind != "engine"},
@@ -28,7 +28,7 @@ def server_config(spec: FleetSpec) -> ServerConfig:
 
 
 def model_config(spec: FleetSpec, name: str) -> ModelConfig:
-    """Return the settings of one model of Meltcore's own engines. Raises ConfigError for another server."""
+    """Return the settings of one model of Meltcore's own engines. Raises ConfigError for an upstream model."""
     model = spec.models[name]
     if model.checkpoint is None or model.kind != "engine":
         raise ConfigError(f"models.{name}: a model with a {model.kind} has no engine of ours")
@@ -46,9 +46,10 @@ def model_config(spec: FleetSpec, name: str) -> ModelConfig:
 
 
 def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
-    """Return what the engines of a model open: its checkpoint, or its `shapes` for random weights of one not here.
+    """Return what the engines of a model open: its checkpoint, or its `shapes` for random weights without a checkpoint.
 
-    Raises ConfigError for shapes that stand for a GGUF file, whose blocks no configuration has.
+    Raises ConfigError if the shapes stand for a GGUF file, because no configuration describes the blocks of a GGUF
+    file.
     """
     if model.load_format != "dummy" or model.shapes is None or Path(checkpoint).expanduser().exists():
         return checkpoint
@@ -61,7 +62,7 @@ def _engine_checkpoint(name: str, model: ModelSection, checkpoint: str) -> str:
 
 
 def engine_config(model: ModelSection, checkpoint: str) -> EngineConfig:
-    """Return the settings of a model's engines, which are the same for all replicas: their GPUs are named beside."""
+    """Return the settings of a model's engines. They are the same for all replicas, which get their GPUs separately."""
     # For other tasks it is for the plan alone: the memory of an engine decides how many sentences or clips run.
     planned_fields = () if model.has_context else ("max_num_seqs",)
     device = model.device if isinstance(model.device, str) else "cuda"

@@ -1,6 +1,6 @@
-"""What a fleet may plan with on this machine: GPUs and their memory, from NVML, host memory, and checkpoints.
+"""Reads what a fleet may use on this machine: GPUs and their memory from NVML, host memory, and checkpoints.
 
-No torch: a plan must not create a CUDA context of its own.
+This module does not import torch, because a plan must not create a CUDA context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _HUB_LIMIT_S = 15.0  # for all checkpoints together: half of what a node of a cl
 
 
 def read_machine() -> Machine:
-    """Return the visible GPUs and the available host memory, or why GPUs that seem to be there cannot be used."""
+    """Return the visible GPUs and the available host memory.
+
+    If GPUs seem to be there but cannot be used, the result has no GPUs and the reason.
+    """
     try:
         gpus, driver = read_gpus()
     except ConfigError as error:
@@ -34,10 +37,10 @@ def read_machine() -> Machine:
 
 
 def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
-    """Return the visible GPUs and the driver's version; none and "" without a GPU.
+    """Return the visible GPUs and the driver's version. Returns no GPUs and "" on a machine without a GPU.
 
-    Raises ConfigError where NVML fails or hangs, and for a CUDA_VISIBLE_DEVICES that does not name GPUs of this machine
-    as CUDA would find them.
+    Raises ConfigError if NVML fails or hangs. Raises ConfigError also if CUDA_VISIBLE_DEVICES does not name GPUs of
+    this machine as CUDA would find them.
     """
     names = visible_gpus()
     if not names:
@@ -49,7 +52,7 @@ def read_gpus() -> tuple[tuple[VisibleGpu, ...], str]:
 
 
 def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
-    """Return which of these absolute paths and ids of the hub this machine cannot load, with the reason."""
+    """Return which of these absolute paths and hub ids this machine cannot load, each with the reason."""
     from meltcore.models.checkpoints.hub import hub_problems
 
     asked = list(checkpoints)
@@ -59,9 +62,9 @@ def unloadable(checkpoints: Iterable[str]) -> dict[str, str]:
 
 
 def process_bytes() -> dict[int, int]:
-    """Return the bytes that each process has of the visible GPUs together, as NVML tells it.
+    """Return the bytes that each process has on all visible GPUs together, as NVML reports them, by process id.
 
-    In a container NVML may number processes as the host does, or tell none. Raises ConfigError as `read_gpus` does.
+    In a container NVML may report the process ids of the host, or no processes. Raises ConfigError as `read_gpus` does.
     """
     names = visible_gpus()
     if not names:
@@ -93,9 +96,9 @@ def _query(names: list[str]) -> tuple[tuple[VisibleGpu, ...], str]:
 
 @contextmanager
 def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
-    """Start NVML for the block; yields it, and the handles of the GPUs that CUDA finds by these names, in their order.
+    """Run NVML during the block. Yields NVML and the handles of the GPUs that CUDA finds by these names, in order.
 
-    Raises ConfigError where the driver does not start, and where CUDA would find other GPUs.
+    Raises ConfigError if the driver does not start, or if CUDA would find other GPUs.
     """
     try:
         nvml = Nvml()
@@ -121,7 +124,7 @@ def _visible_devices(names: list[str]) -> Iterator[tuple[Nvml, list[Any]]]:
 
 
 def _check_mig(nvml: Nvml, handle: Any, name: str) -> None:
-    """Raise ConfigError for a GPU in MIG mode: CUDA would use one of its parts in its place."""
+    """Raise ConfigError for a GPU in MIG mode, because CUDA would use one MIG device instead of the whole GPU."""
     if name.startswith("MIG-"):
         return
     try:
@@ -159,7 +162,10 @@ def _read(nvml: Nvml, number: int, handle: Any) -> VisibleGpu:
 
 
 def _handle(nvml: Nvml, there: list[Any], name: str) -> Any:
-    """Return NVML's handle of a GPU as CUDA_VISIBLE_DEVICES names it: by number, UUID or the start of one."""
+    """Return NVML's handle of a GPU that CUDA_VISIBLE_DEVICES names.
+
+    The name is a number, a UUID, or the beginning of a UUID.
+    """
     name = name.strip()
     if is_number(name):
         if int(name) >= len(there):

@@ -12,10 +12,11 @@ from meltcore.fleet.plan.machine import process_bytes, read_gpus
 
 
 def add_measured(rows: list[dict[str, Any]]) -> str:
-    """Add to each engine of `meltcore ps` its planned bytes with its CUDA context, and the bytes that NVML reports.
+    """Add the planned bytes with the CUDA context, and the bytes by NVML, to each engine of `meltcore ps`.
 
-    Returns a line with both totals. `rows` are as /ps answers, and are changed in place: "with context" and "NVML" in
-    bytes, or None where they are unknown. Raises ConfigError where NVML does not answer, and without a GPU.
+    `rows` are the answer of /ps and are changed in place. They get the keys "with context" and "NVML" in bytes, or None
+    if the number is unknown. Returns a line with both totals. Raises ConfigError if NVML does not answer or there is no
+    GPU.
     """
     gpus, driver = read_gpus()
     if not gpus:

@@ -1,7 +1,8 @@
-"""Finds the changes with which a fleet fits: sleep, fewer sequences, shorter contexts and the CPU, none in vain.
+"""Finds the smallest changes with which a fleet fits: sleep, fewer sequences, shorter contexts, and the CPU.
 
-The search begins with every change made and takes one after another back, the most important first, where the rest
-still fits. So a plan of more memory keeps all that counts more, and then at least as much of what counts less.
+The search begins with every change made. It takes back one change after another, the most important first, if the fleet
+then still fits. So a plan for more memory keeps everything that is more important, and at least as much of what is less
+important.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _P = TypeVar("_P")
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes values that an alias stood for: models that shared a mapping may now differ."""
+    """Writes each YAML alias as the value that it stands for, because models that shared a mapping may now differ."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
 
 
 class Fitting(NamedTuple):
-    """A changed fleet, its plan, and the changes as lines `models.NAME.KEY: VALUE`.
+    """A changed fleet that fits, its plan, and the changes as lines `models.NAME.KEY: VALUE`.
 
-    With `is_cut` the time was over, and fewer changes may be enough.
+    `is_cut` says that the search ran out of time. Fewer changes may then be enough.
     """
 
     spec: FleetSpec
@@ -49,12 +50,16 @@ class Fitting(NamedTuple):
 def nearest(
     spec: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], known: dict[str, EngineNeeds]
 ) -> tuple[Fitting, tuple[str, ...]] | tuple[None, tuple[()]]:
-    """Return the nearest fleet that fits, and the changes of another one, or None and no changes where none fits.
+    """Return the nearest fleet that fits, and the changes of an alternative. Returns (None, ()) if no fleet fits.
 
-    `try_plan` returns the plan of a fleet that fits, else None. `known` has the needs of engines that were asked for
-    before; new ones are added. The nearest keeps models on GPUs, then contexts, then concurrency, then models awake.
-    The other one leaves contexts and concurrency alone. Where the nearest does too, the other one has smaller contexts
-    for more models that stay awake. It is left out where the time is over.
+    The nearest fleet keeps models on GPUs first, then contexts, then concurrency, then models awake. The alternative
+    leaves contexts and concurrency unchanged. If the nearest fleet leaves them unchanged too, the alternative has
+    smaller contexts and more models that stay awake. If the search runs out of time, there is no alternative.
+
+    Args:
+        spec: the fleet.
+        try_plan: returns the plan of a fleet that fits, and None for any other fleet.
+        known: the needs of engines that were computed before. New needs are added.
     """
     deadline_s = time.monotonic() + SEARCH_LIMIT_S
     found = _nearest(spec, try_plan, known, _SIZES_FIRST, deadline_s, may_shrink=True)
@@ -98,9 +103,9 @@ def _nearest(
     *,
     may_shrink: bool,
 ) -> Fitting | None:
-    """Return the fleet that fits and keeps most in this order of fields, or None if no fleet fits.
+    """Return the fleet that fits and keeps most of the fields in this order. Returns None if no fleet fits.
 
-    After `deadline_s` no more changes are taken back. With `may_shrink` concurrency and contexts may be changed too.
+    After `deadline_s` no more changes are taken back. With `may_shrink`, concurrency and contexts may be changed too.
     """
     steps = reversed(
         list(_steps(spec, known, may_shrink))
@@ -122,7 +127,7 @@ def _nearest(
 
 
 def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> Iterator[FleetSpec]:
-    """Yield fleets that need less and less memory: concurrency, context, sleep, then the CPU."""
+    """Yield fleets that need less and less memory, by less concurrency, shorter contexts, sleep, and then the CPU."""
     models = dict(spec.models)
     engines = [name for name, model in models.items() if model.kind == "engine" and model.memory is None]
     by_priority = sorted(engines, key=lambda name: _PRIORITIES.index(models[name].priority))
@@ -162,10 +167,10 @@ def _steps(spec: FleetSpec, known: dict[str, EngineNeeds], may_shrink: bool) -> 
 def _restored(
     original: FleetSpec, changed: FleetSpec, try_plan: Callable[[FleetSpec], _P | None], order: Sequence[str]
 ) -> Iterator[tuple[FleetSpec, _P]]:
-    """Yield fleets that fit with one change after another taken back, first the changes of urgent models.
+    """Take back one change after another, the changes of urgent models first. Yields each fleet that fits.
 
-    In a class language models are last: one of them often takes as much as all others. A field is taken back for
-    several models together where that fits: each plan of a large cluster takes long.
+    Within a priority class language models come last, since one of them often takes as much memory as all others. A
+    field is taken back for several models together if that fits, because each plan of a large cluster takes long.
     """
 
     def fits(**fields: Any) -> Iterator[tuple[FleetSpec, _P]]:
@@ -176,7 +181,10 @@ def _restored(
             yield candidate, plan
 
     def restored(field: str, names: Sequence[str]) -> Iterator[tuple[FleetSpec, _P]]:
-        """Take back a field of all models, else of the first half and then of the others, of one as far as it fits."""
+        """Take back a field for all models if that fits, else for each half.
+
+        A single model gets the field back partly.
+        """
         values = {name: _between(original.models[name], changed.models[name], field) for name in names}
         as_it_was = {name: found[0] for name, found in values.items()}
         for models in [as_it_was] if len(names) > 1 else [{names[0]: value} for value in values[names[0]]]:
@@ -199,7 +207,7 @@ def _restored(
 
 
 def _between(before: ModelSection, after: ModelSection, field: str) -> list[ModelSection]:
-    """Return the model with one field as it was, then with values on the way there, the nearest to it first."""
+    """Return the model with one field as it was, then with values between both, the nearest to the old value first."""
     old, new = getattr(before, field), getattr(after, field)
     if old == new:
         return []

@@ -1,4 +1,4 @@
-"""What the engines of a fleet need: of GPUs, of the host for engines on its CPU, and pinned for weights that sleep."""
+"""Computes what the engines of a fleet need: GPU memory, host memory of engines on the CPU, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HOST_PROCESS_BYTES = 768 * 2**20
 
 
 def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) -> dict[str, EngineNeeds]:
-    """Return the memory of each model with an engine of Meltcore's. Raises ConfigError where it cannot be known.
+    """Return the memory of each model with an engine of Meltcore's own. Raises ConfigError if it cannot be known.
 
-    `known` has the memory of models that were asked for before; new models are added.
+    `known` has the memory of models that was computed before. The memory of new models is added.
     """
     known, needs = {} if known is None else known, {}
     for name, model in spec.models.items():
@@ -35,9 +35,9 @@ def fleet_needs(spec: FleetSpec, known: dict[str, EngineNeeds] | None = None) ->
 
 
 def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -> EngineNeeds:
-    """Return the memory of a model's engine from `known`, where it is added if it is new.
+    """Return the memory of a model's engine from `known`, and add it there if the model is new.
 
-    The checkpoint of a new one is opened, which may ask the Hub for its files.
+    For a new model the checkpoint is opened, which may download files from the Hub.
     """
     key = repr(model)  # without its name: models of a fleet are often alike
     if key not in known:
@@ -46,14 +46,17 @@ def known_needs(known: dict[str, EngineNeeds], name: str, model: ModelSection) -
 
 
 def read_fleet_sizes(spec: FleetSpec) -> None:
-    """Read the sizes of all models together, also as engines on the CPU, where the nearest plan may put them."""
+    """Read the sizes of all models in parallel.
+
+    The sizes as engines on the CPU are read too, because the nearest plan may put a model there.
+    """
     engines = [model for model in spec.models.values() if model.kind == "engine"]
     on_cpu = [msgspec.structs.replace(model, device="cpu", residency="always_on") for model in engines]
     read_model_sizes((model, model.device == "cpu") for model in (*engines, *on_cpu))
 
 
 def host_needs(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> tuple[int, int]:
-    """Return the bytes of host memory of all engines on the CPU, and those pinned for weights that sleep."""
+    """Return the host memory in bytes of all engines on the CPU, and the pinned bytes of weights that sleep."""
     pinned = (
         model.replicas * model.tensor_parallel_size * pinned_bytes(spec, needs, name)
         for name, model in spec.models.items()
@@ -71,10 +74,10 @@ def cpu_engines(spec: FleetSpec, needs: dict[str, EngineNeeds]) -> Iterator[tupl
 
 
 def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> int:
-    """Return the pinned host memory that an engine of a sleeping model keeps for each of its GPUs: its weights there.
+    """Return the pinned host memory, in bytes, that an engine of a sleeping model keeps for each of its GPUs.
 
-    It is 0 where weights are dropped, and for an engine without a sleep mode, which is ended. Where the file alone
-    knows the model's memory, also a vLLM server's, all of it counts.
+    The engine keeps its weights there. The result is 0 if weights are dropped, and for an engine without a sleep mode,
+    which is ended instead. If only the file states the model's memory, as for a vLLM server, the whole memory counts.
     """
     model = spec.models[name]
     if spec.residency.keep != "host":
@@ -90,7 +93,7 @@ def pinned_bytes(spec: FleetSpec, needs: dict[str, EngineNeeds], name: str) -> i
 
 
 def named_needs(name: str, model: ModelSection) -> EngineNeeds:
-    """Return the memory of a model's engine; an error names the model."""
+    """Return the memory of a model's engine. An error names the model."""
     try:
         return engine_needs(model, on_cpu=model.device == "cpu")
     except UnknownSizesError as error:

@@ -1,4 +1,4 @@
-"""Places replicas on GPUs: neighbors in the order of CUDA_VISIBLE_DEVICES, none of them shared."""
+"""Places replicas on neighboring GPUs, in the order of CUDA_VISIBLE_DEVICES. Replicas of a model share no GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REPLICAS = 64  # on a CPU nothing else keeps a typing error from starting th
 
 
 class Placement(NamedTuple):
-    """The configuration of one replica's engine, and what is added to its environment."""
+    """The settings of one replica's engine, and the variables that are added to its environment."""
 
     engine: EngineConfig
     environment: dict[str, str]
@@ -34,8 +34,8 @@ class Placement(NamedTuple):
 def place_replicas(config: ModelConfig) -> list[Placement]:
     """Return a placement for each replica. A single replica finds its GPUs by itself, and a CPU is not divided.
 
-    Raises ConfigError for a device of another form, for more than MAX_REPLICAS, and for too few GPUs. Raises it also
-    when --device names a single one for several replicas, and as `visible_gpus` does.
+    Raises ConfigError for an unknown form of `device`, for more replicas than MAX_REPLICAS, and for too few GPUs.
+    Raises ConfigError also if --device names a single GPU for several replicas, and as `visible_gpus` does.
     """
     engine, replicas, gpus_per_replica = config.engine, config.data_parallel_size, config.engine.tensor_parallel_size
     if not _DEVICE.fullmatch(engine.device):
@@ -67,7 +67,7 @@ def place_replicas(config: ModelConfig) -> list[Placement]:
 
 
 def _on_nodes(config: ModelConfig) -> list[Placement]:
-    """Return the placements of a model on the nodes of a cluster, which has no GPUs of its own on the CPU."""
+    """Return the placements of a model on the nodes of a cluster. A replica on the CPU has no GPUs."""
     gpus = config.replica_gpus or ((),) * len(config.replica_nodes)
     engine = msgspec.structs.replace(config.engine, device="cuda" if config.replica_gpus else "cpu")
     name = config.names[0]
@@ -76,7 +76,7 @@ def _on_nodes(config: ModelConfig) -> list[Placement]:
 
 
 def _on_named_gpus(config: ModelConfig) -> list[Placement]:
-    """Return the placements of a fleet's model whose GPUs are named. Raises ConfigError for one that is not visible."""
+    """Return the placements of a fleet's model whose GPUs are named. Raises ConfigError if a GPU is not visible."""
     gpus, placements = visible_gpus(), []
     for numbers in config.replica_gpus:
         missing = [number for number in numbers if number >= len(gpus)]
@@ -90,10 +90,11 @@ def _on_named_gpus(config: ModelConfig) -> list[Placement]:
 
 
 def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str]:
-    """Return the variable with the most threads of an engine on the CPU, which shares the cores with other engines.
+    """Return the environment variable that limits the threads of an engine on the CPU.
 
-    Of models that take turns, only the most that are awake beside it count. The result is empty for an engine on a GPU,
-    and where the environment of the server names the number.
+    The engine shares the cores with the other engines on the CPU. Of models that take turns, only as many engines count
+    as can be awake together. Returns no variable for an engine on a GPU, or if the server's environment already sets
+    the number.
     """
     if placed_gpus(placement) or _THREADS in os.environ:
         return {}
@@ -111,9 +112,9 @@ def cpu_environment(config: ServerConfig, placement: Placement) -> dict[str, str
 
 
 def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> int:
-    """Return how many engines of models that take turns on the CPU can be awake together, `member`'s included.
+    """Return how many engines of models that take turns on the CPU can be awake together, including `member`.
 
-    They share the memory of the largest one. One of unknown size is awake alone.
+    The models share memory of the size of the largest one. A model of unknown size is awake alone.
     """
     sizes = [(model.engine.memory_bytes or 0) * model.data_parallel_size for model in models]
     room, awake = max(sizes, default=0), 0
@@ -128,7 +129,10 @@ def _most_awake(models: Sequence[ModelConfig], member: ModelConfig | None) -> in
 
 
 def gpu_ranks(config: ServerConfig, node: str) -> int:
-    """Return the number of ranks of all engines on GPUs of a node; "" is this machine. Engines of one GPU have one."""
+    """Return the number of ranks of all engines on the GPUs of a node, where "" is this machine.
+
+    An engine on one GPU has one rank.
+    """
     count = 0
     for model in config.models:
         if model.replica_nodes:
@@ -142,9 +146,9 @@ def gpu_ranks(config: ServerConfig, node: str) -> int:
 
 
 def placed_gpus(placement: Placement) -> frozenset[str]:
-    """Return the GPUs of a placed engine, as CUDA_VISIBLE_DEVICES names them, in a cluster after the node's name.
+    """Return the GPUs of a placed engine by their names in CUDA_VISIBLE_DEVICES.
 
-    Empty for an engine on a CPU.
+    Returns no GPUs for an engine on the CPU. In a cluster the name of the node comes before each name.
     """
     engine = placement.engine
     if placement.node:
@@ -160,7 +164,7 @@ def placed_gpus(placement: Placement) -> frozenset[str]:
 def shared_engine(
     placement: Placement, sharing: SharingSection, priority_class: PriorityClass, folder: Path
 ) -> EngineConfig:
-    """Return the settings of a placed engine with the marks of its GPUs, whose files are made in `folder`.
+    """Return the settings of a placed engine with the mark files of its GPUs, which are created in `folder`.
 
     All engines on the CPU of a machine share one file.
     """

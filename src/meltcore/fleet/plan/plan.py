@@ -1,6 +1,7 @@
-"""Plans which models of a fleet go to which GPU, what sleeps, what goes to the CPU, and the nearest plan that fits.
+"""Plans which models of a fleet go to which GPU, which sleep, and which go to the CPU.
 
-Nothing is started and no weights are read: `engine_needs` says what each engine needs.
+Finds the nearest plan that fits. Nothing is started and no weights are read, because `engine_needs` computes what each
+engine needs.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ MIG_LAYOUTS = (("7g",), ("4g", "3g"), ("3g", "2g", "1g", "1g"), ("2g", "2g", "2g
 
 
 class Plan(NamedTuple):
-    """The result: GPUs with their engines, models on the CPU, needs by model, and what was changed to fit.
+    """The result of a plan: GPUs with their engines, models on the CPU, and the needs by model.
 
     Args:
-        changes: changes to the file; empty for the file as it is.
-        sleeping: models that take turns.
-        other_changes: other changes that are enough too, either with concurrency and context as in the file, or with
-            smaller ones and fewer turns.
-        is_cut: the time for the search was over, and fewer changes may be enough.
+        changes: the changes to the file with which the fleet fits. No changes mean that the file fits as it is.
+        sleeping: the models that take turns.
+        other_changes: alternative changes with which the fleet fits too. They either leave concurrency and contexts as
+            in the file, or make them smaller so that fewer models take turns.
+        is_cut: whether the search ran out of time. Fewer changes may then be enough.
     """
 
     gpus: tuple[FilledGpu, ...]
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     is_cut: bool = False
 
     def replicas(self, model: str) -> tuple[tuple[int, ...], ...]:
-        """Return the GPU numbers of each replica of a model, which are empty for a replica on the CPU."""
+        """Return the GPU numbers of each replica of a model. A replica on the CPU has no numbers."""
         placed: dict[int, list[int]] = {}
         for gpu in self.gpus:
             for engine in gpu.engines:
@@ -66,7 +67,10 @@ class Plan(NamedTuple):
         return tuple(tuple(sorted(placed[replica])) for replica in sorted(placed))
 
     def nodes(self, model: str) -> tuple[str, ...]:
-        """Return the node of each replica of a model, "" for this machine, or an empty list for another server."""
+        """Return the node of each replica of a model, "" for this machine.
+
+        Returns an empty list for an upstream model.
+        """
         found = {engine.replica: gpu.node for gpu in self.gpus for engine in gpu.engines if engine.model == model}
         found |= {replica: host.node for host in self.hosts for name, replica, _ in host.engines if name == model}
         return tuple(found[replica] for replica in sorted(found))
@@ -83,20 +87,21 @@ def plan_fleet(
     kept: Kept | None = None,
     lacking: Lacking | None = None,
 ) -> tuple[Plan | None, Plan | None]:
-    """Return the plan of the file as it is, and where it does not fit the nearest one that does, or None for neither.
+    """Return the plan of the file as it is, or else the nearest plan that fits.
+
+    Returns (plan, None) if the file fits as it is, (None, nearest plan) if a changed fleet fits, and (None, None) if
+    none fits. Models at a URL take no memory here. Raises ConfigError if the memory of a model cannot be known, and for
+    tensor parallelism over several nodes.
 
     Args:
-        spec: the file.
+        spec: the contents of the file.
         gpu_bytes: bytes of each GPU, 0 for a GPU that is gone.
         contexts: memory of CUDA contexts.
         host_bytes: bytes of host memory for models on the CPU, in a cluster by node. None is no limit.
         gpu_nodes: the node of each GPU of a cluster.
-        in_turns: returns which of the sleepable models take turns, by default all.
+        in_turns: returns which of the sleepable models take turns. By default all do.
         kept: engines that stay where they are.
-        lacking: nodes that are no place for a model, as they cannot load it.
-
-    Models at a URL take no memory here. Raises ConfigError for a model whose memory cannot be known, and for tensor
-    parallelism over nodes.
+        lacking: nodes that cannot load a model, by model.
     """
     read_fleet_sizes(spec)
     gpus = empty_gpus(spec, gpu_bytes, contexts, gpu_nodes)
@@ -118,7 +123,7 @@ def plan_fleet(
 def empty_gpus(
     spec: FleetSpec, gpu_bytes: Sequence[int], contexts: ContextMemory, gpu_nodes: Sequence[str] | None = None
 ) -> list[FilledGpu]:
-    """Return the GPUs that a fleet may use, within its limits, without those that are gone."""
+    """Return the GPUs that a fleet may use, within the fleet's limits. GPUs that are gone are left out."""
     numbers = [gpu.id for gpu in spec.gpus][: len(gpu_bytes)] or list(range(len(gpu_bytes)))
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     nodes = dict.fromkeys(numbers, "") if gpu_nodes is None else dict(enumerate(gpu_nodes))
@@ -140,9 +145,9 @@ def _try(
     *,
     in_turns: Callable[[tuple[str, ...]], tuple[str, ...]],
 ) -> Plan | None:
-    """Return the plan with all models awake, or with models asleep that take turns, or None where neither fits.
+    """Return the plan with all models awake, else the plan in which sleepable models take turns.
 
-    `known` has the needs of models, kept from one fleet to the next.
+    Returns None if neither plan fits. `known` has the needs of models, and is kept from one fleet to the next.
     """
     needs = fleet_needs(spec, known)
     on_cpu = tuple(name for name, model in spec.models.items() if model.device == "cpu")
@@ -188,9 +193,10 @@ def gpu_engines(
 
 
 def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
-    """Return whether each MIG layout of a GPU of this size holds the engines of a plan, as (layout, fits).
+    """Return each MIG layout of a GPU of this size with whether it holds the engines of a plan, as (layout, fits).
 
-    An engine with several ranks fits no layout: a process sees one MIG device, without peer access and NCCL to another.
+    An engine with several ranks fits no layout, because a process sees only one MIG device, without peer access and
+    NCCL to another one.
     """
     engines = list(dict.fromkeys(engine._replace(only=(), sleeps=False) for gpu in plan.gpus for engine in gpu.engines))
     found = []
@@ -205,9 +211,9 @@ def mig_layouts(plan: Plan, total_bytes: int) -> list[tuple[str, bool]]:
 
 
 def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
-    """Return the fleet with what the plan gives to each model of Meltcore's engines.
+    """Return the fleet with the budget and the GPUs that the plan gives to each model of Meltcore's own engines.
 
-    That are its budget, and the GPUs of all replicas one after another.
+    The GPUs of all replicas of a model follow one another.
     """
     spec = with_needs(spec, plan.needs)
     models = dict(spec.models)
@@ -218,7 +224,7 @@ def with_plan(spec: FleetSpec, plan: Plan) -> FleetSpec:
 
 
 def with_needs(spec: FleetSpec, needs_by_name: Mapping[str, EngineNeeds]) -> FleetSpec:
-    """Return the fleet with the memory of each model, and the context and the concurrency of those that have both."""
+    """Return the fleet with the memory of each model. Models with a context and a concurrency get these too."""
     models = dict(spec.models)
     for name, needs in needs_by_name.items():
         model = models[name]
@@ -242,9 +248,15 @@ def describe_plan(
     reason: str = "",
     others_bytes: Mapping[int, int] | None = None,
 ) -> FleetPlan:
-    """Return the document of a plan. Without a plan it has only the reason.
+    """Return the document of a plan. Without a plan the document has only the reason.
 
-    `source` is the file, which `fits` as it is or not. Other processes have `others_bytes` of GPUs, by number.
+    Args:
+        spec: the fleet.
+        plan: the plan, or None if no fleet fits.
+        source: name of the file.
+        fits: whether the file fits as it is.
+        reason: why there is no plan.
+        others_bytes: bytes that other processes use of each GPU, by number.
     """
     if plan is None:
         return FleetPlan(

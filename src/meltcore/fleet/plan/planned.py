@@ -1,4 +1,4 @@
-"""The plan of `meltcore plan`, `up` and `reload`: each engine gets its GPUs and its budget before any is started."""
+"""The plan of `meltcore plan`, `up` and `reload`, which gives each engine its GPUs and its budget before any starts."""
 
 from __future__ import annotations
 
@@ -41,21 +41,24 @@ _MAX_SIZES_SHOWN = 16
 
 
 class PlannedFrom(NamedTuple):
-    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster, as read."""
+    """What a planner plans from: the path of a fleet.yaml, and the machine or the cluster as it was read."""
 
     path: str
     site: OneMachine | Cluster
 
 
 class FleetPlanner:
-    """Plans a fleet.yaml again and again.
+    """Plans a fleet.yaml, as often as it changes.
 
-    Memory counts as it was before the fleet had engines there: on this machine when the fleet was started, on a node of
-    a cluster when it got its first engine.
+    Memory counts as it was before the fleet had engines there. On this machine this is when the fleet was started; on a
+    node of a cluster it is when the node got its first engine.
     """
 
     def __init__(self, path: Path, read: Callable[[FleetSpec], OneMachine | Cluster] = OneMachine.read) -> None:
-        """`read` returns what the fleet may use. Raises ConfigError for a file that is not valid, or as `read` does."""
+        """Create a planner. `read` returns the machine or the cluster that the fleet may use.
+
+        Raises ConfigError if the file is not valid, or as `read` does.
+        """
         self.path = path
         self._running_spec = self._next_spec = load_fleet(path)
         self._site = read(self._running_spec)
@@ -63,26 +66,26 @@ class FleetPlanner:
 
     @classmethod
     def of(cls, planned: PlannedFrom) -> FleetPlanner:
-        """Return a planner that plans from the same as another one, of another process."""
+        """Return a planner with the file and the machine or cluster of a planner in another process."""
         return cls(Path(planned.path), lambda _spec: planned.site)
 
     @property
     def planned_from(self) -> PlannedFrom:
-        """What the planner plans from; with it GPUs of a cluster keep their numbers."""
+        """What the planner plans from. The GPUs of a cluster keep their numbers with it."""
         return PlannedFrom(str(self.path), self._site)
 
     @property
     def site(self) -> OneMachine | Cluster:
-        """Where the engines run."""
+        """The machine or the cluster on which the engines run."""
         return self._site
 
     @property
     def node_names(self) -> dict[str, str]:
-        """The names of the nodes by their ids, also of those that are left out."""
+        """The names of the nodes by their ids, including nodes that are left out."""
         return {node.node_id: node.name for node in (*self._site.nodes, *self._site.left_out)}
 
     def checkpoints(self) -> list[str]:
-        """Return the checkpoints of the file that nodes must have. Raises ConfigError for a file that is not valid."""
+        """Return the checkpoints of the file that nodes must have. Raises ConfigError if the file is not valid."""
         return node_checkpoints(load_fleet(self.path))
 
     def config(
@@ -90,8 +93,8 @@ class FleetPlanner:
     ) -> ServerConfig:
         """Return the settings of the planned fleet. `report` gets a line for each model that is not in the plan.
 
-        Models of the fleet `running` that did not change stay as they are, and others are planned beside them. Raises
-        ConfigError for a file that is not valid, and for a fleet that does not fit, with the nearest one.
+        Unchanged models of the fleet `running` stay as they are, and other models are planned beside them. Raises
+        ConfigError if the file is not valid. Raises ConfigError with the nearest plan if the fleet does not fit.
         """
         self._next_spec = load_fleet(self.path)
         site = self._site if running is None else self._look(running.nodes, running.places)
@@ -102,11 +105,11 @@ class FleetPlanner:
         return dataclasses.replace(found.config, room_bytes=room_bytes)
 
     def accept(self) -> None:
-        """Note that the fleet runs by the last plan from now on."""
+        """Note that the fleet runs by the last plan."""
         self._running_spec = self._next_spec
 
     def _look(self, nodes: Sequence[ClusterNode], places: Mapping[tuple[str, int], Place]) -> OneMachine | Cluster:
-        """Take the nodes as they are now, without what engines of the fleet at `places` have of them."""
+        """Read the nodes as they are now, without the memory of the fleet's engines at `places`."""
         with self._looking:
             self._site = site = self._site.now(nodes, places)
         return site
@@ -118,10 +121,15 @@ class FleetPlanner:
         places: Mapping[tuple[str, int], Place],
         failed_nodes: Collection[str] = (),
     ) -> Place | None:
-        """Return another place for an engine by the rules of the plan, or None. It cannot be where the plan has it.
+        """Return another place for an engine that cannot start where the plan has put it.
 
-        `places` are the other engines' places. GPUs are numbered on their nodes. Nodes in `failed_nodes` are no places
-        either.
+        Returns None if there is no place. The rules of the plan hold. GPUs are numbered on their nodes.
+
+        Args:
+            start: the engine.
+            nodes: the nodes as they are now.
+            places: the places of the other engines.
+            failed_nodes: nodes on which the engine must not be placed either.
         """
         site, spec, key = self._look(nodes, places), self._running_spec, (start.model, start.replica)
         on_cpu = {name for (name, _), place in places.items() if not place.gpus}
@@ -156,7 +164,10 @@ class FleetPlanner:
         return place and Place(place.node, tuple(site.gpus[number][1] for number in place.gpus))
 
     def why_nowhere(self, start: StartEngine) -> str:
-        """Return why `elsewhere` has just found no place for an engine: no room, or none on its `device`."""
+        """Return why `elsewhere` has just found no place for an engine.
+
+        Either no memory is free, or none is free on the model's `device`.
+        """
         spec, site = self._running_spec, self._site
         model, size = spec.models.get(start.model), f"{size_text(start.config.memory_bytes or 0)} free for it"
         groups = [] if model is None or model.kind == "url" else model.replica_gpus
@@ -173,13 +184,13 @@ class FleetPlanner:
 
 
 class NoFile(FleetPlanner):
-    """The planner of a server that no fleet.yaml has described."""
+    """The planner of a server without a fleet.yaml."""
 
     def __init__(self) -> None:
-        """Plan nothing."""
+        """Create a planner that plans nothing."""
 
     def checkpoints(self) -> list[str]:
-        """Raise ConfigError: there is no file to read again."""
+        """Raise ConfigError, because there is no file to read again."""
         raise ConfigError("this server was started without a fleet.yaml: end it, and start it with other options")
 
 
@@ -191,24 +202,24 @@ def print_unplanned(line: str) -> None:
 def planned_spec(spec: FleetSpec, machine: Machine, report: Callable[[str], None] = lambda _line: None) -> FleetSpec:
     """Return the fleet with the GPUs and the budget of each engine.
 
-    A model whose sizes are unknown is left as it is: it loads last and takes what is left, or fails with its error.
-    Raises ConfigError for GPUs that are not there, and where the others do not fit.
+    A model whose sizes are unknown is left as it is: it loads last, and then takes the memory that is left or fails.
+    Raises ConfigError if GPUs are missing, or if the other models do not fit.
     """
     return _fitting(find_plan(spec, OneMachine.of(machine), report), machine).spec
 
 
 class FoundPlan(NamedTuple):
-    """The plan of a fleet for a machine or a cluster (None: it does not fit), and the nearest one that fits.
+    """The plan of a fleet for a machine or a cluster, and the nearest plan that fits. Without a fit the plan is None.
 
     Args:
         spec: the fleet as it is planned, with all its models.
         known: the models in the plan, as in the file.
         config: settings without the memory of models that take turns.
-        gpus: GPUs that the fleet may use.
-        gpu_bytes: what other processes leave of each GPU.
+        gpus: the GPUs that the fleet may use.
+        gpu_bytes: bytes of each GPU that other processes do not use.
         kept: models that run and stay as they are, by name.
-        obstacles: why a cluster holds less, as texts: models that take no turns, nodes that cannot load a model, and
-            nodes that are left out.
+        obstacles: reasons why a cluster has less memory than its nodes seem to have. Examples are models that take no
+            turns, nodes that cannot load a model, and nodes that are left out.
     """
 
     spec: FleetSpec
@@ -223,17 +234,18 @@ class FoundPlan(NamedTuple):
 
     @property
     def others_bytes(self) -> dict[int, int]:
-        """Bytes of each GPU, by number, that other processes use."""
+        """Bytes of each GPU that other processes use, by the number of the GPU."""
         return {gpu.number: gpu.total_bytes - left for gpu, left in zip(self.gpus, self.gpu_bytes, strict=True)}
 
 
 def find_plan(
     spec: FleetSpec, site: OneMachine | Cluster, report: Callable[[str], None], running: Running | None = None
 ) -> FoundPlan:
-    """Plan a fleet for what other processes leave of a machine, or of the nodes of a cluster, beside what runs.
+    """Plan a fleet for the memory that other processes leave on a machine or on the nodes of a cluster.
 
-    `report` gets a line for each model that is not in the plan, and for nodes that are left out. Raises ConfigError for
-    GPUs that are not there, and for a plan that the cluster cannot run.
+    The models of the fleet `running` that have not changed stay where they are. `report` gets a line for each model
+    that is not in the plan, and for nodes that are left out. Raises ConfigError if GPUs are missing, or if the cluster
+    cannot run the plan.
     """
     machine, left_out = site.machine, left_out_text(site.left_out)
     if left_out:
@@ -294,26 +306,29 @@ def _contexts(machine: Machine) -> ContextMemory:
 
 
 def _usable(spec: FleetSpec, machine: Machine) -> tuple[VisibleGpu, ...]:
-    """Return the GPUs that a file allows. Raises ConfigError for one of unknown memory."""
+    """Return the GPUs that the file allows. Raises ConfigError if the memory of a GPU is unknown."""
     limits = {gpu.id: gpu.memory or 0 for gpu in spec.gpus}
     gpus = tuple(machine.gpus[gpu.id] for gpu in spec.gpus) or machine.gpus
     return tuple(gpu.with_known_size(limits.get(gpu.number, 0)) for gpu in gpus)
 
 
 def _free_bytes(gpus: Sequence[VisibleGpu], contexts: ContextMemory) -> list[int]:
-    """Return the bytes of each GPU without those that other processes use. The plan counts the driver's itself."""
+    """Return the bytes of each GPU that other processes do not use.
+
+    The driver's bytes are included: the plan counts them.
+    """
     return [gpu.total_bytes - max(0, gpu.used_bytes - contexts.driver_bytes) for gpu in gpus]
 
 
 def _fitting(found: FoundPlan, machine: Machine) -> FoundPlan:
-    """Return the plan of a fleet that fits. Raises ConfigError where it does not, with the nearest plan."""
+    """Return `found` if the fleet fits. Raises ConfigError with the nearest plan if it does not."""
     if found.plan is None:
         raise ConfigError(does_not_fit(found, machine))
     return found
 
 
 def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
-    """Return the bytes of each GPU, by its name, that sleepable models share: what is left beside all that stays."""
+    """Return the bytes of each GPU, by name, that sleepable models share: what other engines leave."""
     room = {}
     for gpu, name in zip(plan.gpus, [names[gpu.number] for gpu in plan.gpus], strict=True):
         resident = sum(
@@ -325,7 +340,7 @@ def _room(spec: FleetSpec, plan: Plan, names: Sequence[str]) -> dict[str, int]:
 
 
 def check_gpus(spec: FleetSpec, count: int) -> None:
-    """Raise ConfigError where `gpus` names more than the `count` GPUs that are there."""
+    """Raise ConfigError if `gpus` names a GPU beyond the `count` GPUs of the machine."""
     visible = f"{count} {'is' if count == 1 else 'are'} visible"
     for index, gpu in enumerate(spec.gpus):
         if gpu.id >= count:
@@ -333,7 +348,7 @@ def check_gpus(spec: FleetSpec, count: int) -> None:
 
 
 def check_devices(spec: FleetSpec, count: int) -> None:
-    """Raise ConfigError where a model's `device` names more than the `count` GPUs that are there."""
+    """Raise ConfigError if a model's `device` names a GPU beyond the `count` GPUs of the machine."""
     for name, model in spec.models.items():
         if model.kind != "url" and not isinstance(model.device, str):
             for number in model.device:
@@ -343,7 +358,7 @@ def check_devices(spec: FleetSpec, count: int) -> None:
 
 
 def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
-    """Raise ConfigError for a file that names GPUs by number, where a node is left out: its GPUs have no numbers."""
+    """Raise ConfigError if the file names GPUs by number while a node is left out, whose GPUs have no numbers."""
     keys = ["gpus"] if spec.gpus else []
     keys += [
         f"models.{name}.device"
@@ -355,9 +370,9 @@ def _check_no_numbers(spec: FleetSpec, left_out: str) -> None:
 
 
 def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
-    """Check the GPUs that a file names; on a machine without any, models that may be anywhere go to the CPU.
+    """Check the GPUs that a file names. On a machine without GPUs, models that may run anywhere go to the CPU.
 
-    Raises ConfigError where there may be GPUs that cannot be used: no model moves to the CPU because of a fault.
+    Raises ConfigError if GPUs seem to be there but cannot be used, because no model moves to the CPU due to a fault.
     """
     if any(model.kind != "url" and model.device != "cpu" for model in spec.models.values()):
         machine.checked()
@@ -378,7 +393,7 @@ def _on_this_machine(spec: FleetSpec, machine: Machine) -> FleetSpec:
 
 
 def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
-    """Return the models that name no `memory` and whose sizes cannot be read here, with the reason."""
+    """Return the models without `memory` in the file whose sizes cannot be read here, each with the reason."""
     found = []
     for name, model in spec.models.items():
         if model.memory is None and model.kind == "engine":
@@ -392,7 +407,7 @@ def _unknown(spec: FleetSpec) -> list[tuple[str, str]]:
 
 
 def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> str:
-    """Return what a fleet may use of a GPU, and what keeps it from the rest."""
+    """Return in words what a fleet may use of a GPU, and why it may not use the rest."""
     if limit_bytes is not None and limit_bytes < free_bytes:
         return f"{size_text(limit_bytes)} (its `memory` under `gpus` is the limit)"
     used_bytes = gpu.total_bytes - free_bytes
@@ -401,7 +416,10 @@ def _memory_text(gpu: VisibleGpu, free_bytes: int, limit_bytes: int | None) -> s
 
 
 def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[int]) -> str:
-    """Return in words which GPUs a fleet may use: the count of several equal ones, the number of a single one."""
+    """Return in words which GPUs a fleet may use.
+
+    Equal GPUs are given as their count, and a single GPU by its number.
+    """
     limits = {gpu.id: gpu.memory for gpu in spec.gpus}
     numbers: dict[str, list[int]] = {}  # by what there is
     for gpu, size in zip(gpus, gpu_bytes, strict=True):
@@ -418,7 +436,7 @@ def _gpus_text(spec: FleetSpec, gpus: Sequence[VisibleGpu], gpu_bytes: Sequence[
 
 
 def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
-    """Return what the models need of GPUs, or "" where all are on the CPU."""
+    """Return in words how much GPU memory the models need. Returns "" if all models are on the CPU."""
     texts = []
     for name, model in spec.models.items():
         if model.device != "cpu" and model.kind != "url":
@@ -429,7 +447,7 @@ def _engines_text(spec: FleetSpec, needs: Mapping[str, EngineNeeds]) -> str:
 
 
 def does_not_fit(found: FoundPlan, machine: Machine) -> str:
-    """Return the error of a fleet that does not fit: what it needs, what there is, and the changes that would fit."""
+    """Return the error of a fleet that does not fit: what it needs, what there is, and changes with which it fits."""
     spec, nearest = found.known, found.nearest
     needs = fleet_needs(spec)
     parts = []

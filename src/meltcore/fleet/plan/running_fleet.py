@@ -1,4 +1,4 @@
-"""A fleet that runs, as the plan of a reload sees it: where its engines are, and which models stay as they are."""
+"""A running fleet as the plan of a reload sees it: the places of its engines, and the models that stay as they are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from meltcore.settings.server_config import ModelConfig, ServerConfig
 
 
 class Running(NamedTuple):
-    """A fleet that runs: its settings, and the place of each engine by model and replica, GPUs numbered on the node.
+    """A running fleet: its settings, and the place of each engine by model and replica.
 
-    `nodes` are its cluster's nodes as they are now.
+    GPUs are numbered on their node. `nodes` are the nodes of the fleet's cluster as they are now.
     """
 
     config: ServerConfig
@@ -31,7 +31,7 @@ class Running(NamedTuple):
 
 
 def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
-    """Return the places that engines of a planned fleet are given, without models that have no budget."""
+    """Return the places of the engines of a planned fleet. Models without a budget are left out."""
     found = {}
     for model in config.models:
         nodes = model.replica_nodes or ("",) * model.data_parallel_size
@@ -45,10 +45,10 @@ def planned_places(config: ServerConfig) -> dict[tuple[str, int], Place]:
 def unchanged_models(
     spec: FleetSpec, running: Running, places: Mapping[tuple[str, int], Place]
 ) -> dict[str, ModelConfig]:
-    """Return the models of a fleet with budgets that run already with these settings, by name.
+    """Return the models, by name, of a fleet with budgets that already run with the same settings.
 
-    `places` are the places of running engines, with GPUs numbered as the fleet does. A model whose GPUs the file no
-    longer allows counts as changed.
+    `places` are the places of running engines. The GPUs there have the numbers of the fleet. A model counts as changed
+    if the file no longer allows its GPUs.
     """
     before = {model.names[0]: model for model in running.config.models}
     return {
@@ -72,9 +72,10 @@ def place_engine(
     kept: Mapping[tuple[str, int], Place],
     contexts: ContextMemory,
 ) -> Place | None:
-    """Return a place for one engine, by model and replica, beside engines that stay, or None where it fits nowhere.
+    """Return a place for one engine, by model and replica, beside engines that stay. Returns None if it fits nowhere.
 
-    All are awake there: models that take turns have memory for that only on the GPUs of their plan.
+    All engines count as awake there, because models that take turns have memory for turns only on the GPUs of their
+    plan.
     """
     needs = fleet_needs(spec)
     engines = {(each.model, each.replica): each for each in gpu_engines(spec, needs, (), contexts)}

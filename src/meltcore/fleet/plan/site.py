@@ -1,6 +1,6 @@
-"""What a plan needs of where engines run: its nodes, their GPUs and host memory, and what is refused there.
+"""What a plan needs to know of the machines where engines run: nodes, GPUs, host memory, and what is refused there.
 
-One machine is a site of one node without a name. `fleet/plan/cluster.py` has the site of a Ray cluster.
+A single machine is a site of one node without a name. `fleet/plan/cluster.py` has the site of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _T = TypeVar("_T")
 
 
 class Site(msgspec.Struct, frozen=True):
-    """The nodes that can be used. Their GPUs are numbered from 0 on through all of them, by name.
+    """The nodes that can be used. Their GPUs are numbered through all nodes from 0 on, by the order of the node names.
 
-    `known_gpus` are GPUs that have a number since an earlier look, each as its node and its number there. They keep it,
-    also where they are gone; others get the next numbers. `left_out` has nodes with a problem.
+    `known_gpus` are GPUs that got a number earlier, each as its node and its number on the node. They keep their
+    number, also when they are gone, and other GPUs get the next numbers. `left_out` has the nodes with a problem.
     """
 
     nodes: tuple[ClusterNode, ...]
@@ -36,7 +36,7 @@ class Site(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> tuple[tuple[str, int], ...]:
-        """Each GPU as its node and its number there, in the order of their numbers."""
+        """Each GPU as its node and its number on the node. The index of a GPU is its number in the fleet."""
         there = [(node.name, gpu.number) for node in self.nodes for gpu in node.machine.gpus]
         return tuple(dict.fromkeys([*self.known_gpus, *there]))
 
@@ -55,7 +55,7 @@ class Site(msgspec.Struct, frozen=True):
         return [node for node in self.nodes if checkpoint in node.missing]
 
     def places(self, engines: Mapping[tuple[str, int], Place]) -> dict[tuple[str, int], Place]:
-        """Return the places of engines that are there now, with GPUs numbered as the fleet does."""
+        """Return the places of the engines whose GPUs still exist. The GPUs get their numbers in the fleet."""
         numbers = {gpu: number for number, gpu in enumerate(self.gpus)}
         nodes = {node.name for node in self.nodes}
         found = {}
@@ -83,7 +83,7 @@ class OneMachine(Site, frozen=True, tag="machine"):
 
     @property
     def machine(self) -> Machine:
-        """The machine, also one whose GPUs cannot be used."""
+        """The machine, even if its GPUs cannot be used."""
         return self.nodes[0].machine
 
     @property
@@ -96,23 +96,23 @@ class OneMachine(Site, frozen=True, tag="machine"):
         return local
 
     def now(self, _nodes: Sequence[ClusterNode], _places: Mapping[tuple[str, int], Place]) -> Self:
-        """Return the site as it was before its engines."""
+        """Return this site, whose memory counts as it was before the fleet's engines."""
         return self
 
     def taking_turns(self, sleepable: tuple[str, ...]) -> tuple[str, ...]:
-        """Return all of these models: on one machine each leaves its memory to others while it sleeps."""
+        """Return all of these models, because on one machine a sleeping model leaves its memory to others."""
         return sleepable
 
     def why_no_turns(self, _spec: FleetSpec) -> tuple[str, ...]:
-        """Return no reason."""
+        """Return no reasons."""
         return ()
 
     def check_numbers(self, _spec: FleetSpec, _kept: Collection[str]) -> None:
-        """Return: no GPU has gone since the start."""
+        """Do nothing, because no GPU of this machine has gone since the start."""
 
     def check(self, _spec: FleetSpec, _lacking: Mapping[str, Sequence[ClusterNode]]) -> None:
-        """Return: all engines are on one node, which is asked when they start."""
+        """Do nothing, because all engines are on one node, which is checked when they start."""
 
     def placed(self, config: ServerConfig, _plan: Plan, _kept: Collection[str]) -> ServerConfig:
-        """Return the settings: the file has the GPUs of the plan."""
+        """Return the settings unchanged, because they already have the GPUs of the plan."""
         return config

@@ -1,1 +1,1 @@
-"""A Ray cluster: the only package that imports ray. Its driver is a process of its own (`protocol/cluster.py`)."""
+"""Ray clusters. This is the only package that imports ray, in a driver process of its own (`protocol/cluster.py`)."""

@@ -1,4 +1,4 @@
-"""Asks a driver process to run a command on all nodes of a cluster, and collects what each of them answers."""
+"""Lets a driver process run a command on all nodes of a cluster, and collects the answers of the nodes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _EXIT_LIMIT_S = 40.0  # for the driver to end the commands
 
 
 def run_on_nodes(address: str, request: RunOnNodes, on_node: Callable[[CommandEnded], None]) -> list[CommandEnded]:
-    """Run a command on every node, and return what each has of it, in the order of the nodes' names.
+    """Run a command on every node, and return the answer of each node, in the order of the nodes' names.
 
-    `on_node` is called for each node as it ends. A node that does not answer is `late` or `failed`. Raises ConfigError
-    where the cluster cannot be reached, ProcessError where the driver cannot be started.
+    `on_node` is called for each node when its command ends. A node that does not answer is `late` or `failed`. Raises
+    ConfigError if the cluster cannot be reached, and ProcessError if the driver process cannot be started.
     """
     process = start([sys.executable, "-m", DRIVER_MODULE, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -55,7 +55,7 @@ def run_on_nodes(address: str, request: RunOnNodes, on_node: Callable[[CommandEn
 
 
 def _read(stream: IO[bytes], lines: queue.SimpleQueue[bytes]) -> None:
-    """Pass on whole lines, and an empty one at the end. Pipes of `start` are unbuffered."""
+    """Put whole lines into `lines`, and an empty line at the end. The pipes of `start` are unbuffered."""
     buffer = b""
     while block := stream.read(2**20):
         *whole, buffer = (buffer + block).split(b"\n")
@@ -81,7 +81,7 @@ def _started(lines: queue.SimpleQueue[bytes], address: str) -> list[str]:
 def _collect(
     lines: queue.SimpleQueue[bytes], names: list[str], deadline_s: float, on_node: Callable[[CommandEnded], None]
 ) -> dict[str, CommandEnded]:
-    """Return the answers by node. After the deadline or the driver's end, each missing answer says so."""
+    """Return the answers by node. After the deadline or the driver's end, each missing answer gets the reason."""
     ended: dict[str, CommandEnded] = {}
 
     def add(answer: CommandEnded) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's side of a cluster's driver: starts engines on nodes, and learns when they end."""
+"""The supervisor's side of a cluster's driver process: starts engines on nodes, and is notified of their ends."""
 
 from __future__ import annotations
 
@@ -53,10 +53,13 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 15.0  # between two tries to have the cluste
 
 
 class ClusterDriver:
-    """The driver process of one fleet. When it ends, engines go on, and it is started again."""
+    """The driver process of one fleet. When the process ends, engines continue, and the process is started again."""
 
     def __init__(self, address: str, planner: FleetPlanner, report: Callable[[str], None]) -> None:
-        """`report` gets a line when the cluster can no longer be changed, and when it can be again."""
+        """Create the driver of a fleet.
+
+        `report` gets a line when the cluster can no longer be changed, and when it can be changed again.
+        """
         self._planner = planner
         self._address = address
         self._report = report
@@ -81,7 +84,10 @@ class ClusterDriver:
         self._lock = asyncio.Lock()
 
     async def connect(self) -> None:
-        """Start the driver unless it runs, and wait until it has the cluster. Raises ConfigError."""
+        """Start the driver process unless it runs, and wait until it is connected to the cluster.
+
+        Raises ConfigError.
+        """
         async with self._lock:
             if self._process is not None and self._process.returncode is None:
                 if self.problem:
@@ -125,7 +131,7 @@ class ClusterDriver:
         await end_async(process, 0.0)  # which `_read` notices
 
     async def _retry(self) -> None:
-        """Start the driver again, until it has the cluster."""
+        """Start the driver process again, until it is connected to the cluster."""
         pause_s = _FIRST_RETRY_S
         while self.problem:
             await asyncio.sleep(pause_s)
@@ -140,11 +146,17 @@ class ClusterDriver:
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start an engine process. `on_output` gets what it prints, `on_place` the node on which it is started.
+        """Start an engine process on a node.
 
-        `failed_nodes` counts the engine's exits by node; while another node has memory it is not started there. Raises
-        EnginePendingError if nothing was started, since no node has memory or the cluster cannot be changed. Raises
-        EngineEvictedError if the cluster has ended the start, and EngineDeadError if the engine does not run.
+        Raises EnginePendingError if nothing was started, because no node has memory or the cluster cannot be changed.
+        Raises EngineEvictedError if the cluster has ended the start, and EngineDeadError if the engine does not run.
+
+        Args:
+            start: the engine.
+            on_output: receives what the engine prints.
+            on_place: receives the node on which the engine is started, and the numbers of its GPUs.
+            failed_nodes: number of the engine's exits by node. The engine is not started on these nodes while another
+                node has memory.
         """
         self._outputs[start.engine] = on_output
         try:
@@ -180,13 +192,19 @@ class ClusterDriver:
         on_place: Callable[[str, Sequence[int]], None],
         failed_nodes: Mapping[str, int],
     ) -> RemoteRun:
-        """Start the same engine on another node that has memory now. Raises EnginePendingError where no node has."""
+        """Start the same engine on another node that has memory now.
+
+        Raises EnginePendingError if no node has memory.
+        """
         moved = await self._elsewhere(start, reason, failed_nodes)
         on_place(moved.node, moved.gpus)
         return await self._start_on_node(moved)
 
     async def _elsewhere(self, start: StartEngine, reason: str, failed_nodes: Mapping[str, int]) -> StartEngine:
-        """Return the same engine for another node that has memory now. Raises EnginePendingError where no node has."""
+        """Return the same engine for another node that has memory now.
+
+        Raises EnginePendingError if no node has memory.
+        """
         if self.problem:
             raise EnginePendingError(reason)
         # A hub id of random weights may not be on the hub: their `shapes` are here.
@@ -217,7 +235,7 @@ class ClusterDriver:
         return sorted({start.node for start in self._running.values()})
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
-        """Return all living nodes, with which of these checkpoints they cannot load. Raises ConfigError."""
+        """Return all living nodes, each with the checkpoints that it cannot load. Raises ConfigError."""
         if self.problem:
             raise ConfigError(self._unchangeable)
         wanted = set(checkpoints)
@@ -227,7 +245,7 @@ class ClusterDriver:
         return await self._read_nodes()
 
     async def _read_nodes(self) -> list[ClusterNode]:
-        """Return all living nodes; those who ask meanwhile get the same answer. Raises ConfigError."""
+        """Return all living nodes. Concurrent callers get the same answer. Raises ConfigError."""
         if self._nodes is None or self._nodes.done():
             self._nodes = asyncio.get_running_loop().create_future()
             self._nodes.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -241,7 +259,7 @@ class ClusterDriver:
             raise ConfigError(f"the nodes cannot be read: {why}") from error
 
     def _without_own(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-        """Return nodes with what Ray has given to others than this fleet."""
+        """Return the nodes with only the memory reserved that Ray has given to others than this fleet."""
         own: defaultdict[tuple[str, int], float] = defaultdict(float)
         for start in self._running.values():
             for number in start.gpus:
@@ -288,11 +306,14 @@ class ClusterDriver:
         self._running.pop(engine, None)
 
     def kill_engine(self, engine: int) -> None:
-        """End an engine process now. Without a driver the engine ends by itself, without any connection."""
+        """End an engine process now.
+
+        Without a driver process the engine ends by itself once nothing is connected to it.
+        """
         self._send(KillEngine(engine))
 
     async def stop(self) -> None:
-        """End the driver, and with it what it has started."""
+        """End the driver process, and with it all engines that it has started."""
         if self._retrying is not None:
             self._retrying.cancel()
             await asyncio.gather(self._retrying, return_exceptions=True)
@@ -366,7 +387,7 @@ class ClusterDriver:
                 self._connected.set_result(None)
 
     def _note_left_out(self, nodes: Sequence[ClusterNode]) -> None:
-        """Report nodes that can no longer be used, and those that can be again."""
+        """Report nodes that can no longer be used, and nodes that can be used again."""
         before, self._left_out = self._left_out, {node.name for node in nodes if node.problem}
         if new := left_out_text(node for node in nodes if node.name not in before):
             self._report(new)
@@ -374,7 +395,10 @@ class ClusterDriver:
             self._report(f"node {name} can be used again")
 
     def _lose(self, reason: str) -> None:
-        """Fail the open requests to the driver, and connect to the cluster again. Engines that can be reached go on."""
+        """Fail the open requests to the driver process, and connect to the cluster again.
+
+        Engines that can be reached continue.
+        """
         error = f"--ray {self._address}: {reason}"
         if self._connected is not None and not self._connected.done():  # the caller tries again, or gives up
             self._connected.set_exception(ConfigError(error))
@@ -387,7 +411,7 @@ class ClusterDriver:
             self._retrying = asyncio.create_task(self._retry())
 
     def _set_problem(self, problem: str) -> None:
-        """Note whether the cluster can be changed; engines that are being started wait for it."""
+        """Note whether the cluster can be changed. Engines wait with their start while it cannot."""
         before, self.problem = self.problem, problem
         if problem:
             for number, (_, future) in self._starts.items():

@@ -1,4 +1,4 @@
-"""Runs a command of Meltcore as a process on every node of a cluster, through one actor per node."""
+"""Runs a Meltcore command as a process on every node of a cluster, with one actor per node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
 async def run_on_nodes(message: RunOnNodes, answer: Callable[[FromDriver], None]) -> None:
-    """Run a command on all living nodes together, and answer for each as it ends."""
+    """Run a command on all living nodes in parallel, and call `answer` for each node when its command ends."""
     nodes = living_nodes()
     answer(CommandStarted([name for name, _ in nodes]))
 
@@ -92,18 +92,27 @@ async def _run_on_node(message: RunOnNodes, name: str, node: dict[str, Any]) -> 
 
 
 class CommandActor:
-    """Runs one command as a process on its node. Ray ends the process with the actor, and the actor with the driver."""
+    """Runs one command as a process on its node.
+
+    The process ends with the actor, and the actor with the driver process.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_done = threading.Event()
 
     def find_version_and_gpu(self, ray_gpus: int) -> tuple[str, bool]:
-        """Return Meltcore's version here, and whether Ray counts GPUs or an NVIDIA one is on the PCI bus."""
+        """Return Meltcore's version on this node, and whether the node has a GPU.
+
+        It has a GPU if Ray counts GPUs there, or if an NVIDIA GPU is on the PCI bus.
+        """
         return code_version(), ray_gpus > 0 or any(map(_is_nvidia_gpu, _PCI_DEVICES.glob("*")))
 
     def run(self, encoded: bytes) -> bytes:
-        """Run the command of a `RunOnNodes`, and return `CommandEnded`, both encoded as JSON. Ends it at its limit."""
+        """Run the command of a `RunOnNodes`, and return `CommandEnded`, both encoded as JSON.
+
+        The command is ended at its time limit.
+        """
         message = msgspec.json.decode(encoded, type=RunOnNodes)
         folder = NodeFolder(f"node-{secrets.token_hex(8)}")
         began_s = time.monotonic()
@@ -139,7 +148,7 @@ class CommandActor:
         self._process = process
 
     def end(self) -> None:
-        """End the process and its group, first with SIGTERM, and wait until its folder is removed."""
+        """End the process and its group, first with SIGTERM, and wait until the command's folder is removed."""
         if self._process is not None and not self._is_done.is_set():
             end_group(self._process, _TERMINATE_LIMIT_S / 2)
             self._is_done.wait(_TERMINATE_LIMIT_S / 4)

@@ -1,4 +1,7 @@
-"""The driver of a Ray cluster: `python -m meltcore.fleet.ray.driver ADDRESS`; `protocol/cluster.py` has its lines."""
+"""The driver process of a Ray cluster: `python -m meltcore.fleet.ray.driver ADDRESS`.
+
+`protocol/cluster.py` defines the lines that the process reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ _HEAD_POLL_S, _HEAD_LIMIT_S = 2.0, 3.0  # the head node is asked so often, and h
 
 
 class Driver:
-    """Answers the lines of one process. Actors end with this process, and with them what they have started."""
+    """Answers the lines of one other process.
+
+    When this process ends, its actors end, and with them what they started.
+    """
 
     def __init__(self, answer: Callable[[FromDriver], None]) -> None:
         self._answer = answer
@@ -73,7 +79,7 @@ class Driver:
         self._closing: set[asyncio.Task[None]] = set()  # those that end an actor
 
     async def run(self) -> None:
-        """Answer until the end of the input."""
+        """Answer lines until the input ends."""
         # Questions to a head node that is silent keep their threads.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
         watching: asyncio.Task[None] | None = None
@@ -115,9 +121,9 @@ class Driver:
         return task
 
     async def _watch_head(self) -> None:
-        """Ask the head node again and again, and tell when it answers no more, or again.
+        """Ask the head node regularly, and report when it no longer answers and when it answers again.
 
-        Ray itself waits for it for a minute, and then ends this process.
+        Ray itself waits for the head node for a minute, and then ends this process.
         """
         is_lost = False
         while True:
@@ -134,7 +140,7 @@ class Driver:
             await asyncio.sleep(_HEAD_POLL_S)
 
     async def _read_nodes(self, message: ReadNodes, after: asyncio.Task[None] | None) -> None:
-        """Answer a question, once the one before it has its answer."""
+        """Answer a `ReadNodes` message after the previous one was answered."""
         if after is not None:
             await asyncio.wait({after})
         try:
@@ -146,7 +152,7 @@ class Driver:
             self._answer(ClusterFailed(f"the nodes cannot be read: {type(error).__name__}: {error}"))
 
     async def _keep_engine(self, message: StartEngine) -> None:
-        """Start an engine and wait until it has ended; answers how."""
+        """Start an engine, wait until it has ended, and answer how it has ended."""
         import ray
 
         ended = EngineEnded(message.engine, "its start was cancelled")
@@ -171,7 +177,7 @@ class Driver:
             self._answer(ended)
 
     async def _gone_text(self, message: StartEngine) -> str:
-        """Return how the node of an engine is gone; "": it lives."""
+        """Return why the node of an engine is gone. Returns "" if the node lives."""
         node = dict(await asyncio.to_thread(living_nodes)).get(message.node)
         if node is None:
             return f"the node {message.node} is gone"
@@ -179,7 +185,7 @@ class Driver:
         return "" if is_same else f"Ray was started again on the node {message.node}"
 
     async def _run_engine(self, message: StartEngine) -> EngineEnded:
-        """Start an engine and wait until it has ended; returns how. Raises errors of Ray and of the start."""
+        """Start an engine and wait until it has ended. Returns how. Raises errors of Ray and of the start."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -226,7 +232,7 @@ class Driver:
             await asyncio.shield(self._keep(self._close(message, output, is_ready=is_ready), self._closing))
 
     async def _pass_output(self, engine: int, actor: Any) -> None:
-        """Answer what an engine prints, until it has ended or its actor is gone."""
+        """Pass on what an engine prints, until the engine has ended or its actor is gone."""
         import ray
 
         with suppress(ray.exceptions.RayError):
@@ -234,9 +240,10 @@ class Driver:
                 self._answer(EngineOutput(engine, data))
 
     async def _close(self, message: StartEngine, output: asyncio.Task[None], *, is_ready: bool) -> None:
-        """End an actor with its engine, which Ray would leave alone, and its files, once its last output has come.
+        """End an actor with its engine and the engine's files, after the engine's last output has arrived.
 
-        `is_ready` says whether the actor has answered. Before its answer it has no engine, and no files.
+        Ray would leave the engine running. `is_ready` says whether the actor has answered. Before its answer the actor
+        has no engine and no files.
         """
         import ray
 
@@ -259,7 +266,7 @@ def _print(line: str) -> None:
 
 
 async def _has_room(node_id: str, message: StartEngine) -> bool:
-    """Return whether Ray can give an engine its memory now, or within a few seconds."""
+    """Return whether Ray can give an engine its memory now or within a few seconds."""
     deadline_s = time.monotonic() + _ROOM_LIMIT_S
     while message.gpus:
         free = (await asyncio.to_thread(free_resources)).get(node_id, {})
@@ -272,7 +279,7 @@ async def _has_room(node_id: str, message: StartEngine) -> bool:
 
 
 def main() -> int:
-    """Answer the lines of the standard input. Returns the exit status: 1 where the cluster cannot be reached."""
+    """Answer the lines of the standard input. Returns the exit status, which is 1 if the cluster cannot be reached."""
     # Standard output carries answers only: what libraries write to it goes to standard error.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The actor that starts, watches and ends one engine process on its node. It knows nothing of what the engine does."""
+"""The actor that starts, watches and ends one engine process on its node. The actor does not read engine messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _OUTPUT_BYTES = 1 << 20  # of the file of what an engine prints; what has been r
 
 
 class EngineActor:
-    """One engine process. Without the actor it goes on for as long as its server is connected to it."""
+    """Runs one engine process.
+
+    If the actor dies, the engine continues for as long as its server stays connected to it.
+    """
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -45,9 +48,10 @@ class EngineActor:
         self._spawning = asyncio.Lock()  # `close` leaves no process that `start` is about to have
 
     async def start(self, encoded: bytes) -> tuple[str, Listening, int]:
-        """Start the engine of a `StartEngine`, encoded as JSON; returns its host, port with key, and process id.
+        """Start the engine that `encoded`, a `StartEngine` as JSON, describes.
 
-        Raises EngineDeadError where it does not listen.
+        Returns the host, the port with its key, and the process id. Raises EngineDeadError if the engine does not
+        listen.
         """
         import ray
 
@@ -93,12 +97,15 @@ class EngineActor:
         raise EngineDeadError(f"the engine ended before it listened ({describe_exit(await process.wait())})")
 
     async def wait(self) -> str:
-        """Wait until the process has ended; returns how."""
+        """Wait until the process has ended. Returns how it has ended."""
         assert self._process is not None
         return describe_exit(await self._process.wait())
 
     async def read_output(self) -> bytes:
-        """Wait for what the process prints, and return it; b"" when it has ended and all has been read."""
+        """Wait until the process prints something, and return it.
+
+        Returns b"" once the process has ended and all was read.
+        """
         while True:
             has_ended = self._process is not None and self._process.returncode is not None
             if data := self._new_output():
@@ -120,9 +127,9 @@ class EngineActor:
         return data
 
     async def close(self) -> str:
-        """End the process with its group where they still run, and remove its files. None starts later.
+        """End the process and its process group if they still run, and remove their files. No process starts later.
 
-        Returns the ids of processes that have not ended; "": all have.
+        Returns the ids of processes that have not ended, or "" if all have ended.
         """
         self._is_closed = True
         async with self._spawning:
@@ -139,12 +146,12 @@ class EngineActor:
         return ", ".join(map(str, self._group()))
 
     def kill(self) -> None:
-        """End the process and its group now, also what is left of the group after the process."""
+        """Kill the process and its group now, also what is left of the group after the process has ended."""
         if self._process is not None and self._group():
             signal_group(self._process.pid, signal.SIGKILL)
 
     def _group(self) -> list[int]:
-        """Return the ids of the process and of its group, those that have ended left out."""
+        """Return the ids of the processes of the group that have not ended."""
         if self._process is None:
             return []
         members = group_members(self._process.pid)
@@ -153,7 +160,7 @@ class EngineActor:
 
 
 def engine_environment(message: StartEngine) -> dict[str, str]:
-    """Return the environment of an engine on this node: its GPUs by name, or its part of the cores."""
+    """Return the environment of an engine on this node: the GPUs by name, or the number of threads on the CPU."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets 1
     environment |= ONE_ARENA_ENVIRONMENT | {"PYTHONUNBUFFERED": "1"}
     if message.gpus:

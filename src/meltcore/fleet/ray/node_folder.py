@@ -1,4 +1,4 @@
-"""Folders in a node's temporary directory: locks tell whose owners have all died, and those are removed."""
+"""Folders in a node's temporary directory. Locks show which folders have no living owner, and these are removed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ _KINDS = ("engine-", "node-", "marks-", "ray-")  # what names begin with
 
 
 class NodeFolder:
-    """A folder that its processes share. The process that leaves it last removes it.
+    """A folder that several processes share. The process that leaves the folder last removes it.
 
-    The next folder that is made here removes folders of dead owners. Each owner holds a shared lock on `descriptor`.
-    SIGKILL drops it, once no process that has inherited it lives: such a process keeps the folder from others, but not
-    from `close` of the owner whose lock it shares.
+    Each owner holds a shared lock on `descriptor`. When the next folder is created here, folders without a living owner
+    are removed. SIGKILL drops the lock of an owner once no process that inherited the lock lives. A process that
+    inherited the lock keeps the folder from other processes, but not from `close` of the owner.
     """
 
     def __init__(self, name: str) -> None:
-        """Make the folder `meltcore-NAME`, or join the processes that have it. Only this user may enter.
+        """Create the folder `meltcore-NAME`, or join the processes that have created it. Only this user may enter.
 
-        The name begins with "engine-", "node-", "marks-" or "ray-". Raises OSError where another user has it.
+        The name begins with "engine-", "node-", "marks-" or "ray-". Raises OSError if the folder belongs to another
+        user.
         """
         remove_abandoned()
         self.path = Path(tempfile.gettempdir()) / f"{_PREFIX}{name}"
@@ -38,13 +39,13 @@ class NodeFolder:
                 os.close(self.descriptor)
 
     def close(self) -> None:
-        """Leave the folder, and remove it unless another owner has it."""
+        """Leave the folder, and remove it unless it has another owner."""
         _remove_unlocked(self.path, self.descriptor)
         os.close(self.descriptor)
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of this user whose owners have all died without leaving them."""
+    """Remove this user's folders whose owners have all died without leaving them."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         if not path.name.removeprefix(_PREFIX).startswith(_KINDS):
             continue
@@ -62,14 +63,14 @@ def _open(path: Path) -> int:
 
 
 def _is_open(path: Path, descriptor: int) -> bool:
-    """Return whether an open folder has this path, which may have been removed and made again since."""
+    """Return whether an open folder still has this path. The folder may have been removed and created again."""
     with suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False
 
 
 def _remove_unlocked(path: Path, descriptor: int) -> None:
-    """Remove a folder unless another process has it."""
+    """Remove a folder unless another process holds its lock."""
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_open(path, descriptor):

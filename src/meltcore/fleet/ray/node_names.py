@@ -1,4 +1,4 @@
-"""The names of a cluster's nodes: a raylet that is started again has another id, and its node keeps its name."""
+"""The names of a cluster's nodes. A raylet that is started again has another id, but its node keeps its name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class NodeNames:
         self._lock = threading.Lock()
 
     def keep(self, names: Mapping[str, str]) -> None:
-        """Give nodes, by id, the names that they had before this process."""
+        """Give nodes, by id, the names that they already have in another process."""
         with self._lock:
             self._names.update(names)
 
     def living(self, nodes: Sequence[dict[str, Any]], used: Collection[str] | None = None) -> list[dict[str, Any]]:
-        """Return Ray's nodes that live, each with its `name`, in the order of the names.
+        """Return Ray's living nodes, each with its `name`, in the order of the names.
 
-        Names in `used`, of nodes with engines, stay. Without it all given names stay.
+        Nodes with engines, whose names are in `used`, keep their names. Without `used` all nodes keep their names.
         """
         with self._lock:
             alive = self._running([node for node in nodes if node["Alive"]])
@@ -41,7 +41,10 @@ class NodeNames:
         return sorted(named, key=lambda node: node["name"])
 
     def _running(self, alive: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Leave out raylets that have ended: where another joins on their host, they are asked for a connection."""
+        """Leave out raylets that have ended.
+
+        If another raylet joins on the same host, a connection shows which ones have ended.
+        """
         new = [node for node in alive if node["NodeID"] not in self._names]
         for node in alive:
             others = [other for other in new if other is not node]
@@ -53,9 +56,10 @@ class NodeNames:
 
 
 def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> list[str]:
-    """Return a name per (host name, node id): the host name, with the beginning of the id where it is not unique.
+    """Return a name for each (host name, node id).
 
-    Names in `known`, by node id, stay: a raylet that joins on the same host renames no other.
+    The name is the host name. The beginning of the node id is added if the host name is not unique. Names in `known`,
+    by node id, stay, so a raylet that joins on the same host renames no other node.
     """
     new = Counter(host for host, node_id in hosts if node_id not in known)
     taken = {known[node_id] for _, node_id in hosts if node_id in known}
@@ -66,9 +70,10 @@ def node_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str]) -> li
 
 
 def plain_names(hosts: Sequence[tuple[str, str]], known: Mapping[str, str], used: Collection[str]) -> dict[str, str]:
-    """Return the nodes, by id, that get their host name back: no other node has it any more.
+    """Return the nodes, by id, whose name becomes their host name again.
 
-    Names in `used` stay, as engines have been started there by them.
+    No other node has the host name any more. Names in `used` stay, because engines have been started on nodes by these
+    names.
     """
     alone = Counter(host for host, _ in hosts)
     given = set(known.values())
@@ -84,7 +89,10 @@ def _endpoint(node: dict[str, Any]) -> tuple[str, int]:
 
 
 def _refuses(address: str, port: int) -> bool:
-    """Return whether a machine that answers has no process that listens there. One that is silent may be back."""
+    """Return whether a machine refuses connections to a port because no process listens there.
+
+    Returns False for a machine that does not answer, which may come back.
+    """
     try:
         socket.create_connection((address, port), _ANSWER_LIMIT_S).close()
     except ConnectionRefusedError:

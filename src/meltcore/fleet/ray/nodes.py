@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: connects to it, and reads GPUs and memory of each node by a task that runs there."""
+"""The nodes of a Ray cluster: connects to the cluster, and runs a task on each node that reads its GPUs and memory."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ names = NodeNames()  # of all nodes that this process has seen
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect this process to a cluster: "local" starts one of this machine, "auto" finds the cluster of this node.
+    """Connect this process to a cluster during the block.
 
-    A cluster that was started here ends at the end, and its files are removed. Raises ConfigError where no cluster is
-    found, where it asks for a token that is not here, and where ray is not installed or has another version.
+    The address "local" starts a cluster of this machine, and "auto" finds the cluster of this node. A cluster that was
+    started here ends with the block, and its files are removed. Raises ConfigError if no cluster is found, if the
+    cluster requires a token that is missing here, and if ray is not installed or has another version.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == "local":  # before Ray is imported, which reads them
@@ -72,7 +73,7 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _own_head() -> str:
-    """Return HOST:PORT of the head of this node's cluster. Raises ConnectionError where this machine is in none."""
+    """Return HOST:PORT of the head of this node's cluster. Raises ConnectionError if this machine is in no cluster."""
     from ray._private.services import canonicalize_bootstrap_address  # what ray.init uses: there is no public function
 
     found: str = canonicalize_bootstrap_address("auto")
@@ -82,8 +83,8 @@ def _own_head() -> str:
 def _local_options(folder: Path) -> dict[str, Any]:
     """Return the settings of a cluster of this machine, with the memory of its GPUs as resources.
 
-    `folder` holds the cluster's files, which Ray lets all users read. `auto` looks in another folder, so it does not
-    find this cluster.
+    `folder` holds the cluster's files, which Ray lets all users read. Ray's `auto` searches another folder, so it does
+    not find this cluster.
     """
     gpus = read_machine().checked().gpus
     return {
@@ -97,9 +98,9 @@ def _local_options(folder: Path) -> dict[str, Any]:
 
 
 def _check_answers(address: str, head: str) -> None:
-    """Raise ConfigError where no head of a cluster answers at its HOST:PORT, or where it refuses the token.
+    """Raise ConfigError if no head of a cluster answers at HOST:PORT, or if the head refuses the token.
 
-    Ray itself would try for minutes, and abort this process without a token.
+    Ray itself would try for minutes, and would abort this process if there is no token.
     """
     host, _, port = head.rpartition(":")
     if not host or not is_number(port):
@@ -133,7 +134,7 @@ def _has_token() -> bool:
 
 
 def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name of each living node, and what Ray tells of it, in the order of the names.
+    """Return the name of each living node, and what Ray reports of the node, in the order of the names.
 
     `NodeNames.living` explains `used`.
     """
@@ -143,7 +144,7 @@ def living_nodes(used: Collection[str] | None = None) -> list[tuple[str, dict[st
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Return what Ray can give away now of each living node, by the node's id."""
+    """Return the resources of each living node that Ray can give away now, by the node's id."""
     from ray._private.state import available_resources_per_node  # Ray's public function adds up all nodes
 
     found: dict[str, dict[str, float]] = available_resources_per_node()
@@ -151,18 +152,16 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 class NodeReader:
-    """Reads the nodes again and again. A silent one has a single open question, and only that one is waited for."""
+    """Reads the nodes repeatedly. A node that does not answer is not asked again until its first answer has come."""
 
     def __init__(self) -> None:
         self._silent: dict[str, Any] = {}  # questions that have no answer yet, by the node's id
 
     def read(self, checkpoints: list[str], limit_s: float, used: Collection[str]) -> list[ClusterNode]:
-        """Return all living nodes with their GPUs and memory, and which of these checkpoints they cannot load, by name.
+        """Return all living nodes with their GPUs, their memory, and the checkpoints that they cannot load, by name.
 
-        Names in `used`, of nodes with engines, stay.
-
-        A node that does not answer within the limit, that has another Meltcore, or on which Ray counts other GPUs than
-        NVML, has a `problem`.
+        Nodes with engines, whose names are in `used`, keep their names. A node has a `problem` if it does not answer
+        within the limit, has another version of Meltcore, or if Ray counts other GPUs there than NVML.
         """
         import ray
 
@@ -196,9 +195,9 @@ def _ask(node_id: str, checkpoints: list[str]) -> Any:
 
 
 def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]) -> ClusterNode:
-    """Return a node with the answer to `question`, which is None while the last question has no answer yet.
+    """Return a node with the answer to `question`. None stands for a question without an answer yet.
 
-    `free` is what Ray can give away of it. A resource of which nothing is left is not among them.
+    `free` are the node's resources that Ray can give away. A resource of which nothing is left is missing there.
     """
     import ray
 
@@ -228,7 +227,7 @@ def _node(name: str, node: dict[str, Any], question: Any, free: dict[str, float]
 
 
 def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
-    """Return why a node cannot be used where Ray counts other GPUs than NVML shows; "": it can."""
+    """Return why a node cannot be used if Ray counts other GPUs than NVML shows. Returns "" if both agree."""
     if ray_gpus == len(machine.gpus):
         return ""
     return (
@@ -238,12 +237,12 @@ def _gpus_problem(ray_gpus: int, machine: Machine) -> str:
 
 
 def version_problem(version: Any) -> str:
-    """Return why a node with this version of Meltcore cannot be used, or "" for the version of this process."""
+    """Return why a node with this version of Meltcore cannot be used. Returns "" for the version of this process."""
     if version == code_version():
         return ""
     return f"it has Meltcore {version}, and the machine of this command {code_version()}: install the same on both"
 
 
 def _probe(checkpoints: list[str]) -> tuple[str, Machine, dict[str, str]]:
-    """Return Meltcore's version on the node that this runs on, its GPUs and memory, and what it cannot load."""
+    """Return Meltcore's version on the node of this task, the node's GPUs and memory, and what the node cannot load."""
     return code_version(), read_machine(), unloadable(checkpoints)

@@ -21,7 +21,7 @@ PROGRESS_S = 10.0  # between two lines where standard error is not a terminal
 
 
 def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Print and flush. When the reader is gone, the server continues, and its output is dropped from then on."""
+    """Print and flush a line. If the reader is gone, the server continues, and its output is dropped from then on."""
     try:
         print(text, end=end, file=stream, flush=True)
     except OSError:
@@ -31,19 +31,22 @@ def print_line(text: str, stream: TextIO, end: str = "\n") -> None:
 
 
 def print_listening(host: str, port: int) -> None:
-    """Print the first line on standard output, for people and for programs that chose --port 0."""
+    """Print the first line on standard output, for people, and for programs that let --port 0 choose the port."""
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print_line(f"meltcore: listening on {url}", sys.stdout)
 
 
 def print_substitutes(substitute: Mapping[str, Sequence[str]]) -> None:
-    """Print a line per language that models get as another one: answers in it are not what they seem."""
+    """Print a line for each language in whose place models get another language, because the user may not expect it."""
     for language, others in substitute.items():
         print_line(f"meltcore: a model that does not know {language} gets it as {' or '.join(others)}", sys.stdout)
 
 
 class LoadingProgress:
-    """Loading stages on standard error: one line that changes on a terminal, else one line per PROGRESS_S."""
+    """Shows loading stages on standard error.
+
+    On a terminal this is one line that changes. Elsewhere it is one line per PROGRESS_S.
+    """
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -51,7 +54,7 @@ class LoadingProgress:
         self._shown_s: float | None = None
 
     def show(self, reason: str) -> None:
-        """Show the current stage; outside a terminal with the seconds since loading began."""
+        """Show the current stage. Outside a terminal the line has the seconds since loading began."""
         now_s = time.monotonic()
         if self._live:
             print_line(f"\r\033[Kmeltcore: {reason}", sys.stderr, end="")

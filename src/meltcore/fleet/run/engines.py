@@ -1,4 +1,4 @@
-"""Creates the engine process of a replica: on this machine, or on the node of a cluster that the plan has chosen."""
+"""Creates the engine process of a replica, on this machine or on the cluster node that the plan has chosen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """What all engines of a server are started with."""
+    """The settings with which all engines of a server are started."""
 
     command: Sequence[str]
     sockets: Path
@@ -40,7 +40,7 @@ class LaunchSettings:
     sharing: SharingSection  # of engines among each other
 
     def engine(self, placement: Placement) -> EngineConfig:
-        """Return the settings of a placed engine with the number of ranks that may compile there at the same time."""
+        """Return the settings of a placed engine, with the number of ranks that may compile there concurrently."""
         return msgspec.structs.replace(placement.engine, node_ranks=self.gpu_ranks(placement.node))
 
 
@@ -51,17 +51,17 @@ class Launcher(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Prepare to start engines. Raises ConfigError where no engine can be started."""
+        """Prepare to start engines. Raises ConfigError if engines cannot be started."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End what has started engines, and with it those that are left."""
+        """End the process that starts engines, and with it the engines that still run."""
 
     @abstractmethod
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:
-        """Return the nodes of a cluster as they are now, with which of these checkpoints they cannot load.
+        """Return the nodes of a cluster as they are now, each with the checkpoints that it cannot load.
 
-        Raises ConfigError where they cannot be read.
+        Raises ConfigError if the nodes cannot be read.
         """
 
     @abstractmethod
@@ -72,9 +72,10 @@ class Launcher(ABC):
         failed_nodes: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
-        """Return an engine that has not been started. Without sockets it never will be.
+        """Return an engine process that has not been started.
 
-        Nodes in `failed_nodes`, with the number of exits there, are avoided where other nodes of a cluster have memory.
+        Nodes in `failed_nodes`, with the number of exits there, are avoided if other nodes of a cluster have memory. An
+        engine whose sockets cannot be created never starts.
         """
 
 
@@ -93,10 +94,10 @@ class LocalLauncher(Launcher):
         """Return immediately."""
 
     async def stop(self) -> None:
-        """Return immediately: each engine is ended by its model."""
+        """Return immediately, because each engine is ended by its model."""
 
     async def read_nodes(self, checkpoints: Iterable[str]) -> list[ClusterNode]:  # noqa: ARG002 - there are no nodes
-        """Return no nodes, since the memory of this machine before its engines is known."""
+        """Return no nodes, because the memory of this machine from before its engines is known."""
         return []
 
     def new_engine(
@@ -130,7 +131,10 @@ class RayLauncher(ClusterDriver, Launcher):
         self._settings = settings
 
     def places(self) -> dict[tuple[str, int], Place]:
-        """Return where engines run or are being started, and where others will be again, by model and replica."""
+        """Return the places of engines, by model and replica.
+
+        An engine that does not run counts at the place where it will be started again.
+        """
         return super().places() | self._settings.held_places()
 
     def new_engine(
@@ -140,7 +144,7 @@ class RayLauncher(ClusterDriver, Launcher):
         failed_nodes: Mapping[str, int],
         on_message: Callable[[FromEngine], None],
     ) -> EngineProcess:
-        """Return an engine process of the node of its placement."""
+        """Return an engine process on the node of its placement."""
         directory = replica.sockets or self._settings.sockets
         return RemoteEngineProcess(
             self,
@@ -153,7 +157,10 @@ class RayLauncher(ClusterDriver, Launcher):
         )
 
     def _order(self, replica: Replica, number: str, priority_class: PriorityClass) -> StartEngine:
-        """Return the order to start an engine on its node. Its number is the name of its folder of sockets."""
+        """Return the message that starts an engine on its node.
+
+        `number` is the name of the engine's folder of sockets.
+        """
         settings, placement = self._settings, replica.placement
         size_bytes = placement.engine.memory_bytes or 0
         return StartEngine(

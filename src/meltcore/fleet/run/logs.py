@@ -1,6 +1,6 @@
-"""Keeps the logs of a fleet: one file per engine, in a folder per port, and the server's own where it has a file.
+"""Keeps the logs of a fleet: one file per engine in a folder per port, and the file of the server's own log.
 
-A file past a limit is started again; the file before it is kept.
+A file that exceeds a limit is started again, and the file before it is kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BLOCK_BYTES = 1 << 16
 
 
 class LogFile(NamedTuple):
-    """A file, and the name before its lines: the model's name, with the replica's number where it has several."""
+    """A log file and the prefix of its lines: the model's name, with the replica's number if the model has several."""
 
     name: str
     path: Path
 
 
 def log_name(model: str) -> str:
-    """Return a model's name as the name of a file: names may hold slashes."""
+    """Return a model's name as a file name, because names may contain slashes."""
     return model.replace("/", "--")
 
 
@@ -42,12 +42,12 @@ def log_path(folder: Path, name: str, replica: int, replicas: int) -> Path:
 
 
 def log_folder(state: Path, port: int) -> Path:
-    """Return the folder of the engines' logs of the fleet on a port."""
+    """Return the folder for the logs of the engines of the fleet on a port."""
     return state / f"fleet-{port}"
 
 
 def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]:
-    """Return the logs of a model, or of all models and the server. Raises ConfigError without a log."""
+    """Return the logs of a model, or of all models and the server. Raises ConfigError if there is no log."""
     engines = [LogFile(path.stem, path) for path in sorted(folder.glob("*.log"))]
     if model is None:
         own = [LogFile(SERVER, Path(server_log))] if server_log else []
@@ -62,9 +62,10 @@ def find_logs(folder: Path, server_log: str, model: str | None) -> list[LogFile]
 
 
 def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, out: Callable[[str], None]) -> None:
-    """Give each line to `out`, with a prefix where there are several files. Follows them until interrupted.
+    """Pass each line of the logs to `out`. With `follow`, pass on new lines until interrupted.
 
-    `num_lines` is the number of last lines of each file that are shown first, by default all.
+    Lines get a prefix if there are several files. `num_lines` is the number of last lines of each file that come first.
+    None passes all lines.
     """
     width = max(len(log.name) for log in logs)
     prefixes = [f"{log.name:<{width}} | " if len(logs) > 1 else "" for log in logs]
@@ -83,16 +84,17 @@ def print_logs(logs: Sequence[LogFile], num_lines: int | None, *, follow: bool, 
 
 
 async def keep_small(files: Callable[[], Sequence[Path]], limit_bytes: int) -> None:
-    """Look at log files regularly, and start files again that have more than `limit_bytes`."""
+    """Check the sizes of log files regularly, and start each file with more than `limit_bytes` again."""
     while True:
         await asyncio.sleep(ROTATE_CHECK_S)
         await asyncio.to_thread(rotate_large, files(), limit_bytes)
 
 
 def rotate_large(files: Sequence[Path], limit_bytes: int) -> None:
-    """Copy each file with more than `limit_bytes` to *.previous and empty it: a process has it open, and appends.
+    """Copy each file with more than `limit_bytes` to *.previous, and empty it.
 
-    A line that is written between the two is lost. A file that cannot be copied, as on a full disk, is emptied too.
+    The file is not replaced, because a process has it open and appends to it. A line that is written between copying
+    and emptying is lost. A file that cannot be copied, for example on a full disk, is emptied too.
     """
     for path in files:
         try:
@@ -107,7 +109,7 @@ def rotate_large(files: Sequence[Path], limit_bytes: int) -> None:
 
 
 class _Tail:
-    """Reads the whole lines that a file has got since the last time."""
+    """Reads the whole lines that were added to a file since the previous read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -115,7 +117,7 @@ class _Tail:
         self.rest = b""  # of a line that has no end yet
 
     def lines(self) -> Iterator[str]:
-        """Yield new lines without their ends."""
+        """Yield new lines without their line ends."""
         if self._file is None:
             try:
                 self._file = self._path.open("rb")

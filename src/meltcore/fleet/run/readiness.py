@@ -1,4 +1,4 @@
-"""Sends one tiny real request, which an engine has to answer before it gets the requests of clients."""
+"""Sends one tiny real request to an engine, which must answer it before it gets requests of clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE_ID = "readiness"
 
 
 async def probe(replica: Replica, engine: EngineProcess, limits: EngineReady, limit_s: float) -> None:
-    """Let the engine of a replica answer one tiny request. Raises EngineDeadError when it does not."""
+    """Let the engine of a replica answer one tiny request. Raises EngineDeadError if the engine does not answer."""
     replica.probe = asyncio.get_running_loop().create_future()
     engine.send(limits.probe(PROBE_ID))
     ended = asyncio.create_task(engine.wait())
@@ -36,7 +36,10 @@ async def probe(replica: Replica, engine: EngineProcess, limits: EngineReady, li
 
 
 def probe_error(message: FromEngine) -> str | None:
-    """Return the error with which `message` ends the request, "" for a whole answer, or None before its end."""
+    """Return the error with which `message` ends the request, or "" if it is the end of a whole answer.
+
+    Returns None if `message` does not end the request.
+    """
     if isinstance(message, EngineOutputs):
         for output in message.outputs:
             if output.request_id == PROBE_ID and output.finish_reason is not None:

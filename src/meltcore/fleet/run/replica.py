@@ -1,6 +1,6 @@
-"""One replica of a model: the table of its life, and what has come of the starts of all replicas.
+"""One replica of a model: the table of its states, and the results of the starts of all replicas.
 
-The table holds for engines of ours and for servers that a command starts. `scripts/replica_picture.py` draws it.
+The table holds for Meltcore's own engines and for servers that a command starts. `scripts/replica_picture.py` draws it.
 """
 
 from __future__ import annotations
@@ -57,40 +57,40 @@ SERVED: frozenset[ReplicaState] = frozenset(("ready", "draining", "sleeping"))  
 
 
 class Death(NamedTuple):
-    """When an engine has died (monotonic), and its node of a cluster."""
+    """The time at which an engine has died (monotonic seconds), and the engine's node in a cluster."""
 
     at_s: float
     node: str
 
 
 class ReplicaProcess(Protocol):
-    """An engine, or a server that a command starts. It is started once."""
+    """An engine process, or a server that a command starts. It is started once."""
 
     @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
+        """The process id while the process runs, else None."""
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its cluster has ended it for lack of memory on its node, which is not its fault."""
+        """Whether the cluster has ended the process for lack of memory on its node. This is no fault of the process."""
 
     async def wait(self) -> str:
-        """Wait until it has ended; returns why."""
+        """Wait until the process has ended. Returns the reason."""
 
     async def stop(self) -> None:
-        """End it. Can be called twice, and where it was not started."""
+        """End the process. Can be called twice, and without a start."""
 
     async def leave(self) -> None:
-        """Clear away what is left of a process that has ended. Can be called twice."""
+        """Remove what an ended process has left behind. Can be called twice."""
 
     async def wait_freed(self) -> None:
-        """Wait until a process that has ended, and was left, can have no memory any more."""
+        """Wait until a process that has ended, and for which `leave` was called, cannot hold memory any more."""
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process now."""
 
     def fail(self, reason: str) -> None:
-        """End a process that cannot be used; it is started again like one that has died."""
+        """End a process that cannot be used. It is started again like a process that has died."""
 
 
 _P = TypeVar("_P", bound=ReplicaProcess)
@@ -111,13 +111,13 @@ class ReplicaLife(Generic[_P]):
     process: _P = field(init=False)  # the newest one
 
     def apply(self, event: ReplicaEvent) -> None:
-        """Take the state that follows by the table of a replica's life. Raises ValueError where no state follows."""
+        """Change to the state that follows `event` by the table of states. Raises ValueError if no state follows."""
         if event not in LIFE[self.state]:
             raise ValueError(f"replica {self.index} is {self.state}, and {event!r} cannot happen there")
         self.state = LIFE[self.state][event]
 
     def begin(self, event: Literal["unload", "replace"]) -> None:
-        """Begin a new life after a process that was ended. One that is replaced has no deaths."""
+        """Begin again after the process was ended. After "replace" the exits before it no longer count."""
         self.apply(event)
         self.reason = ""
         if event == "replace":
@@ -127,24 +127,24 @@ class ReplicaLife(Generic[_P]):
 
     @property
     def node(self) -> str:
-        """The node of a cluster on which it is, or "" for this machine."""
+        """The cluster node of the replica, or "" for this machine."""
         return ""
 
     @property
     def deaths_s(self) -> list[float]:
-        """When its processes have died."""
+        """The times at which the replica's processes have died."""
         return [death.at_s for death in self.deaths]
 
     @property
     def error(self) -> MeltcoreError | None:
-        """The error of a start that has failed for good."""
+        """The error of a start that has failed for good, else None."""
         failed = self.started is not None and self.started.done() and self.started.exception()
         return failed if isinstance(failed, MeltcoreError) else None
 
 
 @dataclass(eq=False, kw_only=True)
 class Replica(ReplicaLife[EngineProcess]):
-    """One replica of a model of ours, with its engine."""
+    """One replica of a model with an engine of Meltcore's own."""
 
     placement: Placement
     limits: EngineReady | None = None
@@ -155,18 +155,18 @@ class Replica(ReplicaLife[EngineProcess]):
 
     @property
     def node(self) -> str:
-        """The node of a cluster on which it is, or "" for this machine."""
+        """The cluster node of the replica, or "" for this machine."""
         return self.placement.node
 
     def move(self, on_moved: Callable[[], None], node: str, gpus: Sequence[int]) -> None:
-        """Note where its engine is started: there it is started again."""
+        """Note the node and GPUs on which the engine is started. The engine is started there again after an exit."""
         self.placement = self.placement._replace(node=node, gpus=tuple(gpus))
         on_moved()
 
     def note_end(self, text: str) -> str:
-        """Append to the log how the engine has ended, below what it has printed. Returns the text with the log named.
+        """Append to the log how the engine has ended, below the engine's output. Returns the text with the log's name.
 
-        An engine that was killed, or that reported a fault in one message, has written nothing of it.
+        An engine that was killed, or that reported a fault only in a message, has not written to the log how it ended.
         """
         if self.log is None:
             return text
@@ -176,7 +176,7 @@ class Replica(ReplicaLife[EngineProcess]):
 
 
 class Starts:
-    """What has come of the starts of a model's replicas."""
+    """The results of the starts of a model's replicas."""
 
     def __init__(self, replicas: Sequence[ReplicaLife[Any]]) -> None:
         self._replicas = replicas
@@ -188,20 +188,20 @@ class Starts:
 
     @property
     def results(self) -> list[Any]:
-        """The results of those that have started."""
+        """The results of the replicas that have started."""
         ended = [each.started for each in self._replicas if each.started is not None and each.started.done()]
         return [started.result() for started in ended if started.exception() is None]
 
     @property
     def is_pending(self) -> bool:
-        """Whether no engine serves or loads, and one is pending."""
+        """Whether no replica serves or loads, and a replica is pending."""
         states = {replica.state for replica in self._replicas}
         return "pending" in states and states.isdisjoint(("ready", "loading", "waiting"))
 
     async def wait_all(self, find_error: Callable[[], MeltcoreError | None]) -> None:
-        """Wait until each replica has started or failed; where one has started, pending ones are not waited for.
+        """Wait until each replica has started or failed. Once one has started, pending replicas are not waited for.
 
-        Raises what `find_error` returns: the error that ends the start of the model.
+        Raises the error that `find_error` returns, which ends the start of the model.
         """
         while (error := find_error()) is None:
             self._changed.clear()
@@ -213,7 +213,7 @@ class Starts:
         raise error
 
     async def wait(self, replica: ReplicaLife[Any]) -> None:
-        """Wait until a replica serves. Raises MeltcoreError where it fails, or is pending."""
+        """Wait until a replica serves. Raises MeltcoreError if it fails or is pending."""
         assert replica.started is not None
         while not replica.started.done():
             if replica.state == "pending":

@@ -1,6 +1,7 @@
-"""What the end of an engine means to its server: one of `meltcore serve` ends with it, a fleet starts it again.
+"""Decides what the end of an engine means to its server.
 
-A model asks the policy what to do, and never which one it is.
+A server of `meltcore serve` ends with its engine. A fleet starts the engine again. A model calls the policy of its
+server, and does not know which policy it is.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ ENGINE_FAILED = "the engine has died and is not started again"
 
 
 class Outage(NamedTuple):
-    """A model of ours that does not serve now, as far as its status follows from that.
+    """What is known of a model of Meltcore's own engines that does not serve now.
 
     Args:
-        status: the status that API servers have.
-        text: the reason that API servers have.
-        is_open: it has served.
-        may_run: it does not sleep.
-        states: states of its replicas.
-        reason: reason of the last replica that has one.
-        pause_s: time until an engine is started again; None stands for now, or never.
-        num_deaths: exits of the replica with most.
-        num_models: models of the server.
+        status: the status that API servers have now.
+        text: the reason that API servers have now.
+        is_open: whether the model has ever served.
+        may_run: whether the model is awake.
+        states: states of the model's replicas.
+        reason: the reason of the last replica that has a reason.
+        pause_s: seconds until an engine is started again. None means immediately, or never.
+        num_deaths: number of exits of the replica with the most exits.
+        num_models: number of models of the server.
     """
 
     name: str
@@ -53,14 +54,17 @@ class StartingServer(Protocol):
     """The supervisor, which starts models in two ways."""
 
     async def start_together(self) -> bool:
-        """Load all models. Returns whether they serve, or False where a signal came before. Raises MeltcoreError."""
+        """Load all models. Returns True once they serve, and False if a signal came before. Raises MeltcoreError."""
 
     async def start_each(self) -> None:
-        """Begin to load all models, which become ready or fail one by one. Raises ConfigError without a cluster."""
+        """Begin to load all models, each of which becomes ready or fails by itself.
+
+        Raises ConfigError if the cluster cannot be reached.
+        """
 
 
 class RestartPolicy(ABC):
-    """Decides what the starts and the ends of engines mean to their model and to the server.
+    """Decides what starts and exits of engines mean to their model and to the server.
 
     The server ends when an API server process that was started again has ended `max_early_deaths` times in a row before
     it could serve.
@@ -70,40 +74,53 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     async def start(self, server: StartingServer) -> bool:
-        """Start the models of a server. Returns whether it goes on, or False where a signal came before it served."""
+        """Start the models of a server.
+
+        Returns True if the server continues, and False if a signal arrived before it served.
+        """
 
     @abstractmethod
     async def wait_ended(self, models: Sequence[asyncio.Event]) -> None:
-        """Wait until the server ends with its engines. An event is set once its model has none and gets none."""
+        """Wait until the server ends because its engines have ended.
+
+        `models` has an event for each model. The event is set once the model has no engine and will get none.
+        """
 
     @abstractmethod
     def keeps_api_servers(self, *, is_serving: bool) -> bool:
-        """Return whether the server goes on with an API server process that has ended, or cannot read a model.
+        """Return whether the server continues without an API server process.
 
-        `is_serving` says whether any model can be served.
+        The process has ended, or could not read an engine's message. `is_serving` says whether any model can be served.
         """
 
     @abstractmethod
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the error that ends the start of a model, or None where the start goes on or the model can serve.
+        """Return the error that ends the start of a model. Returns None if the start continues or the model can serve.
 
-        `errors` belong to the replicas that could not start, each with the replica's name in messages.
+        `errors` belong to the replicas that could not start. Each error comes with the name of its replica for
+        messages.
         """
 
     @abstractmethod
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Let a loaded engine answer `probe`, which gets a time limit, where it must before requests of clients.
+        """Call `probe`, with a time limit, if a loaded engine must answer a request before the requests of clients.
 
-        Of the time to start `left_s` is left. Raises MeltcoreError where it does not answer.
+        `left_s` are the seconds that are left of the time to start. Raises MeltcoreError if the engine does not answer.
         """
 
     @abstractmethod
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait for servers that run elsewhere, where their model is ready with them. Raises as `answered` does."""
+        """Wait for servers that run elsewhere, if their model becomes ready only with them.
+
+        Raises as `answered` does.
+        """
 
     @abstractmethod
     def tell(self, tell: Callable[[], None]) -> None:
-        """Tell what has come of a start or follows an end, where the server does not tell it by itself."""
+        """Call `tell`, unless the server reports the event by itself.
+
+        `tell` reports the result of a start, or what follows an exit.
+        """
 
     @abstractmethod
     def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
@@ -111,15 +128,15 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
-        """Return the nodes where an engine has died too often to be tried there first, with the number of deaths."""
+        """Return the nodes where an engine has died too often to be tried first, each with the number of exits."""
 
     @abstractmethod
     def model_name(self, name: str, num_models: int) -> str:
-        """Return a model's name as messages about its engines begin, or "" where they need no name."""
+        """Return the name of a model as it begins messages about its engines. Returns "" if messages need no name."""
 
     @abstractmethod
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return the error of requests that an engine has lost, where no other engine serves the model."""
+        """Return the error of requests that were lost with an engine, if no other engine serves the model."""
 
     @abstractmethod
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
@@ -127,13 +144,16 @@ class RestartPolicy(ABC):
 
     @abstractmethod
     def ended_status(self, what: str, reason: str) -> tuple[ModelStatus, str]:
-        """Return the status of a model whose other servers have all ended for good, which `what` says in words."""
+        """Return the status of an upstream model whose servers have all ended for good, and the reason.
+
+        `what` says in words what has ended.
+        """
 
 
 class NeverRestart(RestartPolicy):
-    """No engine is started again: a fault of the GPU would make it die again. Without engines the server ends.
+    """Never starts an engine again, because a fault of the GPU would make the new engine die too.
 
-    All engines have to start: the first error ends the server, and is its message.
+    Without engines the server ends. All engines have to start. The first error ends the server, and is its message.
     """
 
     max_early_deaths = 0
@@ -157,32 +177,32 @@ class NeverRestart(RestartPolicy):
         return None
 
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Return immediately: the first request of a client shows it as well."""
+        """Return immediately: the first request of a client also shows whether the engine answers."""
 
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Return immediately: requests find out who answers."""
+        """Return immediately: the first requests of clients find out whether the servers answer."""
 
     def tell(self, tell: Callable[[], None]) -> None:
-        """Return immediately: the table of a ready server and the error of another one tell it."""
+        """Do nothing: the table of a ready server, or the error of a server that ends, already says it."""
 
     def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
         """Return None."""
         return None
 
     def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
-        """Return none."""
+        """Return no nodes."""
         return {}
 
     def model_name(self, name: str, num_models: int) -> str:
-        """Return the name of one model of several."""
+        """Return the name if the server has several models, else ""."""
         return name if num_models > 1 else ""
 
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return that the server goes down, where that was its only model."""
+        """Return that an engine has died, and that the server shuts down if this was its only model."""
         return ENGINE_DEAD if num_models > 1 else SERVER_ENDS
 
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
-        """Return `dead` for a model that has served; one that has not ends the server."""
+        """Return `dead` if the model has served before. A model that has not served ends the server."""
         if outage.is_open:
             return "dead", f"{self.death_text(None, outage.num_models)} ({outage.reason})"
         return outage.status, outage.text
@@ -194,9 +214,9 @@ class NeverRestart(RestartPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartAfterPause(RestartPolicy):
-    """An engine that has died is started again after a pause, which doubles with each death in `window_s`.
+    """Starts an engine that has died again after a pause, which doubles with each exit within `window_s`.
 
-    Models fail and come back by themselves, and the server goes on without them.
+    Models fail and come back by themselves, and the server continues without them.
     """
 
     first_pause_s: float = 1.0
@@ -221,23 +241,26 @@ class RestartAfterPause(RestartPolicy):
         return True
 
     def start_error(self, errors: Sequence[tuple[str, MeltcoreError]], num_replicas: int) -> MeltcoreError | None:
-        """Return the first error where all replicas have failed: one is enough. Its report has named the engine."""
+        """Return the first error if all replicas have failed, since one replica is enough to serve.
+
+        The report of the failed start has already named the engine.
+        """
         return errors[0][1] if errors and len(errors) == num_replicas else None
 
     async def prove(self, probe: Callable[[float], Awaitable[None]], left_s: float) -> None:
-        """Wait for the answer."""
+        """Wait until the engine has answered."""
         await probe(max(0.0, min(self.probe_limit_s, left_s)))
 
     async def wait_elsewhere(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Wait until one answers."""
+        """Wait until one server answers."""
         await answered()
 
     def tell(self, tell: Callable[[], None]) -> None:
-        """Tell it."""
+        """Report it."""
         tell()
 
     def pause_s(self, deaths_s: Sequence[float], now_s: float) -> float | None:
-        """Return the pause after exits at these times, or None when they are too many."""
+        """Return the pause after exits at these times. Returns None if there were too many exits."""
         num_recent = sum(now_s - death_s < self.window_s for death_s in deaths_s)
         if num_recent >= self.max_deaths:
             return None
@@ -245,7 +268,7 @@ class RestartAfterPause(RestartPolicy):
         return min(self.max_pause_s, self.first_pause_s * float(2**doublings))
 
     def failed_nodes(self, deaths: Sequence[Death], now_s: float) -> Mapping[str, int]:
-        """Return the nodes with too many deaths."""
+        """Return the nodes on which the engine has died too often."""
         counts = Counter(death.node for death in deaths if now_s - death.at_s < self.window_s)
         return {node: count for node, count in counts.items() if count >= self.max_node_deaths}
 
@@ -254,11 +277,11 @@ class RestartAfterPause(RestartPolicy):
         return name
 
     def death_text(self, pause_s: float | None, num_models: int) -> str:
-        """Return whether the request can be sent again."""
+        """Return that an engine has died, and whether the client can send the request again."""
         return ENGINE_FAILED if pause_s is None else ENGINE_RESTARTS
 
     def status(self, outage: Outage) -> tuple[ModelStatus, str]:
-        """Return what the model waits for, or that it has failed."""
+        """Return the status and the reason: what the model waits for, or that it has failed."""
         name, reason = outage.name, outage.reason
         if outage.states == {"failed"}:
             if outage.is_open:

@@ -1,6 +1,6 @@
-"""One model of the supervisor: its engines are started, watched, restarted and replaced. API servers follow its state.
+"""One model of the supervisor, whose engines are started, watched, restarted and replaced. API servers get its state.
 
-An engine that dies ends its own requests only. Whether and when it is started again, its server's policy says.
+An engine that dies ends only its own requests. The policy of the server decides whether and when it is started again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meltcore.settings.server_config import ModelConfig
 
 
 class ServedModel(SupervisedModel[Replica]):
-    """The engines of one model, from their first start to the end of the server, or of the model in it."""
+    """The engines of one model, from their first start until the server ends or the model is removed."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ServedModel(SupervisedModel[Replica]):
         stats: ModelStats,
         parts: ServerParts,
     ) -> None:
-        """Create the engines and add the model to all API servers. `task` is None where it could not be found out."""
+        """Create the engines, and add the model to all API servers. `task` is None if the task is unknown."""
         folder, name, count = parts.log_folder, config.names[0], len(placements)
         replicas = [
             Replica(index=index, placement=placement, log=folder and log_path(folder, name, index, count))
@@ -71,7 +71,7 @@ class ServedModel(SupervisedModel[Replica]):
     # --- starting
 
     async def load(self) -> None:
-        """Start all engines and open the model to requests. Raises MeltcoreError when it cannot serve."""
+        """Start all engines, and accept requests for the model. Raises MeltcoreError if the model cannot serve."""
         text_failed = self._parts.pool.model_failed(self.number)
         started = asyncio.create_task(self._start_all())
         try:
@@ -94,7 +94,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.limits = limits
 
     async def _start(self, replica: Replica) -> EngineReady:
-        """Start an engine for a replica, once a node has room for it. Raises MeltcoreError."""
+        """Start the engine of a replica, once a node has memory for it. Raises MeltcoreError."""
         while True:
             try:
                 return await self._start_placed(replica)
@@ -103,7 +103,10 @@ class ServedModel(SupervisedModel[Replica]):
             await self.may_run.wait()
 
     async def _start_placed(self, replica: Replica) -> EngineReady:
-        """Start an engine and wait until it can serve. Raises MeltcoreError; EnginePendingError without a place."""
+        """Start the engine of a replica and wait until it can serve.
+
+        Raises MeltcoreError, and EnginePendingError if the engine has no place.
+        """
         replica.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._parts.gate.loading(replica.placement):
@@ -129,7 +132,10 @@ class ServedModel(SupervisedModel[Replica]):
         return limits
 
     async def _wait_for_room(self, replica: Replica, reason: str) -> None:
-        """Wait until the engine of a replica is tried again, which was not started. That is no death."""
+        """Wait until the start of a replica's engine is tried again.
+
+        That it was not started does not count as an exit.
+        """
         await replica.process.stop()
         self._remove_sockets(replica)
         if (replica.state, replica.reason) != ("pending", reason):
@@ -152,7 +158,7 @@ class ServedModel(SupervisedModel[Replica]):
         self._parts.policy.tell(lambda: self.log("engine_ready", replica, load_s=limits.load_s))
 
     def _reopen(self, limits: EngineReady) -> None:
-        """Tell API servers when a new engine can do less than those before: another process has taken memory."""
+        """Update the limits in API servers if a new engine has lower ones, because another process has taken memory."""
         assert self.limits is not None
         common = msgspec.structs.replace(
             common_limits([self.limits, limits]), load_s=self.limits.load_s, memory=self.limits.memory
@@ -199,7 +205,10 @@ class ServedModel(SupervisedModel[Replica]):
     # --- sleeping
 
     async def sleep_process(self, replica: Replica, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Let an engine sleep; returns whether it does. One that cannot is reported; one that has died was before."""
+        """Put an engine to sleep. Returns whether it sleeps.
+
+        An engine that cannot sleep is reported here. An engine that has died was reported before.
+        """
         answer = await self._ask(replica, Sleep(keep), limit_s)
         if isinstance(answer, Asleep) and answer.error is None:
             replica.resident_bytes = answer.resident_bytes
@@ -212,7 +221,7 @@ class ServedModel(SupervisedModel[Replica]):
         return False
 
     async def wake_process(self, replica: Replica, limit_s: float) -> str:
-        """Wake an engine; returns why it still sleeps, or "" where it does not: it serves, or has died."""
+        """Wake an engine. Returns why it still sleeps, or "" if it serves or has died."""
         answer = await self._ask(replica, Wake(), limit_s)
         if replica.state != "sleeping":  # it has died, and is started again
             return ""
@@ -227,7 +236,7 @@ class ServedModel(SupervisedModel[Replica]):
         return reason
 
     async def _ask(self, replica: Replica, message: Sleep | Wake, limit_s: float) -> Asleep | Awake | str:
-        """Return an engine's answer, or the reason for its absence."""
+        """Send a message to an engine. Returns its answer, or the reason why there is none."""
         engine = replica.process
         answer: asyncio.Future[Asleep | Awake] = asyncio.get_running_loop().create_future()
         replica.answer = answer
@@ -250,7 +259,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     @property
     def is_pending(self) -> bool:
-        """Whether no engine serves or loads, as one waits for room on a node."""
+        """Whether no engine serves or loads, and one waits for memory on a node."""
         return self._starts.is_pending
 
     @property
@@ -263,7 +272,7 @@ class ServedModel(SupervisedModel[Replica]):
         self._parts.log.write(event, model=self.name, replica=replica.index, **fields)
 
     def update_status(self, pause_s: float | None = None) -> None:
-        """Derive the status from the replicas. An engine is started again after `pause_s`."""
+        """Update the model's status from its replicas. `pause_s` is the time until an engine is started again."""
         if self._draining:
             return
         if self.limits is not None and self.stats.live_replicas():
@@ -284,7 +293,7 @@ class ServedModel(SupervisedModel[Replica]):
         self.set_status(*self._parts.policy.status(outage))
 
     def describe(self, replica: int, default: str) -> str:
-        """Return the name of an engine in messages. `default` names the single engine of a server."""
+        """Return the name of an engine for messages. `default` is the name of a server's only engine."""
         name = self._parts.policy.model_name(self.name, self._parts.pool.num_models)
         return f"{name} replica {replica}".strip() if len(self.replicas) > 1 else name or default
 
@@ -292,7 +301,7 @@ class ServedModel(SupervisedModel[Replica]):
 
     @property
     def cluster_problem(self) -> str:
-        """The reason why the cluster of the engines cannot be changed, or "" where it can or there is no cluster."""
+        """Why the cluster of the engines cannot be changed. It is "" if it can be changed, and without a cluster."""
         problem = self._parts.launcher.problem
         return problem and f"the cluster cannot be changed: {problem}"
 

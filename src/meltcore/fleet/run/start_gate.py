@@ -1,4 +1,7 @@
-"""When engines may start: one that measures the free memory of its GPUs must not see another one that is loading."""
+"""Decides when engines may start.
+
+An engine that measures the free memory of its GPUs must not start while another engine loads there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ WAVE = 64  # engines of a cluster that load at the same time: they read their ch
 
 
 class _Start(NamedTuple):
-    """An engine that is loading or wants to. With `measures` it takes the free memory, instead of a number of bytes."""
+    """An engine that loads or waits to load. With `measures` it has no budget in bytes, and takes all free memory."""
 
     gpus: frozenset[str]
     measures: bool
@@ -24,10 +27,10 @@ class _Start(NamedTuple):
 
 
 class StartGate:
-    """Lets engines load in the order in which they ask, in parallel where their memory allows.
+    """Lets engines load in the order in which they ask, concurrently if their memory allows it.
 
-    Engines with `memory_bytes` load concurrently. One without takes all that is free of its GPUs, so it loads alone
-    there. An engine on a CPU waits for none. Engines of a cluster start in waves of at most WAVE.
+    Engines with `memory_bytes` load concurrently. An engine without it takes all free memory of its GPUs, so it loads
+    alone there. An engine on a CPU never waits. Engines of a cluster start in groups of at most WAVE.
     """
 
     def __init__(self) -> None:
@@ -36,7 +39,7 @@ class StartGate:
 
     @asynccontextmanager
     async def loading(self, placement: Placement) -> AsyncIterator[None]:
-        """Wait until the engine of `placement` may load; the block is its loading."""
+        """Wait until the engine of `placement` may load. The engine loads during the block."""
         start = _Start(placed_gpus(placement), placement.engine.memory_bytes is None, bool(placement.node))
         self._starts.append(start)
         try:

@@ -1,4 +1,4 @@
-"""What models of the supervisor share, with engines of ours or upstream servers: status, drain, sleep, replacement."""
+"""What models of the supervisor share, with own engines or upstream servers: status, drain, sleep and replacement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _R = TypeVar("_R", bound=ReplicaLife[Any])
 
 @dataclass(frozen=True, kw_only=True)
 class ServerParts:
-    """What the models of a server share."""
+    """The parts of a server that its models share."""
 
     pool: WorkerPool
     gate: StartGate
@@ -46,7 +46,7 @@ class ServerParts:
 
 
 class SupervisedModel(ABC, Generic[_R]):
-    """The replicas of one model, from their first start to the end of the server, or of the model in it."""
+    """The replicas of one model, from their first start until the server ends or the model is removed."""
 
     def __init__(
         self,
@@ -85,46 +85,52 @@ class SupervisedModel(ABC, Generic[_R]):
 
     @abstractmethod
     async def load(self) -> None:
-        """Start all replicas and wait for them. Raises MeltcoreError when the model cannot serve."""
+        """Start all replicas and wait for them. Raises MeltcoreError if the model cannot serve."""
 
     @abstractmethod
     def update_status(self, pause_s: float | None = None) -> None:
-        """Derive the status from the replicas. A process that has just ended is started again after `pause_s`."""
+        """Update the model's status from its replicas.
+
+        `pause_s` is the time until an ended process is started again.
+        """
 
     @abstractmethod
     async def sleep_process(self, replica: _R, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Let the process of a draining replica sleep, which may take so long; returns whether it does."""
+        """Put the process of a drained replica to sleep within `limit_s`. Returns whether it sleeps."""
 
     @abstractmethod
     async def wake_process(self, replica: _R, limit_s: float) -> str:
-        """Wake the process of a sleeping replica; returns why it still sleeps, or "" where it does not."""
+        """Wake the process of a sleeping replica. Returns why it still sleeps, or "" if it does not."""
 
     @abstractmethod
     async def _start(self, replica: _R) -> Any:
-        """Start a process for a replica and wait until it can serve; returns its limits. Raises MeltcoreError."""
+        """Start a process for a replica and wait until it can serve. Returns its limits. Raises MeltcoreError."""
 
     @abstractmethod
     def _on_ready(self, replica: _R, result: Any) -> None:
-        """Note that a replica serves. `_start` has returned `result`."""
+        """Note that a replica serves. `result` is what `_start` has returned."""
 
     @abstractmethod
     def _tell_end(self, replica: _R, *, was_serving: bool, num_open: int, plan: str) -> None:
-        """Log and print how a process with `num_open` requests has ended or could not start, and the plan for it."""
+        """Log and print how a process has ended or could not start, and what is planned for it.
+
+        `num_open` is the number of requests that were open.
+        """
 
     def _is_final(self, replica: _R, error: MeltcoreError) -> bool:  # noqa: ARG002 - another try may help
-        """Return whether a start that has failed with this error will always fail."""
+        """Return whether a start that has failed with this error would fail every time."""
         return False
 
     def describe(self, replica: int, default: str) -> str:  # noqa: ARG002 - errors of other servers name them
-        """Return the name of a replica in messages, `default` where they need none."""
+        """Return the name of a replica for messages, or `default` if messages need no name."""
         return default
 
     # --- starting and ending
 
     async def _start_all(self) -> None:
-        """Start all replicas and wait for them. Raises MeltcoreError where the model cannot serve, as the policy says.
+        """Start all replicas and wait for them. Raises MeltcoreError if the model cannot serve, as the policy decides.
 
-        Replicas that have started, and those that are pending, go on where it does not.
+        After an error, replicas that have started or are pending continue.
         """
         for replica in self.replicas:
             replica.begin("replace")
@@ -136,7 +142,7 @@ class SupervisedModel(ABC, Generic[_R]):
         return self._parts.policy.start_error(errors, len(self.replicas))
 
     async def load_or_fail(self) -> None:
-        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        """Do as `load`. If the model cannot serve, it stays in the server as failed."""
         try:
             await self.load()
         except MeltcoreError as error:
@@ -144,7 +150,7 @@ class SupervisedModel(ABC, Generic[_R]):
             self.fail(str(error))
 
     async def _keep(self, replica: _R) -> None:
-        """Start the process of a replica, and start it again each time that it ends, as the policy has it."""
+        """Start the process of a replica, and start it again after each end, as the policy decides."""
         while True:
             await self.may_run.wait()
             try:
@@ -166,7 +172,7 @@ class SupervisedModel(ABC, Generic[_R]):
     def _after_end(self, replica: _R, reason: str, *, is_final: bool) -> float | None:
         """Fail the requests of a process that has ended.
 
-        Returns the pause until the next start, or None for no start.
+        Returns the pause until the next start. Returns None if there is no next start.
         """
         policy, now_s, is_evicted = self._parts.policy, time.monotonic(), replica.process.is_evicted
         was_serving, num_open = replica.state in SERVED, round(self.stats.open_requests(replica.index))
@@ -195,7 +201,7 @@ class SupervisedModel(ABC, Generic[_R]):
         return pause_s
 
     def _note_started(self, replica: _R, result: Any) -> None:
-        """Note that a replica serves; `result` is the outcome of its first start."""
+        """Note that a replica serves. `result` is the result of its first start."""
         if replica.started is not None and not replica.started.done():
             replica.started.set_result(result)
         self._starts.note()
@@ -217,18 +223,18 @@ class SupervisedModel(ABC, Generic[_R]):
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """Refuse requests from now on; `reason` says why the model could not be loaded."""
+        """Refuse requests from now on. `reason` says why the model could not be loaded."""
         if not self._draining:
             self._parts.log.write("model_failed", model=self.name, why=reason)
             self._parts.report(f"{self.name} could not be loaded: {reason}")
             self.set_status("failed", f"{self.name} could not be loaded: {self._shortened(reason)}")
 
     def _shortened(self, reason: str) -> str:
-        """Return a reason as refused requests receive it."""
+        """Return a reason in the length in which refused requests receive it."""
         return reason
 
     def drain(self, reason: str) -> None:
-        """Refuse new requests; the open ones continue, and a process that ends is not started again."""
+        """Refuse new requests. Open requests continue, and a process that ends is not started again."""
         self._draining = True
         self.set_status("draining", reason)
 
@@ -258,15 +264,19 @@ class SupervisedModel(ABC, Generic[_R]):
         await replica.process.wait_freed()  # another one is started
 
     def _end_requests(self, replica: _R, message: str) -> None:
-        """End the requests of a replica whose process has ended or is about to, with this error."""
+        """End the requests of a replica with the error `message`.
+
+        The process of the replica has ended or is about to end.
+        """
 
     # --- replacing
 
     async def replace_engines(self, drain_limit_s: float) -> None:
-        """Replace one process after another, each once its requests have ended. Raises MeltcoreError if one fails.
+        """Replace one process after another, each after its requests have ended. Raises MeltcoreError if a start fails.
 
         Requests that take longer than `drain_limit_s` are ended with an error. While no other replica serves, new
-        requests are refused with 503. A model that sleeps stays asleep: its processes are started when it is wanted.
+        requests are refused with 503. A model that sleeps stays asleep: its processes are started when a request needs
+        the model.
         """
         async with self.changing:
             is_asleep = not self.may_run.is_set()
@@ -294,7 +304,7 @@ class SupervisedModel(ABC, Generic[_R]):
     # --- sleeping
 
     def begin_sleep(self) -> None:
-        """Let requests wait from now on, and start no process."""
+        """Let requests wait from now on, and start no more processes."""
         self.may_run.clear()
         for replica in self.replicas:
             if replica.state != "failed":
@@ -302,17 +312,17 @@ class SupervisedModel(ABC, Generic[_R]):
         self.update_status()
 
     def begin_wake(self) -> None:
-        """Let processes be started; those that sleep are woken by the caller."""
+        """Allow that processes are started. The caller wakes processes that sleep."""
         self.set_status("waking", f"{self.name} is being woken")
         self.may_run.set()
 
     def end_wake(self, took_s: float) -> None:
-        """Count a wake."""
+        """Count a wake-up that took `took_s`."""
         self.stats.count_wake(took_s)
         self.update_status()
 
     async def end_engine(self, replica: _R) -> None:
-        """End the process of a replica; it is started again once the model may run."""
+        """End the process of a replica. It is started again when the model may be awake."""
         await self._end_process(replica)
         replica.begin("unload")
         replica.restarts += 1
@@ -323,7 +333,7 @@ class SupervisedModel(ABC, Generic[_R]):
     # --- telling
 
     def set_status(self, status: ModelStatus, reason: str) -> None:
-        """Tell all API servers the status of the model, and the reason that refused requests receive."""
+        """Send all API servers the status of the model, and the reason that refused requests receive."""
         if (status, reason) != (self.status, self.reason):
             self.status, self.reason = status, reason
             self._parts.pool.broadcast(StatusChanged(self.number, status, reason))

@@ -1,6 +1,6 @@
-"""One upstream model of the supervisor: servers that run elsewhere, or processes that it starts and starts again.
+"""One upstream model of the supervisor: servers that run elsewhere, or processes that the supervisor starts.
 
-API servers only get addresses. Whether a server answers, each of them asks by itself.
+API servers get only addresses. Each of them checks by itself whether a server answers.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _HEALTH_POLL_S = 0.5  # of servers that run elsewhere, until one answers
 
 @dataclass(eq=False, kw_only=True)
 class UpstreamServer(ReplicaLife[UpstreamProcess]):
-    """One replica of a upstream model that a command starts."""
+    """One replica of an upstream model that is started by a command."""
 
     log: Path
     port: int
 
 
 class UpstreamModel(SupervisedModel[UpstreamServer]):
-    """The servers of one upstream model, from their first start to the end of the server, or of the model in it."""
+    """The servers of one upstream model, from their first start until the server ends or the model is removed."""
 
     def __init__(self, number: int, name: str, config: ModelSection, stats: ModelStats, parts: ServerParts) -> None:
-        """Add the model to all API servers. Raises ConfigError where the upstream's API key is missing."""
+        """Add the model to all API servers. Raises ConfigError if the upstream's API key is missing."""
         key = upstream_api_key(name, config)  # a message here, not a death of every API server
         folder, count = parts.log_folder or parts.sockets, 0 if config.url else config.replicas
         servers = [
@@ -77,9 +77,9 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
     # --- starting
 
     async def load(self) -> None:
-        """Start all servers and wait for them, or for the one that runs elsewhere, up to `timeouts.start_s`.
+        """Start all servers and wait for them, or wait for the server that runs elsewhere, up to `timeouts.start_s`.
 
-        Raises MeltcoreError where the model cannot serve.
+        Raises MeltcoreError if the model cannot serve.
         """
         if self._elsewhere:
             await self._parts.policy.wait_elsewhere(
@@ -89,14 +89,14 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         self.update_status()
 
     async def load_or_fail(self) -> None:
-        """Do as `load`, and leave the model in the server as failed when it cannot serve."""
+        """Do as `load`. If the model cannot serve, it stays in the server as failed."""
         await super().load_or_fail()
         if self._elsewhere and self.status == "failed":  # it may be started yet
             await self._wait_elsewhere(self._elsewhere, math.inf)
             self.update_status()
 
     async def _wait_elsewhere(self, server: Upstream, limit_s: float) -> None:
-        """Wait until the server at the address is healthy. Raises ConfigError where it is not in time."""
+        """Wait until the server at the address is healthy. Raises ConfigError if it is not healthy in time."""
         deadline_s = time.monotonic() + limit_s
         while True:
             await server.check_health()
@@ -109,7 +109,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
             await asyncio.sleep(min(_HEALTH_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
     async def fail_loading(self, reason: str) -> None:
-        """Give up a model that takes too long to load for the first time, with the last output of its server."""
+        """Give up a model that takes too long to load for the first time. The error has its server's last output."""
         late = next((each.process for each in self.replicas if each.state == "loading"), None)
         await super().fail_loading(reason if late is None else f"{reason}; its last output:\n{late.log_tail()}")
 
@@ -117,7 +117,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return one_line(reason)
 
     async def _start(self, server: UpstreamServer) -> float:
-        """Start the process of a replica; returns the seconds until it could serve. Raises ConfigError."""
+        """Start the process of a replica. Returns the seconds until it could serve. Raises ConfigError."""
         server.apply("start")
         self.stats.set("start_s", time.monotonic())
         async with self._gate(server.index):
@@ -133,7 +133,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         )
 
     def _gate(self, replica: int) -> AbstractAsyncContextManager[None]:
-        """Wait for engines that load on the same GPUs. Without GPUs of its own a server waits for none."""
+        """Wait for engines that load on the same GPUs. A server without GPUs of its own does not wait."""
         if not (gpus := self.config.replica_gpus[replica]):
             return nullcontext()
         size = self.config.tensor_parallel_size
@@ -171,7 +171,10 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
     # --- sleeping
 
     async def sleep_process(self, server: UpstreamServer, keep: Literal["host", "disk"], limit_s: float) -> bool:
-        """Let a server sleep that can; returns whether it does. One that refuses is reported."""
+        """Put a server to sleep if it has a sleep mode. Returns whether it sleeps.
+
+        A server that refuses is reported.
+        """
         if self.config.sleep_mode != "vllm" or keep != "host":
             return False
         try:
@@ -183,7 +186,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return True
 
     async def wake_process(self, server: UpstreamServer, limit_s: float) -> str:
-        """Wake a server; returns "". One that does not wake is ended, and started again."""
+        """Wake a server. A server that does not wake is ended and started again, so the result is always ""."""
         problem = ""
         try:
             await server.process.post(_WAKE_PATH, limit_s)
@@ -207,7 +210,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
         return self.status == "loading"
 
     def update_status(self, pause_s: float | None = None) -> None:  # noqa: ARG002 - its clients see no pause
-        """Derive the status from the processes."""
+        """Update the model's status from its processes."""
         if self._draining:
             return
         states = [server.state for server in self.replicas]
@@ -224,7 +227,7 @@ class UpstreamModel(SupervisedModel[UpstreamServer]):
 
 
 def check_upstream(name: str, config: ModelSection) -> None:
-    """Raise ConfigError where an upstream model cannot work: a missing key or program, or a path that has no route."""
+    """Raise ConfigError if an upstream model cannot work: a key or a program is missing, or a path has no route."""
     upstream_api_key(name, config)
     if config.command is not None:
         upstream_command(name, config, 0, 1)

@@ -1,8 +1,8 @@
 """Starts, watches and restarts the API server processes of a server, and gives them connections.
 
-The supervisor accepts and passes each connection to the worker with the fewest. Hashing connections over several
-listening sockets (SO_REUSEPORT) leaves one worker with a fifth more than its share at 400 connections. It would also
-let a second server join a port in use.
+The supervisor accepts each connection and passes it to the worker with the fewest connections. The alternative is to
+hash connections over several listening sockets (SO_REUSEPORT). With 400 connections this gives one worker a fifth more
+than its share. It would also let a second server use a port that is in use.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ ModelMessage = OpenModel | StatusChanged | EndRequests | ReplicaStarted | Replic
 
 
 def worker_count(config: ServerConfig) -> int:
-    """Return the number of API server processes: as configured, else one per four cores, at most four.
+    """Return the configured number of API server processes, by default one per four cores and at most four.
 
-    One moves about 40,000 tokens/s. While it is busy with one request, all its streams wait. Engines and clients need
-    cores too.
+    One process passes on about 40,000 tokens/s. All its streams wait while it is busy with one request. Engines and
+    clients need cores too.
     """
     cores = len(os.sched_getaffinity(0))
     return config.server.api_server_count or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
 
 
 class APIServerWorker:
-    """One API server process, and the number of connections it was given."""
+    """One API server process, and the number of connections that it was given."""
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id  # its row of the statistics and its sockets, from 1 on
@@ -107,10 +107,15 @@ class WorkerPool:
     ) -> None:
         """Create the pool.
 
-        `policy` says when a worker is restarted, and when the server ends. `report` prints a line.
-
-        `on_lost(worker_id, exit_reason, open_requests)` is called when a worker died. `on_unreadable(model, replica,
-        reason)` is called when a worker could not decode a message of that engine.
+        Args:
+            config: settings of the server.
+            stats: statistics of the server.
+            directory: folder of the engines' sockets.
+            policy: decides when a worker is restarted, and when the server ends.
+            report: prints a line.
+            on_lost: is called with (worker id, exit reason, open requests) when a worker has died.
+            on_unreadable: is called with (model, replica, reason) when a worker could not decode a message of that
+                engine.
         """
         self._config = config
         self._stats = stats
@@ -137,7 +142,7 @@ class WorkerPool:
     # --- models
 
     def add_model(self, message: AddModel | AddUpstream) -> None:
-        """Let all workers load the tokenizer of a model, or watch the servers of an upstream one."""
+        """Let all workers load the tokenizer of a model, or watch the servers of an upstream model."""
         self._models[message.model] = message
         opened = self._opened[message.model] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # may be read by no one
@@ -158,7 +163,7 @@ class WorkerPool:
     async def open_model(self, message: OpenModel) -> bool:
         """Let all workers accept requests for a model, and wait until they can.
 
-        Returns whether its tokenizer is a substitute. Raises ConfigError when one cannot load what it needs.
+        Returns whether the model's tokenizer is a substitute. Raises ConfigError if a worker cannot load what it needs.
         """
         opened = self._opened[message.model]
         self.broadcast(message)
@@ -169,7 +174,7 @@ class WorkerPool:
         return opened.result()
 
     def change_routes(self, config: ServerConfig) -> None:
-        """Let all workers choose models by the routes of `config`, which later ones start with."""
+        """Let all workers choose models by the routes of `config`. Workers that start later do so too."""
         self._config = config
         self._send(self._routes())
 
@@ -182,7 +187,10 @@ class WorkerPool:
         return len(self._models)
 
     def model_failed(self, model: int) -> asyncio.Future[bool]:
-        """Return a future with the error of a model that a worker cannot serve. It is done also when all can."""
+        """Return a future that is done once all workers can serve a model.
+
+        If a worker cannot serve the model, the future gets the worker's error.
+        """
         return self._opened[model]
 
     def broadcast(self, message: ModelMessage) -> None:
@@ -193,13 +201,16 @@ class WorkerPool:
     # --- connections
 
     def assign(self, connection: socket.socket) -> None:
-        """Pass `connection` to the worker with the fewest connections, or to the next one that starts."""
+        """Pass `connection` to the worker with the fewest connections.
+
+        Without a worker, the next one that starts gets it.
+        """
         self._pending.append(connection)
         if len(self._pending) == 1:
             self._assign_pending()
 
     async def stop(self) -> None:
-        """Let all workers close their connections and exit; kill those that exceed the limit."""
+        """Let all workers close their connections and exit. Workers that exceed the time limit are killed."""
         self._exiting = True
         for worker in self._workers:
             if worker.started:
@@ -238,7 +249,7 @@ class WorkerPool:
                 return
 
     def _is_available(self, worker: APIServerWorker) -> bool:
-        """Whether a worker serves all that every other one can serve: without, it would refuse requests."""
+        """Return whether a worker serves all models that other workers serve. Otherwise it would refuse requests."""
         return worker.started and all(
             number in worker.opened for number, opened in self._opened.items() if _is_open(opened)
         )
@@ -303,9 +314,9 @@ class WorkerPool:
             self._assign_pending()
 
     async def _watch(self, worker: APIServerWorker) -> None:
-        """Wait for the end of a worker. It is restarted, unless it ended before it could serve.
+        """Wait for the end of a worker. The worker is restarted, unless it ended before it could serve.
 
-        In a fleet a restarted one may do that a few times: one fault must not end all models.
+        In a fleet a restarted worker may end early a few times, because one fault must not end all models.
         """
         assert worker.process is not None
         exit_text = describe_exit(await worker.process.wait())
@@ -341,7 +352,7 @@ class WorkerPool:
 
 
 def _after(model: AddModel | AddUpstream, message: ModelMessage) -> AddModel | AddUpstream:
-    """Return what is sent of a model to a worker that starts after a message about it."""
+    """Return what a worker that starts after `message` about a model receives of the model."""
     if isinstance(message, StatusChanged):
         return msgspec.structs.replace(model, status=message)
     if isinstance(message, EndRequests) or isinstance(model, AddUpstream):

@@ -1,1 +1,1 @@
-"""Models that share GPUs: sleep and wake, turns, residency, MPS."""
+"""Models that share GPUs: sleep and wake-up, turns, residency, and MPS."""

@@ -1,7 +1,7 @@
-"""Runs NVIDIA's Multi-Process Service for the engines of a server, so that their kernels share a GPU at the same time.
+"""Runs NVIDIA's Multi-Process Service for the engines of a server, so that their kernels run on a GPU concurrently.
 
-Without it the driver lets processes take turns of about 2 ms, and a turn belongs to one process however little of the
-GPU its kernels fill. The daemon runs as the user of the server, with folders of its own, and ends with the server.
+Without MPS the driver lets processes take turns of about 2 ms. Each turn belongs to one process, however little of the
+GPU its kernels fill. The MPS daemon runs as the user of the server with folders of its own, and ends with the server.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LOG_TAIL = 400  # characters
 
 
 class MpsDaemon:
-    """A control daemon, which starts a server process for its clients."""
+    """Runs an MPS control daemon, which starts a server process for its clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Prepare the daemon. Its sockets and logs go to the private `folder`; a socket's path is at most 107 bytes.
+        """Prepare the daemon. Raises ConfigError if the control program is not installed.
 
-        Raises ConfigError where the control program is not installed.
+        The daemon's sockets and logs are in the private `folder`. The path of a socket may have at most 107 bytes.
         """
         control = shutil.which(_PROGRAM, path=os.pathsep.join([os.environ.get("PATH", ""), *_FOLDERS]))
         if control is None:
@@ -42,7 +42,7 @@ class MpsDaemon:
         self._process: LoggedProcess | None = None
 
     def start(self) -> None:
-        """Start the daemon and wait for its socket. Raises ConfigError where it ends or is not ready in time."""
+        """Start the daemon and wait for its socket. Raises ConfigError if the daemon ends or is not ready in time."""
         for path in self.environment.values():
             Path(path).mkdir(parents=True, exist_ok=True)
         (self._pipe / "control").unlink(missing_ok=True)  # of a daemon that was killed
@@ -64,9 +64,10 @@ class MpsDaemon:
             raise
 
     def client_environment(self, priority_class: PriorityClass, sm_percent: int) -> dict[str, str]:
-        """Return what an engine's environment needs; a daemon that has ended is started again.
+        """Return the environment variables of an engine. A daemon that has ended is started again.
 
-        Engines below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError as `start` does.
+        An engine below the class `interactive` may use `sm_percent` of the GPU's SMs. Raises ConfigError as `start`
+        does.
         """
         if not self.is_running:
             self.stop()

@@ -1,9 +1,9 @@
-"""Decides which sleepable models are awake by times, bytes and waiting requests, without processes and clocks.
+"""Decides which sleepable models are awake, by times, bytes and waiting requests, without processes and clocks.
 
-Models that take turns share the memory of their devices. A model that is wanted replaces others: idle models first,
-then models of the least urgent class, then models used longest ago. Three rules keep models from being swapped all the
-time: each stays for a minimum time, a busy one keeps its turn unless a more urgent class waits, and swaps per minute
-are limited. No model starves: one that has waited for several turns comes before all classes.
+Models that take turns share the memory of their devices. A model that is needed replaces other models: idle ones first,
+then those of the least urgent class, then those that were used longest ago. Three rules limit swaps. Each model stays
+awake for a minimum time. A busy model keeps its turn unless a more urgent class waits. The swaps per minute are
+limited. No model starves: a model that has waited for several turns comes before all classes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ IDLE_RANK = 99  # of a model without work: after every class
 
 
 class Demand(NamedTuple):
-    """What clients want of a model now.
+    """The demand for a model now.
 
     Args:
-        rank: index of the most urgent class that waits, where 0 is the first, or None if nothing waits.
-        running: whether engines work for it.
-        is_forced: an operator wants it, or it has to be loaded. No minimum time and no limit of swaps counts.
+        rank: index of the most urgent class that waits, where 0 is the most urgent. None if no request waits.
+        running: whether engines work for the model.
+        is_forced: whether an operator wakes the model, or it has to be loaded. The minimum time and the limit of swaps
+            do not apply then.
     """
 
     rank: int | None = None
@@ -37,7 +38,7 @@ class Demand(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A model to wake once the models of `sleep` have fallen asleep. The caller reports both to the policy."""
+    """A model to wake once the models of `sleep` are asleep. The caller reports both to the policy."""
 
     wake: int
     sleep: tuple[int, ...]
@@ -45,9 +46,9 @@ class Swap(NamedTuple):
 
 @dataclass
 class _Member:
-    """A sleepable model, with `size_bytes` by device while it is awake.
+    """A sleepable model, with the bytes that it takes on each device while it is awake.
 
-    A model of unknown size (None) shares with none.
+    A model of unknown size (None) shares a device with no other model.
     """
 
     rank: int  # of its requests that run
@@ -62,16 +63,19 @@ class _Member:
 
     @property
     def work_rank(self) -> int:
-        """The most urgent class that it works for now; IDLE_RANK for none."""
+        """The rank of the most urgent class for which the model works now, or IDLE_RANK if it works for none."""
         ranks = [self.rank] if self.demand.running else []
         return min([*ranks, *([] if self.demand.rank is None else [self.demand.rank])], default=IDLE_RANK)
 
 
 class Residency:
-    """Decides on swaps. Times are monotonic seconds, and never go back from call to call."""
+    """Decides on swaps. Times are monotonic seconds, and must not decrease from call to call."""
 
     def __init__(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """`room_bytes`: for models that take turns, by device. A device without it has room for the largest model."""
+        """Create the policy. `room_bytes` are the bytes on each device for models that take turns.
+
+        A device that is missing there has memory for the largest model.
+        """
         self.change_config(config, room_bytes)
         self._members: dict[int, _Member] = {}
         self._swaps_s: deque[float] = deque()
@@ -84,18 +88,18 @@ class Residency:
     # --- members
 
     def add(self, key: int, rank: int, size_bytes: Mapping[str, int | None]) -> None:
-        """Add a model, which is asleep. `rank` is the index of its requests' class.
+        """Add a model, which is asleep. `rank` is the index of its class.
 
-        It takes `size_bytes` by device while it is awake.
+        `size_bytes` are the bytes that it takes on each device while it is awake.
         """
         self._members[key] = _Member(rank, dict(size_bytes))
 
     def move(self, key: int, size_bytes: Mapping[str, int | None]) -> None:
-        """Note that engines of a model are on other devices than before."""
+        """Note that the engines of a model have moved to other devices."""
         self._members[key].size_bytes = dict(size_bytes)
 
     def remove(self, key: int) -> None:
-        """Remove a model. Its memory is free."""
+        """Remove a model, whose memory is then free."""
         self._members.pop(key, None)
 
     def state(self, key: int) -> Residence:
@@ -106,29 +110,29 @@ class Residency:
         return key in self._members
 
     def fell_asleep(self, key: int) -> None:
-        """Note that a model has given up its memory."""
+        """Note that a model has freed its memory."""
         if key in self._members:
             self._members[key].state = "asleep"
 
     def woke(self, key: int, now_s: float, took_s: float) -> None:
-        """Note that a model can serve, or tries to by itself."""
+        """Note that a model can serve, or that its engines try to start by themselves."""
         if (member := self._members.get(key)) is not None:
             member.state, member.since_s, member.used_s = "awake", now_s, now_s
             member.wake_s, member.wanted_s = took_s, None
 
     def block(self, key: int, until_s: float) -> None:
-        """Note that a model could not be woken: it is asleep, and not woken before `until_s`."""
+        """Note that a model could not be woken. It is asleep, and is not woken before `until_s`."""
         if (member := self._members.get(key)) is not None:
             member.state, member.blocked_s, member.wanted_s = "asleep", until_s, None
 
     def begin_sleep(self, key: int) -> None:
-        """Note that an awake model is put to sleep without another one to wake."""
+        """Note that an awake model is put to sleep, although no other model is to be woken."""
         self._members[key].state = "falling_asleep"
 
     # --- decisions
 
     def decide(self, now_s: float, demands: Mapping[int, Demand]) -> list[Swap]:
-        """Return the swaps to begin now; their models count as falling asleep and waking from now on."""
+        """Return the swaps to begin now. Their models count as falling asleep and waking from now on."""
         for key, member in self._members.items():
             member.demand = demands.get(key, Demand())
             is_wanted = member.demand.rank is not None or member.demand.is_forced
@@ -153,7 +157,7 @@ class Residency:
         return swaps
 
     def wake_at_s(self, key: int, now_s: float) -> float:
-        """Return the time before which a sleeping model cannot be awake, as far as is known now."""
+        """Return the earliest time at which a sleeping model can be awake, as far as is known now."""
         member = self._members[key]
         at_s = max(now_s, member.blocked_s)
         if not self._fits(key, self._occupants(member)):
@@ -168,7 +172,7 @@ class Residency:
         return (now_s if member.state == "waking" else member.since_s) + self._config.minimum_s
 
     def _candidates(self, now_s: float) -> list[int]:
-        """Return the sleeping models that are wanted, the first to wake first."""
+        """Return the sleeping models that are needed, in the order in which to wake them."""
 
         def order(key: int) -> tuple[bool, bool, int, float, int]:
             member = self._members[key]
@@ -190,7 +194,7 @@ class Residency:
         return member.wanted_s is not None and now_s - member.wanted_s >= LONGEST_TURNS * self._turn_s
 
     def _victims(self, key: int, now_s: float) -> list[int] | None:
-        """Return the models that have to sleep so that a model fits, or None where it does not fit yet."""
+        """Return the models that have to sleep so that a model fits. Returns None if it cannot fit yet."""
         member, occupants = self._members[key], self._occupants(self._members[key])
         allowed = [each for each in occupants if self._may_replace(member, self._members[each], now_s)]
         allowed.sort(key=lambda each: (-self._members[each].work_rank, self._members[each].used_s, each))
@@ -230,7 +234,7 @@ class Residency:
     # --- memory
 
     def _occupants(self, member: _Member) -> list[int]:
-        """Return the models that have memory on a device of this one."""
+        """Return the models that hold memory on a device of this model."""
         return [
             key
             for key, other in self._members.items()
@@ -240,7 +244,10 @@ class Residency:
         ]
 
     def _fits(self, key: int, occupants: Iterable[int]) -> bool:
-        """Return whether a model fits beside others. One alone always does: the plan has found room for the largest."""
+        """Return whether a model fits beside others.
+
+        A single model always fits, because the plan allows for the largest.
+        """
         member = self._members[key]
         for device, own in member.size_bytes.items():
             sizes = [
@@ -254,7 +261,10 @@ class Residency:
         return True
 
     def _room(self, device: str) -> int:
-        """Return the bytes for models that take turns on a device: as planned, else the bytes of the largest one."""
+        """Return the bytes on a device for models that take turns.
+
+        These are the planned bytes, or else the bytes of the largest model.
+        """
         if (room := self._room_bytes.get(device)) is not None:
             return room
         return max(member.size_bytes.get(device) or 0 for member in self._members.values())

@@ -1,7 +1,7 @@
-"""Puts the engines of one model to sleep and wakes them. An engine that cannot sleep is ended, and started again.
+"""Puts the engines of a model to sleep and wakes them. An engine that cannot sleep is ended, and started again later.
 
-While a model sleeps its requests wait in the queues of the API servers. They do not see how it sleeps: with an engine
-process that has given its memory back, or without one because it has died or has no sleep mode.
+While a model sleeps, its requests wait in the queues of the API servers. The API servers do not know how the model
+sleeps. Its engine processes may have freed their memory, or may be gone because they died or have no sleep mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEVELS: dict[Keep, int] = {"host": 1, "disk": 2}
 async def put_to_sleep(model: SupervisedModel[Any], keep: Keep, drain_limit_s: float) -> None:
     """Let the open requests of a model finish within the limit, and free its memory. New requests wait.
 
-    However this goes, the model holds no memory afterwards.
+    The model holds no memory afterwards in any case.
     """
     async with model.changing:
         model.begin_sleep()
@@ -45,7 +45,7 @@ async def put_to_sleep(model: SupervisedModel[Any], keep: Keep, drain_limit_s: f
 
 
 async def wake_up(model: SupervisedModel[Any], start_limit_s: float) -> str:
-    """Wake a model; returns "" once it can serve or tries to by itself, else why its engines still sleep."""
+    """Wake a model. Returns why its engines still sleep, or "" once it can serve or its engines start by themselves."""
     async with model.changing:
         began_s = time.monotonic()
         model.begin_wake()
@@ -65,7 +65,7 @@ async def wake_up(model: SupervisedModel[Any], start_limit_s: float) -> str:
 
 
 def refuse_waiting(model: SupervisedModel[Any], reason: str, until_s: float) -> None:
-    """End the requests that wait for a model which could not be woken. It is tried again at `until_s`."""
+    """End the requests that wait for a model that could not be woken. The next attempt is at `until_s`."""
     model.stats.set("wake_at_s", until_s)
     model.broadcast(
         EndRequests(model.number, f"{model.name} sleeps and could not be woken: {reason}", 503, MODEL_ASLEEP)
@@ -83,7 +83,7 @@ async def _sleep(model: SupervisedModel[Any], replica: ReplicaLife[Any], keep: K
 
 
 async def _drain(model: SupervisedModel[Any], replica: int, limit_s: float) -> None:
-    """Wait until a replica has no open requests; end those that take longer than the limit."""
+    """Wait until a replica has no open requests. Requests that exceed the limit are ended."""
     if not await _wait_idle(model.stats, replica, limit_s):
         model.broadcast(EndRequests(model.number, OVERDUE, 503, MODEL_ASLEEP, replica))
         await _wait_idle(model.stats, replica, _END_LIMIT_S)
@@ -97,7 +97,7 @@ async def _wait_idle(stats: ModelStats, replica: int, limit_s: float) -> bool:
 
 
 async def _wait_started(model: SupervisedModel[Any], limit_s: float) -> None:
-    """Wait until each engine serves, or has failed to at its first try; end those that take longer than the limit."""
+    """Wait until each engine serves or its first start has failed. Engines that exceed the limit are ended."""
     starting = ("unloaded", "waiting", "loading")
     deadline_s = time.monotonic() + limit_s
     while any(each.state in starting for each in model.replicas) and time.monotonic() < deadline_s:  # noqa: ASYNC110

@@ -1,6 +1,6 @@
-"""Lets sleepable models take turns: reads what is wanted of them, and carries out the swaps of the residency policy.
+"""Lets sleepable models take turns: reads the demand for them, and carries out the swaps of the residency policy.
 
-What waits for a model stands in the statistics that all processes share, so no message can be lost.
+The numbers of waiting requests are in statistics that all processes share, so no message can be lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Turns:
     """The sleepable models of a fleet."""
 
     def __init__(self, config: ResidencySection, timeouts: TimeoutsSection, room_bytes: Mapping[str, int]) -> None:
-        """`room_bytes`: for models that take turns, by device."""
+        """Create the turns. `room_bytes` are the bytes on each device for models that take turns."""
         self._config = config
         self._timeouts = timeouts
         self._policy = Residency(config, room_bytes)
@@ -43,26 +43,26 @@ class Turns:
         self._run: asyncio.Task[None] | None = None
 
     def change_config(self, config: ResidencySection, room_bytes: Mapping[str, int]) -> None:
-        """Take over the settings of another plan, in which the room for models that take turns may differ."""
+        """Replace the settings by the ones of another plan. The memory for models that take turns may differ there."""
         self._config = config
         self._policy.change_config(config, room_bytes)
 
     # --- models
 
     def add(self, model: Model) -> None:
-        """Add a model before it is loaded; it is loaded in its turn. No effect on one that is always on."""
+        """Add a model before it is loaded. It is loaded in its turn. No effect on a model that is always on."""
         if not model.is_sleepable:
             return
         self._models[model.number] = model
         self._policy.add(model.number, CLASSES.index(model.priority_class), device_bytes(model))
 
     def update_devices(self) -> None:
-        """Take over where a cluster has started engines."""
+        """Note on which devices a cluster has started engines."""
         for key, model in self._models.items():
             self._policy.move(key, device_bytes(model))
 
     def start(self) -> None:
-        """Begin when all models of the start are known. The most urgent class is loaded last and stays awake."""
+        """Begin, once all models of the start were added. The most urgent class is loaded last and stays awake."""
         self._run = asyncio.create_task(self._run_until_cancelled())
 
     def remove(self, model: Model) -> None:
@@ -72,7 +72,7 @@ class Turns:
         self._forced.discard(model.number)
 
     async def stop(self) -> None:
-        """End all swaps where they are."""
+        """Stop all swaps where they are."""
         tasks = [task for task in (self._run, *self._swaps) if task is not None]
         for task in tasks:
             task.cancel()
@@ -81,7 +81,7 @@ class Turns:
     # --- operators
 
     async def sleep(self, model: Model) -> None:
-        """Put a model to sleep until a request or `wake` wakes it. Raises ConfigError where it cannot sleep now."""
+        """Put a model to sleep until a request or `wake` wakes it. Raises ConfigError if it cannot sleep now."""
         key = self._key(model)
         if self._policy.state(key) == "asleep":
             return
@@ -91,7 +91,7 @@ class Turns:
         await self._sleep(key)
 
     async def wake(self, model: Model) -> None:
-        """Wake a model before its turn, and put others to sleep for it. Raises ConfigError where it fails."""
+        """Wake a model before its turn, and put other models to sleep for it. Raises ConfigError if that fails."""
         key = self._key(model)
         failures = self._failures[key]
         deadline_s = time.monotonic() + 2 * self._timeouts.start_s
@@ -183,7 +183,7 @@ class Turns:
 
 
 def device_bytes(model: Model) -> dict[str, int | None]:
-    """Return the bytes that a model takes on each device while it is awake, or None where that is not known."""
+    """Return the bytes that a model takes on each device while it is awake. None stands for unknown bytes."""
     if isinstance(model, ServedModel):
         placed = [(placed_gpus(each.placement), each.placement.engine.memory_bytes) for each in model.replicas]
     else:

@@ -76,7 +76,7 @@ def other_task(backend: Backend) -> RequestError:
 
 
 def language_backend(backend: Backend) -> LanguageBackend:
-    """Return the backend as one that generates text here. Raises RequestError (400) where it does not."""
+    """Return the backend as one that generates text here. Raises RequestError (400) if it does not."""
     if not hasattr(backend, "submit"):
         raise other_task(backend)
     return cast(LanguageBackend, backend)

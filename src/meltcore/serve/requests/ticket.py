@@ -204,7 +204,7 @@ class OpenTickets(Generic[_Child]):
             child.replica = None
 
     def send(self, child: _Child, message: ToEngine) -> None:
-        """Send a later message of a child to its replica. Raises RequestError where the ticket has ended."""
+        """Send a later message of a child to its replica. Raises RequestError if the ticket has ended."""
         if child.ticket.error is not None:
             raise child.ticket.error
         assert child.replica is not None

@@ -52,7 +52,7 @@ _ENDS = (
 def resolve_tracing(config: ServerConfig) -> ServerConfig:
     """Return the configuration with the endpoint of traces that flag, file or environment give. None means no traces.
 
-    Raises ConfigError where the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
+    Raises ConfigError if the endpoint is no address, its protocol is not OTLP over HTTP, or a package is missing.
     """
     endpoint, source = config.server.otlp_endpoint, "--otlp-traces-endpoint"
     if endpoint is None and (endpoint := os.environ.get(TRACES_VARIABLE)):

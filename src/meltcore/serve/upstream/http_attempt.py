@@ -195,7 +195,7 @@ class Attempt:
     async def run(self, body: bytes, *, may_retry: bool) -> ForwardOutcome | None:
         """Send the request and relay the answer. Returns None where the replica is busy and another one may be tried.
 
-        Raises UpstreamError where the answer failed before anything was sent to the client.
+        Raises UpstreamError if the answer failed before anything was sent to the client.
         """
         breaker = self._replica.breaker
         try:

@@ -356,7 +356,7 @@ class HttpBackend:
 
 
 def upstream_api_key(name: str, config: ModelSection) -> str | None:
-    """Return the key that the upstreams want. Raises ConfigError where its environment variable is missing."""
+    """Return the key that the upstreams want. Raises ConfigError if its environment variable is missing."""
     if config.upstream_key_env is None:
         return None
     key = os.environ.get(config.upstream_key_env, "")

@@ -1,7 +1,7 @@
-"""An upstream server that we start: its process group, its log, its readiness, its end.
+"""An upstream server that the supervisor starts: its process group, log, readiness and end.
 
-It is ready once it answers one tiny real request. The supervisor starts, watches and restarts it; API servers only
-know its address.
+The server is ready once it has answered one tiny real request. The supervisor starts, watches and restarts the server.
+API servers only know its address.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PROBES: dict[str, dict[str, object]] = {
 
 
 class UpstreamProcess:
-    """One replica of a model whose server a command starts."""
+    """Runs one replica of a model whose server is started by a command."""
 
     is_evicted = False  # no cluster has it
 
@@ -50,10 +50,16 @@ class UpstreamProcess:
         report: Callable[[str], None],
         timeouts: TimeoutsSection,
     ) -> None:
-        """Prepare the process.
+        """Prepare the process. Raises ConfigError if the command cannot work.
 
-        Its output goes to `log_path`; an earlier process's output is kept beside it as *.previous. `report` receives a
-        line where the process has to be killed. Raises ConfigError where the command cannot work.
+        Args:
+            name: name of the model.
+            config: settings of the model.
+            replica: number of the replica.
+            port: port on which the server shall listen.
+            log_path: file for the server's output. The output of an earlier process is kept beside it as *.previous.
+            report: receives a line if the process has to be killed.
+            timeouts: time limits of the fleet.
         """
         self.url = f"http://127.0.0.1:{port}"
         self._config = config
@@ -67,9 +73,10 @@ class UpstreamProcess:
         self._process: LoggedProcess | None = None
 
     async def start(self) -> float:
-        """Start the server and wait until it has answered a request; returns the seconds that it took.
+        """Start the server and wait until it has answered a request. Returns the seconds that this took.
 
-        Raises ConfigError with the end of its output where it ends before, or exceeds `timeouts.start_s`.
+        Raises ConfigError if the server ends before it answers, or if it takes longer than `timeouts.start_s`. The
+        message contains the end of the server's output.
         """
         started_s = time.monotonic()
         if self._log_path.exists():
@@ -92,7 +99,7 @@ class UpstreamProcess:
         return time.monotonic() - started_s
 
     async def wait(self) -> str:
-        """Wait until the server has ended; returns why, with the end of its output."""
+        """Wait until the server has ended. Returns the reason, with the end of the server's output."""
         assert self._process is not None
         while self._process.running:  # noqa: ASYNC110 - a process of LoggedProcess has no event
             await asyncio.sleep(_POLL_S)
@@ -105,11 +112,11 @@ class UpstreamProcess:
             await asyncio.shield(asyncio.to_thread(self._process.stop))
 
     async def leave(self) -> None:
-        """End what a server that has ended left in its process group. Can be called twice."""
+        """End the processes that an ended server left behind in its process group. Can be called twice."""
         await self.stop()
 
     async def wait_freed(self) -> None:
-        """Return: its process group has ended."""
+        """Return immediately, because `leave` has already ended the process group."""
 
     def kill(self) -> None:
         """End the process group now."""
@@ -122,7 +129,10 @@ class UpstreamProcess:
         self.kill()
 
     async def post(self, path: str, limit_s: float) -> None:
-        """Send an empty POST. Raises ConfigError for an answer that is not 200, and for none within the limit."""
+        """Send a POST without a body.
+
+        Raises ConfigError if the answer is not 200, or does not come within the limit.
+        """
         try:
             answer = await self._upstream.ask("POST", path, limit_s=limit_s)
         except UpstreamError as error:
@@ -133,15 +143,18 @@ class UpstreamProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process group while it runs."""
+        """The id of the process group while the server runs, else None."""
         return self._process.pid if self._process is not None and self._process.running else None
 
     def log_tail(self) -> str:
-        """Return the last lines of the output."""
+        """Return the last lines of the server's output."""
         return self._process.log_tail() if self._process is not None else ""
 
     def _how_it_ended(self) -> str:
-        """Return its exit status, as the guard passes it on, with the name of a signal that has killed it."""
+        """Return the server's exit status, as the guard process passes it on.
+
+        If a signal has killed the server, the text names the signal.
+        """
         assert self._process is not None
         status = self._process.returncode or 0
         with suppress(ValueError):
@@ -176,7 +189,10 @@ class UpstreamProcess:
         await process.wait_for_async(poll, deadline_s - time.monotonic(), failure)
 
     async def _probe(self, deadline_s: float) -> None:
-        """Let the server answer one request. Raises ConfigError where it refuses, UpstreamError without an answer."""
+        """Let the server answer one request.
+
+        Raises ConfigError if the server refuses the request, and UpstreamError if it does not answer.
+        """
         path = next((path for path in _PROBES if path in self._config.upstream_paths), None)
         if path is None:
             return  # audio or embeddings: there is no request that every such server answers

@@ -1,7 +1,8 @@
-"""Responses in OpenAI's two forms, as bytes.
+"""Writes responses in OpenAI's two forms, as bytes.
 
-The events of a stream differ only in a few values, so each is formatted into byte strings made once per request.
-Building and encoding a dictionary per token would cost more than everything else this process does for it.
+The events of a stream differ only in a few values. So the constant parts of an event are made into byte strings once
+per request. Building and encoding a dictionary per token would cost more than everything else this process does for the
+token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class ResponseWriter(ABC):
     full_object: str
 
     def __init__(self, generation: Generation, model: str, options: StreamOptions) -> None:
-        """Create a writer. `options` say whether events have the usage so far, or null until the last one has it."""
+        """Create a writer.
+
+        `options` say whether every event has the usage so far, or null until the last event has the usage.
+        """
         self._id = self.id_prefix + generation.request_id
         self._created = int(time.time())
         self._model = model
@@ -50,7 +54,7 @@ class ResponseWriter(ABC):
         return b'%s%s],"usage":%s}\n\n' % (head, body, usage)
 
     def usage_event(self, generation: Generation) -> bytes:
-        """Return the event after the last text: the whole usage, no choices."""
+        """Return the event after the last text, which has the whole usage and no choices."""
         return b'%s],"usage":%s}\n\n' % (self._head, usage_json(generation.choices))
 
     def body(self, generation: Generation) -> bytes:
@@ -201,7 +205,7 @@ def _usage(prompt: int, output: int, cached: int) -> bytes:
 def _top_logprobs(
     choice: Choice, token: str, token_id: int, token_logprobs: TokenLogprobs, *, is_first: bool
 ) -> dict[str, float]:
-    """Return the highest log-probabilities by token, followed by the one of `token` if it is not among them."""
+    """Return the highest log-probabilities by token. The log-probability of `token` follows if it is not among them."""
     tops = zip(token_logprobs.top_token_ids, token_logprobs.top_logprobs, strict=True)
     found = dict(list(tops)[: choice.params.logprobs]) | {token_id: token_logprobs.logprob}
     keyed: dict[str, float] = {}
@@ -215,7 +219,10 @@ def _top_logprobs(
 
 
 def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
-    """Return the text of a token. One that is a part of a character has its bytes as text, as OpenAI writes them."""
+    """Return the text of a token as a key of `top_logprobs`.
+
+    A token whose bytes are an incomplete character is written as bytes, as OpenAI does.
+    """
     data = _token_bytes(choice, token_id, is_first=is_first)
     try:
         return data.decode()
@@ -224,7 +231,7 @@ def _token_key(choice: Choice, token_id: int, *, is_first: bool) -> str:
 
 
 def _token_bytes(choice: Choice, token_id: int, *, is_first: bool) -> bytes:
-    """Return the bytes that a token adds to the text. `is_first` says whether the text begins with it."""
+    """Return the bytes that a token adds to the text. `is_first` says whether the token begins the text."""
     data = choice.tokenizer.token_bytes(token_id)
     if is_first and data.startswith(b" "):  # which decoders of SentencePiece vocabularies drop
         return choice.tokenizer.decode([token_id], skip_special_tokens=False).encode()

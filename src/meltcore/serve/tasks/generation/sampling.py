@@ -94,7 +94,7 @@ def sampling_params(
 
 
 def _max_tokens(request: ChatRequest | CompletionRequest, prompt_tokens: int, max_model_len: int) -> int:
-    """Return the requested limit, or the rest of the context. Raises RequestError where it exceeds the context."""
+    """Return the requested limit, or the rest of the context. Raises RequestError if it exceeds the context."""
     max_output_tokens = max_model_len - prompt_tokens
     if max_output_tokens < 1:
         raise RequestError(
