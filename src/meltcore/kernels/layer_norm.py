@@ -22,8 +22,12 @@ def add_layer_norm(
 ) -> torch.Tensor:
     """Add `added` to `residual` in place and return the layer norm of the sum.
 
-    residual, added: [..., size], contiguous, of one type. weight, bias: [size]. Returns the shape and type of
-    `residual`.
+    Args:
+        residual: [..., size], contiguous. The result has the same shape and dtype.
+        added: [..., size], contiguous, of the same dtype.
+        weight: [size].
+        bias: [size].
+        eps: added to the variance.
     """
     if not use_triton(residual):
         return functional.layer_norm(residual.add_(added), weight.shape, weight, bias, eps)
@@ -40,8 +44,13 @@ def add_layer_norm(
 def modulated_layer_norm(hidden: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float) -> torch.Tensor:
     """Return norm * (1 + scale) + shift, where norm is the layer norm of `hidden` without weights.
 
-    hidden: [rows, tokens, size], contiguous; scale, shift: [rows or 1, size], out of a table. Rounded
-    once, to the type of `hidden`.
+    The result is rounded once, to the dtype of `hidden`.
+
+    Args:
+        hidden: [rows, tokens, size], contiguous.
+        scale: [rows or 1, size], rows of one contiguous table.
+        shift: [rows or 1, size], rows of the same table.
+        eps: added to the variance.
     """
     if not use_triton(hidden):
         return _modulated(hidden, scale, shift, eps)
@@ -58,8 +67,15 @@ def add_modulated_layer_norm(
 ) -> torch.Tensor:
     """Add gate * added to `hidden` in place and return `modulated_layer_norm` of the sum.
 
-    hidden, added: [rows, tokens, size], contiguous, of one type; gate, scale, shift: [rows or 1, size], rows of a
-    table. The norm is computed from the sum as it is stored.
+    The norm is computed from the sum after it was rounded to the dtype of `hidden`.
+
+    Args:
+        hidden: [rows, tokens, size], contiguous.
+        added: [rows, tokens, size], contiguous, of the same dtype.
+        gate: [rows or 1, size], rows of one contiguous table.
+        scale: [rows or 1, size], rows of the same table.
+        shift: [rows or 1, size], rows of the same table.
+        eps: added to the variance.
     """
     if not use_triton(hidden):
         return _modulated(hidden.addcmul_(gate[:, None], added), scale, shift, eps)

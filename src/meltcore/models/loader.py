@@ -59,8 +59,8 @@ def build_model(
 ) -> Model:
     """Build the model that config.json names, with uninitialized weights on `device`.
 
-    With `group` only this rank's shard is built. Raises ConfigError for an unsupported model, quantization or group
-    size, and when `device` has too little memory.
+    With `group`, only this rank's shard is built. Raises ConfigError if the model, the quantization or the group size
+    is not supported, or if `device` has too little memory.
     """
     model = build_meta_model(checkpoint, dtype, device, quantization, group)
     with memory_pool("weights"):
@@ -70,7 +70,7 @@ def build_model(
 def allocate(model: AnyModel, device: torch.device) -> AnyModel:
     """Give the tensors of a model on the meta device uninitialized memory on `device`. Returns the model.
 
-    `to_empty` does the same by `empty_like`, which on the meta device imports SymPy, in 1.8 s (H200, 2026-11-27).
+    `to_empty` would call `empty_like`, which imports SymPy for the meta device and takes 1.8 s (H200, 2026-11-27).
     """
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,19 +89,19 @@ def build_meta_model(
     *,
     reads_files: bool = True,
 ) -> Model:
-    """Build the model for `device` on the meta device: every tensor has its shape and takes no memory.
+    """Build the model for `device` on the meta device: every tensor has its shape but takes no memory.
 
     Args:
         checkpoint: the configuration, and the headers of weights that are stored quantized.
         dtype: the type of weights that are not quantized.
-        device: where the model will be allocated.
-        quantization: what is quantized while loading.
-        group: build only this rank's shard.
-        reads_files: refuse files that do not hold each tensor of a quantized checkpoint once. False opens no file of a
-            folder's weights.
+        device: the device on which the model will be allocated.
+        quantization: how weights are quantized while they are loaded.
+        group: if given, only this rank's shard is built.
+        reads_files: whether the files of a quantized checkpoint are checked to hold each tensor exactly once. False
+            opens no weight file of a folder.
 
-    Raises ConfigError for an unknown architecture, for one that does not support the quantization or the group size,
-    for a second quantization, and when `device` has too little memory.
+    Raises ConfigError for an unknown architecture, or if the architecture does not support the quantization or the
+    group size. Raises it also if a quantized checkpoint is to be quantized again, or if `device` has too little memory.
     """
     ranks = group.size if group else 1
     try:
@@ -139,7 +139,7 @@ def _shard_on_meta(
     *,
     reads_files: bool = False,
 ) -> Model:
-    """Build a rank's shard on the meta device. Raises ShardError for a group size that the model cannot have."""
+    """Build a rank's shard on the meta device. Raises ShardError if the model cannot be divided by the group size."""
     config = Fields(checkpoint.config)
     names = config.optional("architectures", [])
     supported_names = [name for name in names if name in ARCHITECTURES]
@@ -189,9 +189,9 @@ def _stored_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 
 
 def matrix_dtypes(checkpoint: Checkpoint, *, reads_files: bool = True) -> set[str]:
-    """Return the floating types, as files name them, in which the checkpoint stores matrices without quantization.
+    """Return the floating types of the checkpoint's unquantized matrices, by the names that files use.
 
-    Without files it is the type that config.json names. With `reads_files` false no file of a folder is opened.
+    Without files the result is the type that config.json names. With `reads_files` False no file of a folder is opened.
     """
     has_files = reads_files and _has_weight_files(checkpoint)
     if checkpoint.gguf is None and checkpoint.fairseq is None and not has_files:
@@ -202,7 +202,10 @@ def matrix_dtypes(checkpoint: Checkpoint, *, reads_files: bool = True) -> set[st
 
 @contextmanager
 def _named_source(checkpoint: Checkpoint) -> Iterator[None]:
-    """Return a context whose errors about a field of config.json name the folder, or the GGUF file that it is from."""
+    """Return a context that adds the file to errors about a field of config.json.
+
+    The file is the folder, or the GGUF file from which the field was read.
+    """
     try:
         yield
     except ConfigError as error:
@@ -214,21 +217,21 @@ def _named_source(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def planned_device(on_cpu: bool) -> torch.device:
-    """Return the type of device that an engine is planned for, which need not be on this machine."""
+    """Return the type of device for which an engine is planned. This machine need not have such a device."""
     return torch.device("cpu" if on_cpu else "cuda")
 
 
 def task_dtype(name: DType, device: torch.device, *, on_gpu: torch.dtype) -> torch.dtype:
-    """Return the type of weights and activations. "auto": `on_gpu` on a GPU, float32 on a CPU."""
+    """Return the type of weights and activations. "auto" is `on_gpu` on a GPU and float32 on a CPU."""
     if name != "auto":
         return TORCH_DTYPES[name]
     return on_gpu if device.type == "cuda" else torch.float32
 
 
 def check_memory(name: str, weight_bytes: int, device: torch.device, num_ranks: int) -> None:
-    """Raise ConfigError when the weights do not fit into the free memory of `device`.
+    """Raise ConfigError if the weights do not fit into the free memory of `device`.
 
-    Must be called before weights are allocated, since a host overcommits memory and later kills a process. Each rank
+    Must be called before weights are allocated, since a host overcommits memory and kills a process later. Each rank
     has `weight_bytes`. On a CPU all ranks share the memory.
     """
     if device.type == "cpu":
@@ -272,9 +275,9 @@ def load_weights(model: LoadableModel, checkpoint: Checkpoint, progress: Progres
     Only this rank's part of a sharded tensor is read. The headers of all files are checked before any tensor is read,
     since reading may take minutes.
 
-    Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of another shape or type than
-    expected. It also names a head that is not the embedding it is tied to, a tensor with values that are not finite in
-    the model's type, or the unreadable file.
+    Raises ConfigError naming the tensors that are missing, unexpected, given twice, or of a wrong shape or type. Raises
+    it also for a stored head that differs from the embedding to which it is tied, for values that are not finite in the
+    model's type, and for an unreadable file.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(file) for file in open_files(checkpoint)]
@@ -348,10 +351,10 @@ def _plan_reads(model: LoadableModel, checkpoint: Checkpoint, files: Sequence[Te
 
 
 def _check_tied_head(model: LoadableModel, files: Sequence[TensorFile]) -> None:
-    """Raise ConfigError for an output head that is tied to the embedding, and stored with other values.
+    """Raise ConfigError if config.json ties the output head to the embedding, but the checkpoint stores another head.
 
-    The head is not read, so the model would compute with another one than it was saved with. Rows at both ends are
-    compared: a head of its own differs in all of them, or in tokens that were added.
+    The stored head is not loaded, so outputs would differ from the trained model. Only _TIED_ROWS rows at each end are
+    compared: a separate head differs in all rows, or in the rows of added tokens.
     """
     stored = {model.canonical_name(name): (file, name) for file in files for name in file.entries}
     head = stored.get("lm_head.weight")
@@ -375,10 +378,10 @@ def _check_tied_head(model: LoadableModel, files: Sequence[TensorFile]) -> None:
 
 
 def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) -> None:
-    """Fill the model with random weights, which give the speed of real weights and meaningless answers.
+    """Fill the model with random weights. The speed is that of real weights; the answers are meaningless.
 
-    Ranks draw whole tensors and keep their part, so that a group holds the same weights as one device. Of a GGUF
-    checkpoint the blocks of quantized tensors are drawn. Large tensors are drawn in ranges of rows.
+    Each rank draws whole tensors and keeps its part, so that a group holds the same weights as one device. For
+    quantized tensors of a GGUF checkpoint, blocks are drawn. Large tensors are drawn in ranges of rows.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed)
     stored = _stored_entries(checkpoint) if checkpoint.gguf is not None else {}
@@ -397,7 +400,7 @@ def fill_dummy_weights(model: LoadableModel, checkpoint: Checkpoint, seed: int) 
 
 
 def _held_format(entry: TensorEntry, target: WeightLoader) -> GgmlType | None:
-    """Return the format of the blocks that `target` reads from a GGUF tensor. None means that it reads values."""
+    """Return the format of the blocks that `target` reads from a GGUF tensor. None means that `target` reads values."""
     stored = GgmlType.__members__.get(entry.dtype_name)
     if stored is None or stored.columns(entry.shape[-1]) == target.shape[-1]:
         return None
@@ -409,7 +412,10 @@ def _rows_per_part(shape: Sequence[int], value_bytes: int) -> int:
 
 
 def _draw(values: torch.Tensor, name: str, generator: torch.Generator, *, is_fp8: bool) -> torch.Tensor:
-    """Return random values for the tensor `name`, drawn in `values` or in the type that it is stored in."""
+    """Return random values for the tensor `name`.
+
+    They are drawn in `values`, or in the type in which they are stored.
+    """
     if values.dtype == torch.int32:
         is_zeros = name.endswith(".qzeros")
         return values.fill_(DUMMY_ZEROS) if is_zeros else values.random_(-(2**31), 2**31, generator=generator)
@@ -425,21 +431,24 @@ def _draw(values: torch.Tensor, name: str, generator: torch.Generator, *, is_fp8
 
 
 class _Part(NamedTuple):
-    """One read of a file: the part `slices` of tensor `name`, and the target that it is copied to."""
+    """One read of a file: the part `slices` of tensor `name`, and the target to which it is copied."""
 
     name: str
     slices: Index
     target: WeightLoader
 
     def target_memory(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the target's memory as [bytes] uint8 if the part can be read into it unconverted, else None."""
+        """Return the target's memory as [bytes] uint8 if the part can be read into it without a conversion.
+
+        Returns None if the part must be converted.
+        """
         target = self.target
         if isinstance(target, torch.Tensor) and target.device.type == "cpu" and target.dtype == dtype:
             return target.detach().view(-1).view(torch.uint8) if target.is_contiguous() else None
         return None
 
     def store(self, values: torch.Tensor, file: TensorFile) -> None:
-        """Copy what was read to the target. Raises ConfigError for values that it refuses."""
+        """Copy what was read to the target. Raises ConfigError if the target rejects the values."""
         try:
             self.target.copy_(values)
         except ValueError as error:
@@ -451,7 +460,10 @@ class _Part(NamedTuple):
 
 
 def _split_into_parts(name: str, entry: TensorEntry, target: WeightLoader, file: TensorFile) -> Iterator[_Part]:
-    """Yield the reads of the tensor's slices that this rank holds, of most tensors in bounded parts."""
+    """Yield the reads of the slices of a tensor that this rank holds.
+
+    Most tensors are read in parts of bounded size.
+    """
     file.check_dtype(name, stored_dtypes(target))
     dtype = file.dtype(name)
     if entry.shape != tuple(target.shape):
@@ -469,8 +481,8 @@ def _read_ahead(
 ) -> Iterator[tuple[_Part, torch.Tensor]]:
     """Yield each part with its values in order, while threads read the following parts.
 
-    The values are valid until the next iteration. A part is read into host memory of its target if it needs no
-    conversion, else into one of the buffers.
+    The values are valid until the next iteration. A part that needs no conversion is read into the target's memory if
+    that is on the host. Other parts are read into one of the buffers.
     """
     free_buffers = list(buffers)
     reads_in_flight: deque[tuple[_Part, torch.Tensor, Future[torch.Tensor]]] = deque()

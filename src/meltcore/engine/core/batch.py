@@ -37,9 +37,9 @@ class PromptTargets(NamedTuple):
     """The prompt tokens of a step whose log-probabilities are requested.
 
     Args:
-        tokens: index in the batch of the token before each of them.
-        token_ids: ids of the prompt tokens themselves.
-        num_logprobs: the most alternatives that a request asks for.
+        tokens: for each of these prompt tokens, the index in the batch of the token before it.
+        token_ids: the ids of these prompt tokens.
+        num_logprobs: the maximum number of alternatives that any request asks for.
     """
 
     tokens: list[int]
@@ -48,16 +48,16 @@ class PromptTargets(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The chunks of a step, flat, ordered so that neighbors pad well together. Token arrays follow that order.
+    """The chunks of a step as flat arrays. Chunks are ordered so that neighbors need little padding.
 
     Args:
         num_decodes: number of chunks of one token, which come first.
         tiles: query tiles of the other chunks (`query_tiles`), counted from the first of these chunks.
         groups: padding for the reference attention (`PaddedGroup`).
         padded_positions: number of positions in all groups.
-        token_ids: known ids, or 0 for a token that is still on the device only.
-        device_tokens: indices of the tokens that are still on the device only.
-        device_rows: the rows whose last tokens these are.
+        token_ids: known ids, or 0 for a token whose id only the device knows.
+        device_tokens: indices of the tokens whose ids only the device knows.
+        device_rows: the row of each of these tokens. The device has their ids as the rows' last tokens.
         last_tokens: index of the last token of each chunk that samples.
         sample_rows: row of each chunk that samples.
         recurrent: None for a model without recurrent layers.
@@ -103,7 +103,7 @@ class Step(NamedTuple):
 
 
 def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0) -> NewPages:
-    """Return the pages allocated to the sequences since their last step. They count as sent from now on.
+    """Return the pages that were allocated to the sequences since their last step, and mark them as sent.
 
     The page table has `table_rows` rows per sub-group, one sub-group after another.
     """
@@ -124,16 +124,19 @@ def take_new_pages(chunks: list[Chunk], sub_groups: int = 1, table_rows: int = 0
 
 
 def sort_longest_first(chunks: list[Chunk]) -> list[Chunk]:
-    """Sort decoding sequences by descending length, the best order to start their attention in.
+    """Sort decoding sequences by descending length, the best order in which to start their attention.
 
-    The last one to start runs on alone, so it should be short (longest processing time first: Graham 1969, "Bounds on
-    Multiprocessing Timing Anomalies").
+    The last sequence to start is computed alone at the end, so it should be short (longest processing time first:
+    Graham 1969, "Bounds on Multiprocessing Timing Anomalies").
     """
     return sorted(chunks, key=lambda chunk: chunk.start, reverse=True)
 
 
 def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Chunk], Batch]:
-    """Sort, group and flatten the chunks of a step, at least one. Returns the chunks in the order of the batch too."""
+    """Sort, group and flatten the chunks of a step, at least one chunk.
+
+    Returns the chunks in the order of the batch, and the batch.
+    """
     chunks = sorted(sort_longest_first(scheduled), key=_sort_key)
     sizes = np.array([chunk.size for chunk in chunks])
     ends = np.cumsum(sizes)
@@ -186,7 +189,10 @@ def build_batch(scheduled: list[Chunk], *, has_recurrent: bool) -> tuple[list[Ch
 
 
 def scored_positions(chunk: Chunk) -> range:
-    """Return the positions of a chunk whose logits score the next prompt token, or empty unless that is requested."""
+    """Return the positions of a chunk whose logits score the next prompt token.
+
+    The range is empty unless the request asks for prompt log-probabilities.
+    """
     if chunk.request.sampling.prompt_logprobs is None:
         return range(0)
     return range(chunk.start, max(chunk.start, min(chunk.end, chunk.request.prompt_length - 1)))
@@ -222,13 +228,16 @@ def _recurrent_batch(
 
 
 def _sort_key(chunk: Chunk) -> tuple[int, int]:
-    """Return a sort key: single tokens first, then chunks that pad well together; within a size the longest first."""
+    """Return a sort key: chunks of one token first, then chunks of similar sizes together, and the longest first."""
     queries, pages = _padding_class(chunk)
     return queries, -pages
 
 
 def _padding_class(chunk: Chunk) -> tuple[int, int]:
-    """Return sizes and page counts rounded up to powers of two: chunks of one class waste less than half by padding."""
+    """Return the query length and page count of a chunk, each rounded up to a power of two.
+
+    Chunks of one class waste less than half of their computation by padding.
+    """
     return (chunk.size - 1).bit_length(), (pages_for(chunk.start + chunk.size) - 1).bit_length()
 
 

@@ -30,9 +30,9 @@ def pages_for(tokens: int) -> int:
 
 
 class PageGroup(NamedTuple):
-    """The pages of a cache group in a column: `pages` of them from index `first`.
+    """The pages of a cache group in a column: `pages` pages from index `first` on.
 
-    A window of None is full attention.
+    `window` is the sliding window in tokens. None means full attention.
     """
 
     first: int
@@ -44,7 +44,10 @@ class PageGroup(NamedTuple):
         return 0 if self.window is None else max(0, tokens - self.window + 1) // PAGE_SIZE
 
     def max_columns(self, tokens: int, chunk: int) -> int:
-        """Return the maximum number of columns with pages in a sequence of `tokens`, computed in chunks of `chunk`."""
+        """Return the maximum number of columns that hold pages of this group in one sequence.
+
+        The sequence has `tokens` tokens, which are computed in chunks of at most `chunk`.
+        """
         if self.window is None:
             return pages_for(tokens)
         span = self.window - 1 + chunk  # tokens that the queries of a chunk see; it may start anywhere in a page
@@ -82,7 +85,7 @@ class PageLayout(NamedTuple):
     def table_rows(self, max_num_seqs: int) -> int:
         """Return the rows of the page table per sub-group: one for padding, and one per sequence.
 
-        Their number is even where sub-groups follow each other: then each starts at a multiple of 16 bytes, for which
+        With several sub-groups the number is even. Then each sub-group starts at a multiple of 16 bytes, for which
         kernels are compiled.
         """
         rows = max_num_seqs + 1
@@ -95,8 +98,8 @@ class PageLayout(NamedTuple):
     def pages_together(self, seqs: int, tokens: int, chunk: int) -> int:
         """Return the pages with which `seqs` sequences of `tokens` run together, in steps of at most `chunk` tokens.
 
-        A step's chunk belongs to all of them together: the others hold what their windows reach, with the page that
-        they fill.
+        The chunk of a step is shared by all sequences. So only one sequence holds a whole chunk beyond its window. Each
+        of the others holds the pages that its window reaches, with the page that it fills.
         """
         pages = 0
         for group in self.groups:
@@ -154,7 +157,10 @@ class PagePool:
         return self.total - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting the oldest cached ones when none are free. The caller checked `available`."""
+        """Take `count` pages. If none are free, the oldest cached pages are evicted.
+
+        The caller must have checked that enough pages are available.
+        """
         if count > self.num_available:
             raise RuntimeError(f"asked for {count} pages, {self.num_available} available")
         return [self._allocate_page() for _ in range(count)]
@@ -206,7 +212,7 @@ class PagePool:
             self.on_evict(page)
 
     def check(self) -> None:
-        """Raise AssertionError when the bookkeeping is inconsistent; for tests and for an idle engine."""
+        """Raise AssertionError if the bookkeeping is inconsistent. For tests, and for an idle engine."""
         referenced = {page for page in range(1, self.total + 1) if self._references[page] > 0}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is free twice"
@@ -247,7 +253,10 @@ class PrefixCache:
         pool.on_evict = self._forget
 
     def hits(self, request: Request) -> Sequence[int]:
-        """Return the lengths in columns of all cached prefixes of a sequence, ascending. At least one token is left."""
+        """Return the lengths in columns of all cached prefixes of a sequence, ascending.
+
+        A prefix leaves at least one token to compute.
+        """
         hashes = self.page_hashes(request, (len(request.token_ids) - 1) // PAGE_SIZE)
         sliding = []
         for group, bundles in zip(self._layout.groups, self._bundles, strict=True):
@@ -271,7 +280,10 @@ class PrefixCache:
         return hits
 
     def prefix_pages(self, request: Request, hit_columns: int) -> list[int]:
-        """Return the pages of a cached prefix of `hit_columns`; the null page where no window reaches."""
+        """Return the pages of a cached prefix of `hit_columns` columns.
+
+        A column that no window reaches has the null page.
+        """
         group_bundles = [
             (group.first_column(hit_columns * PAGE_SIZE), [0] * group.pages, bundles)
             for group, bundles in zip(self._layout.groups, self._bundles, strict=True)
@@ -283,7 +295,7 @@ class PrefixCache:
         return pages
 
     def register(self, request: Request) -> None:
-        """Register the full columns of a running sequence that are computed and whose tokens the host knows."""
+        """Register the full columns of a running sequence. Their tokens are computed, and the host knows them."""
         num_full_columns = min(request.num_computed_tokens, len(request.token_ids)) // PAGE_SIZE
         if num_full_columns <= request.registered_columns:
             return
@@ -328,7 +340,7 @@ class PrefixCache:
         return hashlib.blake2b(content, digest_size=_HASH_BYTES, key=self._secret).digest()
 
     def _forget(self, page: int) -> None:
-        """Remove the bundle of an evicted page, and free its other pages."""
+        """Remove the page set of an evicted page, and free its other pages."""
         index, page_hash = self._entry_by_page.pop(page)
         for other_page in self._bundles[index].pop(page_hash):
             if other_page != page:
@@ -338,7 +350,7 @@ class PrefixCache:
 
 
 def _num_known_columns(hashes: list[bytes], bundles: dict[bytes, list[int]]) -> int:
-    """Return how many of the first hashes are known."""
+    """Return how many hashes at the beginning of `hashes` are known."""
     for column, page_hash in enumerate(hashes):
         if page_hash not in bundles:
             return column

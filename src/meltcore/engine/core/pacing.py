@@ -24,12 +24,13 @@ FIRST_CHUNK, MIN_CHUNK = 256, 64  # tokens
 MIN_LIMIT = 256
 # When the smallest chunk more than doubles a step: the time a chunk may add, and the steps from one chunk to the next.
 LARGE_S, LARGE_EVERY = 0.1, 150
-# The step time without a chunk is the median of this many such steps; one is measured at least every LOOK_EVERY steps.
+# The step time without a chunk is the median of STEP_SAMPLES such steps. A step without a chunk runs at least once in
+# SAMPLE_EVERY steps, so that the time stays up to date.
 STEP_SAMPLES, SAMPLE_EVERY = 3, 32
 
 
 class StepContents(NamedTuple):
-    """The contents of a step: decoding sequences, tokens of long prompts, and tokens of ordinary prompts."""
+    """The number of decoding sequences in a step, and its numbers of tokens of long and of ordinary prompts."""
 
     decodes: int
     long_tokens: int
@@ -45,13 +46,19 @@ class PromptSpeed:
         self._s_per_token: float | None = None
 
     def record(self, took_s: float, tokens: int) -> None:
-        """Note the time of a step with these prompt tokens. Too few would say more about what else it held."""
+        """Record the time of a step with `tokens` prompt tokens.
+
+        Steps with few prompt tokens are ignored, since their time depends mostly on other work.
+        """
         if tokens >= min(MIN_LIMIT, self._budget):
             speed = took_s / tokens
             self._s_per_token = speed if self._s_per_token is None else (self._s_per_token + speed) / 2
 
     def tokens_in(self, limit_s: float) -> int:
-        """Return the prompt tokens of a step that is limited to this time. Before any measurement: an eighth of it."""
+        """Return the number of prompt tokens for a step that is limited to `limit_s` seconds.
+
+        Before any measurement this is an eighth of the token budget.
+        """
         tokens = self._budget // 8 if self._s_per_token is None else int(limit_s / self._s_per_token)
         return min(max(tokens, MIN_LIMIT), self._budget)
 
@@ -66,7 +73,10 @@ class _ChunkSize:
         self._step_growth = growth
 
     def fit(self, tokens: int, added_s: float, target_s: float) -> None:
-        """Adapt to a chunk of `tokens` that added `added_s`. A smaller chunk that met the time is ignored."""
+        """Adapt the size after a chunk of `tokens` tokens added `added_s` to its step.
+
+        A smaller chunk that met the target time is ignored.
+        """
         if added_s > target_s or tokens >= self.tokens:
             num_fitting = int(tokens * target_s / max(added_s, 0.1 * target_s))
             self.tokens = min(max(num_fitting, MIN_CHUNK), self._step_growth * self.tokens, self._max_tokens)

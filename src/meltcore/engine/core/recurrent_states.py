@@ -1,10 +1,12 @@
-"""Allocates slots of recurrent states, and keeps the snapshots with which a cached prefix can be continued.
+"""Allocates slots of recurrent states, and keeps the snapshots from which a cached prefix can be continued.
 
 A page of keys and values serves every sequence with the same prefix. A recurrent state is valid only after the token at
-which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken at few ends of full
-pages. One is the last full page of each prompt, for the next turn of a conversation. Another is where a prompt leaves a
-known text, for the third prompt that starts like it. A snapshot is dropped with its page. A page that has lost its
-snapshot is no hit any more, but still shows where prefixes part, and so where to take the next snapshot.
+which it was taken, and is as large as the pages of thousands of tokens. So snapshots are taken only at the ends of a
+few full pages. One is the last full page of each prompt, for the next turn of a conversation. Another is where a prompt
+departs from a known prefix, for the third prompt with this prefix.
+
+A snapshot is dropped with its page. A page that has lost its snapshot no longer counts as a hit. It still shows where
+prefixes part, and so where to take the next snapshot.
 """
 
 from __future__ import annotations
@@ -64,9 +66,10 @@ class RecurrentStatePool:
         return self._num_reuses.keys()
 
     def take(self) -> int:
-        """Hold a slot. Without a free one it evicts the oldest snapshot on probation, else the oldest protected one.
+        """Return a slot that is held from now on.
 
-        The caller checked `available`.
+        If no slot is free, the oldest snapshot on probation is evicted, otherwise the oldest protected snapshot. The
+        caller must have checked that a slot is available.
         """
         if not self._free:
             if not self._num_reuses:
@@ -77,9 +80,9 @@ class RecurrentStatePool:
         return slot
 
     def free_one_for_snapshot(self, num_pending: int) -> bool:
-        """Free a slot for one more snapshot. Returns False when only protected snapshots could be evicted.
+        """Free a slot for one more snapshot. Returns False if only protected snapshots could be evicted.
 
-        Launched steps are taking `num_pending` snapshots, in held slots.
+        `num_pending` is the number of snapshots that launched steps are taking in held slots.
         """
         self._num_requested += 1
         if self._protected and self._num_requested - next(iter(self._protected.values())) > _DEMOTE_AFTER * self.total:
@@ -113,10 +116,10 @@ class RecurrentStatePool:
         self._num_reuses[slot] += 1
 
     def supersede(self, slot: int) -> None:
-        """Demote a snapshot whose sequence has taken a later one.
+        """Put a snapshot back on probation after its sequence has taken a later snapshot.
 
-        Each turn of a conversation continues the turn before it and never an earlier one, so a snapshot whose only
-        reuse this was goes back on probation. A prefix that several share has more reuses.
+        Each turn of a conversation continues the previous turn and never an earlier one. So a snapshot that was reused
+        only once, by this sequence, is no longer useful. A prefix that several sequences share has more reuses.
         """
         if slot in self._protected and self._num_reuses[slot] == 1:
             del self._protected[slot]
@@ -160,13 +163,13 @@ class RecurrentStatePool:
 
 
 class PrefixMatch(NamedTuple):
-    """The cached prefix that a sequence is started from.
+    """The cached prefix from which a sequence is started.
 
     Args:
         columns: length of the prefix in columns.
         pages: pages of the prefix.
-        slot: the snapshot at its end, or 0 without a snapshot.
-        snapshot_positions: where its prompt is to be cut to take snapshots, ascending.
+        slot: the snapshot at the prefix's end, or 0 without a snapshot.
+        snapshot_positions: positions at which the prompt is cut to take snapshots, ascending.
     """
 
     columns: int
@@ -188,7 +191,10 @@ class StateSnapshots:
         cache.on_forget = self._drop
 
     def find(self, request: Request, hits: Sequence[int]) -> PrefixMatch:
-        """Return the longest of the `hits` of the prefix cache, lengths in columns, that ends with a snapshot."""
+        """Return the longest cached prefix that ends with a snapshot.
+
+        `hits` are the lengths in columns of the prefixes in the prefix cache.
+        """
         hashes = self._cache.page_hashes(request, len(request.token_ids) // PAGE_SIZE)
         hit_columns = next((hit for hit in reversed(hits) if hashes[hit - 1] in self._slot_by_hash), 0)
         request.parent_snapshot = hashes[hit_columns - 1] if hit_columns else None
@@ -200,8 +206,8 @@ class StateSnapshots:
     def claim(self, request: Request, end: int) -> bool:
         """Return whether to keep the state after the first `end` tokens.
 
-        It is kept if no snapshot of it exists or is being taken, and one more has its slot. Then a slot is free for it,
-        and `attach` or `abandon` must follow.
+        The state is kept if no snapshot of it exists or is being taken, and a slot can be freed for it. If the method
+        returns True, the slot is free, and the caller must call `attach` or `abandon` later.
         """
         page_hash = self._page_hash(request, end)
         if page_hash in self._slot_by_hash or page_hash in self._claimed:
@@ -212,7 +218,10 @@ class StateSnapshots:
         return True
 
     def attach(self, request: Request, end: int, slot: int) -> None:
-        """Keep the claimed state in the held `slot`. Releases the slot when the page that ends there is not cached."""
+        """Keep the claimed state in the held `slot`.
+
+        The slot is released if the page that ends at `end` is not cached.
+        """
         page_hash = self._page_hash(request, end)
         self._claimed.remove(page_hash)
         if not self._cache.is_known(page_hash):
@@ -226,7 +235,7 @@ class StateSnapshots:
             self._states.supersede(parent)
 
     def abandon(self, request: Request, end: int, slot: int) -> None:
-        """Release the held `slot`: the step that was to take the claimed state has failed."""
+        """Release the held `slot` after a failure of the step that was to take the claimed state."""
         self._claimed.remove(self._page_hash(request, end))
         self._states.release(slot)
 

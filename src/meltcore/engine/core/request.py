@@ -27,15 +27,15 @@ class RequestStatus(Enum):
 class Request:
     """The scheduler's record of a sequence.
 
-    `token_ids` are the prompt and the generated tokens that the host has read. `in_flight` counts sampled tokens that
-    it has not read yet (at most one per step launched ahead). `num_computed_tokens` counts tokens whose keys and values
-    are written, or will be once the steps launched so far have run.
+    `token_ids` are the prompt and the generated tokens that the host has read. `in_flight` is the number of sampled
+    tokens that the host has not read yet, at most one per step launched ahead. `num_computed_tokens` counts the tokens
+    whose keys and values are written, or will be when all launched steps have run.
     """
 
     def __init__(
         self, message: AddRequest, arrival: int, stop_ids: frozenset[int], token_mask: TokenMask | None
     ) -> None:
-        """Create a waiting request, the number `arrival` in order of arrival.
+        """Create a waiting request. `arrival` is its number in the order of arrival.
 
         Raises OverflowError for a token id of more than 32 bits.
         """
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def masks_end_tokens(self) -> bool:
-        """Whether end tokens are forbidden for the token being sampled, which is in flight."""
+        """Whether end tokens are forbidden for the token that is being sampled."""
         return bool(self.stop_ids) and self.num_generated <= self.sampling.min_tokens
 
     @property
@@ -115,5 +115,5 @@ class Request:
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:
-    """Return whether a step only computes the argmax of the model's own logits."""
+    """Return whether sampling only needs the argmax of the model's unchanged logits."""
     return sampling.temperature == 0.0 and sampling.logprobs is None and not sampling.has_penalties

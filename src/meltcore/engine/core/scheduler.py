@@ -36,10 +36,10 @@ _Heap = list[tuple[tuple[int, int], Request]]
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, start + size) of one sequence in one step. It samples when it ends at the last token.
+    """Tokens [start, start + size) of one sequence in one step. A chunk that ends at the sequence's last token samples.
 
-    Before the step the snapshot in slot `restore` is copied into the sequence's recurrent-state slot. After the step
-    the state is copied to the slot `snapshot`. A slot of 0 copies nothing.
+    Before the step, the snapshot in slot `restore` is copied into the sequence's recurrent-state slot. After the step,
+    the state is copied to the slot `snapshot`. For a slot of 0 nothing is copied.
     """
 
     request: Request
@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The position after the chunk's last token."""
         return self.start + self.size
 
 
@@ -72,7 +72,7 @@ class Scheduler:
     ) -> None:
         """Create an idle scheduler.
 
-        Without `cache` there is no prefix cache, and models without recurrent layers have no `states`.
+        A `cache` of None turns the prefix cache off. `states` is None for models without recurrent layers.
         """
         if pool.total < layout.max_pages(max_model_len, max_num_batched_tokens):
             raise ValueError(f"{pool.total} pages cannot hold one sequence of {max_model_len} tokens")
@@ -119,7 +119,10 @@ class Scheduler:
         self._push(request)
 
     def schedule(self) -> list[Chunk]:
-        """Return the chunks of the next step: decoding sequences first, then prompts. Empty when none can run."""
+        """Return the chunks of the next step: decoding sequences first, then prompts.
+
+        Returns no chunks if none can run.
+        """
         scheduled: list[Chunk] = []
         budget = min(self._schedule_decodes(scheduled, self.max_num_batched_tokens), self.max_prompt_tokens)
         if self.pacer is not None:
@@ -143,9 +146,10 @@ class Scheduler:
                 self.snapshots.abandon(chunk.request, chunk.end, chunk.snapshot)
 
     def update(self, scheduled: list[Chunk], token_ids: Sequence[int]) -> None:
-        """Append the sampled tokens of a step, one per chunk that samples, in order, and finish requests that end.
+        """Append the sampled tokens of a step to their requests, and finish requests that end.
 
-        The token of a request that finished while the step was in flight (by an earlier token or an abort) is dropped.
+        `token_ids` has one token per chunk that samples, in order. A token is dropped if its request finished while the
+        step was in flight, by an earlier token or an abort.
         """
         results = iter(token_ids)
         for chunk in scheduled:
@@ -276,9 +280,9 @@ class Scheduler:
         return PrefixMatch(hits[-1], self.cache.prefix_pages(request, hits[-1]), 0, [])
 
     def _take_snapshots(self, snapshots: StateSnapshots, scheduled: list[Chunk]) -> None:
-        """Take a slot for each state to keep after this step, as long as one is left for every free row.
+        """Take a slot for each state that is to be kept after this step, while enough slots are left for all free rows.
 
-        Running a sequence is worth more than keeping the state of an earlier one.
+        Running a sequence is more important than keeping the state of an earlier sequence.
         """
         assert self.states is not None
         for index, chunk in enumerate(scheduled):
@@ -306,7 +310,10 @@ class Scheduler:
     # --- single sequences ---
 
     def _can_schedule(self, request: Request) -> bool:
-        """Return False when the token in flight is known to be the last, or must be read before the next is sampled."""
+        """Return whether the request can compute its next token now.
+
+        It cannot if the token in flight is known to be the last, or must be read before the next token is sampled.
+        """
         if not request.in_flight:
             return True
         ends_with_token = request.num_generated >= request.sampling.max_tokens or request.length >= self.max_model_len
@@ -343,9 +350,10 @@ class Scheduler:
         return True
 
     def _release_passed_pages(self, request: Request) -> None:
-        """Release the pages that no query from the next one on reads. They are registered first.
+        """Release the pages that neither the next query nor later ones read.
 
-        All their tokens are known by now, since at most the newest token of a sequence is not.
+        Pages are registered before they are released. The host knows the tokens of these pages, since only the newest
+        token of a sequence may be unknown.
         """
         for index, group in enumerate(self._sliding):
             start, end = request.first_columns[index], group.first_column(request.num_computed_tokens)
@@ -421,7 +429,7 @@ class Scheduler:
         return next((request for request in reversed(self.running) if request.id not in scheduled_ids), None)
 
     def _finish_if_last(self, request: Request, token_id: int) -> None:
-        """Finish the request if the token just read is its last."""
+        """Finish the request if `token_id`, which was just read, is its last token."""
         num_generated = len(request.token_ids) - request.prompt_length
         if token_id in request.stop_ids and num_generated >= request.sampling.min_tokens:
             request.stop_token_id = token_id

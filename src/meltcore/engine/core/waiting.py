@@ -1,4 +1,4 @@
-"""The queue of a batch engine: requests by shape and by order of service, and the choice of the next batch."""
+"""The queue of a batch engine: waiting requests by padded shape and priority, and the selection of the next batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _MAX_PADDING = 2
 
 
 def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> list[int]:
-    """Return increasing shapes up to `max_cost`, `per_doubling` in each factor of 2.
+    """Return increasing shapes up to `max_cost`, with `per_doubling` shapes in each factor of 2.
 
-    From `first` on a request is padded by at most 1 / per_doubling of its cost. Few shapes let requests share batches.
+    A request of at least `first` is padded by at most 1 / per_doubling of its cost. Few shapes let requests share
+    batches.
     """
     buckets: list[int] = []
     base = first
@@ -29,7 +30,7 @@ def shape_buckets(max_cost: int, *, first: int = 32, per_doubling: int = 4) -> l
 
 
 class WaitingRequest(NamedTuple, Generic[Request]):
-    """One waiting request with its cost, and the shape that it is padded to."""
+    """One waiting request with its cost, and the shape to which it is padded."""
 
     order: tuple[int, float, int]  # priority, deadline, arrival: the smallest is served first
     request: Request
@@ -38,7 +39,7 @@ class WaitingRequest(NamedTuple, Generic[Request]):
 
 
 class WaitingQueue(Generic[Request]):
-    """Holds waiting requests in a heap per shape. Adding, ending and taking one are logarithmic in their number."""
+    """Holds waiting requests in a heap per shape. Adding, removing and taking a request take logarithmic time."""
 
     def __init__(self, shapes: Sequence[int]) -> None:
         """Create an empty queue. `shapes` are in increasing order; the last one is the largest cost of a request."""
@@ -68,7 +69,7 @@ class WaitingQueue(Generic[Request]):
             heapq.heappush(self._deadlines, (deadline_s, request.request_id))
 
     def remove(self, request_id: str) -> WaitingRequest[Request] | None:
-        """Remove and return a request, or None if it does not wait."""
+        """Remove and return a request. Returns None if the request does not wait."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self.cost -= waiting.cost
@@ -86,9 +87,12 @@ class WaitingQueue(Generic[Request]):
     def take(self, max_cost: int, bound: int | None = None) -> list[WaitingRequest[Request]]:
         """Remove and return the next batch, or an empty list if the first request does not fit.
 
-        The request first in order decides the shape. Requests of that shape follow in order, then requests of smaller
-        shapes, unless padding makes them more than twice as expensive. `max_cost` limits the cost of the batch with its
-        padding, and `bound` is a lower limit for several requests.
+        The first request in order determines the shape. Requests of that shape follow in order, then requests of
+        smaller shapes, unless padding makes them more than twice as expensive.
+
+        Args:
+            max_cost: the maximum cost of the batch with its padding.
+            bound: a smaller limit for batches of several requests. None sets no such limit.
         """
         first = min(
             (top for shape in list(self._heaps) if (top := self._first_waiting(shape)) is not None), default=None

@@ -1,1 +1,1 @@
-"""Memory of engines: plans, what a model needs, workspaces."""
+"""Plans the memory of engines: what a model needs, what is allocated, and the workspaces of libraries."""

@@ -95,10 +95,10 @@ def _block_fp8_grouped_gemm_kernel(
 
 
 def select_config(pairs: int, weight: BlockFp8Tensor) -> GemmConfig:
-    """Select the configuration for a number of pairs of all experts together and a weight [experts, rows, K].
+    """Select the configuration for `pairs` pairs of all experts together and a weight [experts, rows, K].
 
-    Tiles of pairs as for unquantized weights (`default_config`), up to 64: one program of an SM multiplies while
-    another applies scales. (Not measured yet: docs/decisions/quantized-weights.md.)
+    A tile has as many pairs as for unquantized weights (`default_config`), up to 64. One program of an SM then
+    multiplies while another applies scales. (Not measured yet: docs/decisions/quantized-weights.md.)
     """
     shared_bytes = shared_memory_bytes(weight.values.device)
     block_m = min(64, default_config(pairs, len(weight.values), 2, shared_bytes).block_m)
@@ -119,8 +119,14 @@ def block_fp8_grouped_gemm(
 ) -> None:
     """Multiply each pair by its expert's weight, [experts, rows, K], and write the result to `output`.
 
-    `inputs` are tokens [tokens, K] or else pairs [pairs, K], quantized or not. With `from_tokens` the weight holds gate
-    rows above up rows and the result is silu(gate) * up. The block_m of the config must be the alignment's.
+    Args:
+        inputs: tokens [tokens, K] if `from_tokens`, otherwise pairs [pairs, K]; quantized or not.
+        weight: [experts, rows, K].
+        output: [pairs, rows], or [pairs, rows / 2] if `from_tokens`.
+        dispatch: the pairs of the step, aligned to tiles of `config.block_m` pairs.
+        config: the tile configuration.
+        from_tokens: the weight holds gate rows above up rows, and the result is silu(gate) * up. In the tile that a
+            program loads, gate and up rows alternate.
     """
     is_quantized = isinstance(inputs, BlockFp8Tensor)
     values, input_scales = inputs if isinstance(inputs, BlockFp8Tensor) else (inputs, weight.scales)
@@ -165,10 +171,11 @@ def add_block_fp8_experts(
     gate_up: BlockFp8Tensor,
     down: BlockFp8Tensor,
 ) -> torch.Tensor:
-    """Add each token's weighted sum of `block_fp8_expert_outputs` to `residual` in place and return it.
+    """Add each token's weighted sum of `block_fp8_expert_outputs` to `residual` in place and return `residual`.
 
-    Without a residual the sum alone is returned. A single token has the kernels of block-quantized weights, which
-    quantize its inputs to the same values. `routing` may be logits where `ggml_expert_gemv.can_select` allows them.
+    Without a residual the weighted sum alone is returned. A single token is computed by the kernels of block-quantized
+    weights, which quantize its inputs to the same values. `routing` may be logits if `ggml_expert_gemv.can_select`
+    allows them.
     """
     up_bytes, down_bytes = gate_up.as_bytes(), down.as_bytes()
     if up_bytes and down_bytes and ggml_expert_gemv.can_sum(hidden, routing.pairs, [up_bytes], down_bytes):
@@ -182,9 +189,15 @@ def block_fp8_expert_outputs(
 ) -> torch.Tensor:
     """Compute the unweighted outputs of each token's experts, as `expert_outputs` does.
 
-    [tokens, hidden_size] -> [tokens * top_k, hidden_size]. gate_up: [experts, 2 * width, hidden_size], gate rows above
-    up rows; down: [experts, hidden_size, width]. Inputs of both are quantized as their weights' columns are: in
-    blocks, or per token.
+    The inputs of a weight are quantized as the weight's columns are: in blocks, or per token.
+
+    Args:
+        hidden: [tokens, hidden_size].
+        routing: the experts of each token.
+        gate_up: [experts, 2 * width, hidden_size], gate rows above up rows.
+        down: [experts, hidden_size, width].
+
+    Returns [tokens * top_k, hidden_size].
     """
     if not use_triton(hidden):
         return block_fp8_expert_outputs_reference(hidden, routing, gate_up, down)
@@ -206,7 +219,10 @@ def block_fp8_expert_outputs(
 def _quantize_if_many(
     hidden: torch.Tensor, weight: BlockFp8Tensor, dispatch: Dispatch
 ) -> torch.Tensor | BlockFp8Tensor:
-    """Quantize inputs, unless they are few enough for every program to quantize its own, and it reads whole blocks."""
+    """Quantize `hidden`, unless every program can quantize its own inputs.
+
+    Programs quantize their inputs if these are few and the weight has scales of whole blocks.
+    """
     is_few = dispatch.mode != "grouped" and weight.scales.shape[2] > 1
     return hidden if is_few else quantize_tokens(hidden, weight)
 
@@ -216,7 +232,8 @@ def block_fp8_expert_outputs_reference(
 ) -> torch.Tensor:
     """Compute `block_fp8_expert_outputs` in a loop over the experts that have tokens, as its specification.
 
-    One expert is dequantized at a time. The host reads the offsets, so it cannot be captured in a CUDA graph.
+    One expert is dequantized at a time. The host reads the offsets, so this function cannot be captured in a CUDA
+    graph.
     """
     top_k = routing.topk_ids.shape[1]
     pairs, offsets = sort_by_expert(routing.topk_ids, len(down.values))

@@ -103,7 +103,7 @@ def supports(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_faster(tokens: int, rows: int) -> bool:
-    """Return whether gate and up rows of a 16-bit weight are multiplied faster than by the library.
+    """Return whether this GEMM multiplies gate and up rows of a 16-bit weight faster than the library does.
 
     Measured on an H100 with 2,048 to 28,672 rows (docs/decisions/small-batch-gemm.md).
     """
@@ -111,9 +111,10 @@ def is_faster(tokens: int, rows: int) -> bool:
 
 
 def select_config(tokens: int, rows: int, *, gated: bool, is_fp8: bool) -> GemmConfig:
-    """Select the configuration for a weight of that many rows: larger tiles, where there are enough for all SMs.
+    """Select the tile configuration for `tokens` tokens and a weight of `rows` rows.
 
-    The best of a sweep over Qwen3-0.6B's and wider weights on an H100. All have a step of 128 bytes of the columns.
+    Larger tiles are taken once there are enough of them for all SMs. The configurations won a sweep over weights of
+    Qwen3-0.6B and wider ones on an H100. Each has a block_k of 128 bytes.
     """
     block_k, outputs = 128 if is_fp8 else 64, tokens * rows
     if outputs <= (3 * 2**20 if gated else 2**20):
@@ -135,9 +136,14 @@ def tma_gemm(
 ) -> torch.Tensor:
     """Compute hidden W^T: hidden [tokens, K], weight [N, K], of a 16-bit type or e4m3 -> [tokens, N] of type `dtype`.
 
-    `scales` are the float32 scales of e4m3 tokens and of the weight's rows. With `gated` the weight holds gate rows
-    above up rows and the result is silu(gate) * up, half as wide. `residual` is [tokens, N], contiguous; the result is
-    added to it in place and it is returned.
+    Args:
+        hidden: [tokens, K].
+        weight: [N, K] of the same dtype.
+        dtype: the type of the result.
+        scales: float32 scales of the tokens and of the weight's rows, if both are e4m3.
+        gated: the weight holds gate rows above up rows, and the result is silu(gate) * up, [tokens, N / 2].
+        residual: [tokens, N], contiguous. The result is added to `residual` in place, and `residual` is returned.
+        config: the tile configuration. None selects one by size.
     """
     (tokens, k), rows = hidden.shape, len(weight)
     n = rows // 2 if gated else rows

@@ -23,14 +23,19 @@ _FREE_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 12}
 def threshold_tokens(
     logits: torch.Tensor, temperatures: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the last token per row that top-k, top-p and min-p keep.
+    """Return the least probable token of each row that top-k, top-p and min-p keep.
 
-    The filters apply in that order, each to the tokens that the previous filter kept.
+    The filters apply in this order, each to the tokens that the previous filter kept. Top-p keeps the token whose
+    probability crosses the limit. The token with the largest logit is always kept.
 
-    logits: [rows, vocab] of any floating type, before the temperature; temperatures: [rows] float32, above 0; top_k:
-    [rows] int64, or 0 for off; top_p, min_p: [rows] float32, 1 and 0 for off. Top-p keeps the token that crosses it,
-    and the token with the largest logit is always kept. Returns [rows] int64, KEEP_ALL for rows where all three are
-    off.
+    Args:
+        logits: [rows, vocab] of any floating type, before division by the temperature.
+        temperatures: [rows] float32, above 0.
+        top_k: [rows] int64; 0 turns the filter off.
+        top_p: [rows] float32; 1 turns the filter off.
+        min_p: [rows] float32; 0 turns the filter off.
+
+    Returns [rows] int64. A row without any filter returns KEEP_ALL.
     """
     if not use_triton(logits):
         return _threshold_tokens_reference(logits, temperatures, top_k, top_p, min_p)

@@ -176,9 +176,10 @@ class Checkpoint:
         return tuple(dict.fromkeys([*ids, *([] if tokenizer_eos_id is None else [tokenizer_eos_id])]))
 
     def _tokenizer_eos_id(self) -> int | None:
-        """Return the id of the tokenizer's eos_token, or None if its files give no id for this text.
+        """Return the id of the tokenizer's eos_token.
 
-        special_tokens_map.json names it, too, and counts where tokenizer_config.json has no `added_tokens_decoder`.
+        Returns None if the tokenizer's files do not give an id for this token. The eos_token of special_tokens_map.json
+        is used too if tokenizer_config.json has no `added_tokens_decoder`.
         """
         folder = self.text_folder
         if folder is None:
@@ -223,13 +224,17 @@ class Checkpoint:
 def open_checkpoint(model: str, *, files: CheckpointFiles, tokenizer: str | None = None) -> Checkpoint:
     """Find the checkpoint `model` and read its configuration.
 
-    A hub id is downloaded first; "owner/name:Q8_0" or "owner/name:FILE.gguf" chooses a repository's GGUF file. `files`
-    is "all", or "text" for everything but the weights. "config" means the same, unless a bundled configuration makes
-    the download unnecessary. A GGUF file has all. `tokenizer` is another folder or hub id, whose tokenizer and chat
-    template replace those in the checkpoint.
+    A hub id is downloaded first; "owner/name:Q8_0" or "owner/name:FILE.gguf" chooses a repository's GGUF file.
 
-    Raises ConfigError when there is no such folder, GGUF file, hub repository or config.json, and for an invalid JSON
-    or GGUF file. Raises UnservableModelError for a GGUF file that cannot be served.
+    Args:
+        model: a folder, a GGUF file, the name of a bundled model, or a hub id.
+        files: what is downloaded. "all" includes the weights, and "text" is everything but the weights. "config" means
+            the same as "text", but a bundled configuration makes the download unnecessary. A GGUF file is always
+            downloaded as a whole.
+        tokenizer: another folder or hub id, whose tokenizer and chat template replace those of the checkpoint.
+
+    Raises ConfigError if there is no such folder, GGUF file, hub repository or config.json, or if a JSON or GGUF file
+    is invalid. Raises UnservableModelError for a GGUF file that cannot be served.
     """
     tokenizer_folder = None if tokenizer is None else find_folder(tokenizer, "text")
     gguf_path = find_gguf(model, files)
@@ -265,8 +270,12 @@ def _read_fields(path: Path) -> Fields:
 def folder_reasons(checkpoint: Checkpoint, *, is_dummy: bool, has_overrides: bool = False) -> list[str]:
     """Return all reasons why a folder of a language model cannot be served, as its files show them.
 
-    They concern its architecture and configuration, quantization and weights. With `is_dummy` weights are random, and
-    config.json is enough. With `has_overrides` fields of the configuration will be replaced, so they are not checked.
+    The reasons concern the architecture, the configuration, the quantization and the weights.
+
+    Args:
+        checkpoint: the folder.
+        is_dummy: the weights will be random, so config.json is enough.
+        has_overrides: fields of the configuration will be replaced, so they are not checked.
     """
     from meltcore.models.configs.quantization_config import read_quantization_config
     from meltcore.models.decoders.decoder_families import DECODER_CONFIGS
@@ -304,9 +313,10 @@ def _missing_weights_reason(checkpoint: Checkpoint) -> str | None:
 
 
 def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint:
-    """Find a checkpoint of a task's architectures. With `is_dummy` weights are random, and its configuration is enough.
+    """Find a checkpoint of one of the architectures of `task`.
 
-    Raises ConfigError as `open_checkpoint` does, and for another architecture.
+    With `is_dummy` the weights will be random, and the configuration is enough. Raises ConfigError as `open_checkpoint`
+    does, and for an architecture of another task.
     """
     checkpoint = open_checkpoint(name, files="config" if is_dummy else "all")
     names = checkpoint.config.get("architectures") or []
@@ -317,16 +327,17 @@ def open_task_checkpoint(name: str, task: Task, *, is_dummy: bool) -> Checkpoint
 
 
 def is_transcription_model(model: str, *, dummy: bool = False) -> bool:
-    """Return whether `model` transcribes speech, without a download. Raises ConfigError as find_transcriber."""
+    """Return whether `model` transcribes speech, without a download. Raises ConfigError as `find_transcriber` does."""
     is_published = model in PUBLISHED_TRANSCRIBERS and not Path(model).expanduser().is_dir()
     return is_published or find_transcriber(model, dummy=dummy) is not None
 
 
 def find_transcriber(model: str, *, dummy: bool = False) -> Path | None:
-    """Return what `model` names: a NeMo archive, a folder that one is unpacked into, or one with published assets.
+    """Return the path of the transcription model `model`. Returns None for a model of another task.
 
-    None for other models. The hub id of a published transcriber is downloaded, unless `dummy` says that its
-    configuration is enough. Raises ConfigError for a missing archive, a failed download, and a folder with several.
+    The path is a NeMo archive, a folder into which an archive was unpacked, or a folder with the published assets. The
+    hub id of a published transcriber is downloaded, unless `dummy` says that its configuration is enough. Raises
+    ConfigError for a missing archive, a failed download, or a folder with several archives.
     """
     path = _BUNDLED_FOLDERS.get(model, Path(model).expanduser())
     if model in PUBLISHED_TRANSCRIBERS and not path.is_dir():
@@ -352,9 +363,10 @@ def has_assets(path: Path) -> bool:
 
 
 def find_task(model: str, *, dummy: bool = False) -> Task:
-    """Return the task of a model, or the default task for a model that cannot be opened: its engine reports the reason.
+    """Return the task of a model.
 
-    With `dummy` a published configuration is enough. Raises ConfigError as `recognized_task` does.
+    A model that cannot be opened has the default task, whose engine reports the reason. With `dummy` a published
+    configuration is enough. Raises ConfigError as `recognized_task` does.
     """
     task = recognized_task(model, dummy=dummy)
     if task is not None or is_gguf(model):
@@ -367,15 +379,16 @@ def find_task(model: str, *, dummy: bool = False) -> Task:
 
 
 def is_on_hub(model: str) -> bool:
-    """Return whether a checkpoint is downloaded from the hub: it is no local file or folder, and no bundled one."""
+    """Return whether a checkpoint is downloaded from the hub, since it is neither local nor bundled."""
     is_bundled = model in _BUNDLED_FOLDERS
     return not is_bundled and HubId.parse(model) is not None and not Path(model).expanduser().exists()
 
 
 def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
-    """Return the GGUF file that `model` names, locally or on the hub, or the only model of a folder, else None.
+    """Return the GGUF file that `model` names, locally or on the hub, or the only model among a folder's GGUF files.
 
-    Raises ConfigError for a missing file, for several to choose from, and for a folder with other GGUF files alone.
+    Returns None if `model` is not a GGUF checkpoint. Raises ConfigError if the file is missing, if there are several
+    models to choose from, or if a folder has only GGUF files that are not models.
     """
     path = Path(model).expanduser()
     is_here = files == "config" and model in PUBLISHED_CONFIG_FOLDERS
@@ -395,7 +408,10 @@ def find_gguf(model: str, files: CheckpointFiles) -> Path | None:
 
 
 def _only_gguf_model(model: str, folder: Path, names: list[str]) -> Path | None:
-    """Return the only model among the GGUF files of a folder, or None where a config.json stands beside none."""
+    """Return the only model among the GGUF files of a folder.
+
+    Returns None if none of the files is a model but the folder has a config.json.
+    """
     # Imported here: they take 0.2 s, which other checkpoints do not need.
     from meltcore.models.checkpoints.gguf.gguf_file import gguf_checkpoints
     from meltcore.models.checkpoints.gguf.gguf_kinds import kind_by_name, other_kinds

@@ -1,7 +1,8 @@
-"""Weights of a network that was exported with its checkpoint's names lost or kept: ONNX, or TorchScript.
+"""Reads the weights of a network that was exported to ONNX or TorchScript. An export may lose the checkpoint's names.
 
-torch.onnx renames the weights that it transposes or folds (`onnx::MatMul_1234`): of linear layers of sequences, of
-convolutions with a batch norm, of LSTMs. Their places in the graph tell what they are. Nothing of a file runs.
+torch.onnx renames the weights that it transposes or folds (`onnx::MatMul_1234`). These are weights of linear layers of
+sequences, of convolutions with a batch norm, and of LSTMs. Their positions in the graph tell what they are. No code of
+a file is executed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _GATE_ORDER = (0, 2, 3, 1)
 
 
 class ExportedPart:
-    """One exported network: its tensors by name, and of an ONNX file its graph."""
+    """An exported network: its tensors by name, and the graph if the file is an ONNX file."""
 
     def __init__(self, path: Path) -> None:
-        """Read the headers of an .onnx or a .ts file. Raises ConfigError for one that cannot be read."""
+        """Read the headers of an .onnx or a .ts file. Raises ConfigError if the file cannot be read."""
         self.path = path
         self.graph = OnnxGraph.read(path) if path.suffix == ".onnx" else None
         self.code = ""
@@ -39,7 +40,7 @@ class ExportedPart:
 
     @classmethod
     def find_part(cls, folder: Path, name: str) -> ExportedPart | None:
-        """Return the part of that name, as ONNX or TorchScript, or None."""
+        """Return the part called `name`, as ONNX or TorchScript. Returns None if the folder has no such file."""
         found = next((path for end in ("onnx", "ts") if (path := folder / f"{name}.{end}").is_file()), None)
         return None if found is None else cls(found)
 
@@ -69,7 +70,7 @@ class ExportedPart:
     def linear(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weight [outputs, inputs] and bias of the only linear layer or convolution of width 1.
 
-        Raises ConfigError for none and for several.
+        Raises ConfigError if the network has no such layer, or several.
         """
         if self.graph is None:
             matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
@@ -92,7 +93,7 @@ class ExportedPart:
         return weight, bias
 
     def linear_nodes(self) -> Iterator[OnnxNode]:
-        """Yield the nodes of linear layers and convolutions: those that multiply by a tensor of the file."""
+        """Yield the nodes of linear layers and convolutions, which multiply by a tensor of the file."""
         assert self.graph is not None
         for node in self.graph.nodes:
             if node.op in _LINEAR_OPS and len(node.inputs) > 1 and node.inputs[1] in self.graph.tensors:
@@ -105,7 +106,7 @@ class ExportedPart:
         return weight.T.contiguous() if is_transposed and weight.dim() == 2 else weight
 
     def bias_name(self, node: OnnxNode) -> str | None:
-        """Return the name of the tensor that is added to the output of a linear node, or None without a bias."""
+        """Return the name of the tensor that is added to the output of a linear node. Returns None without a bias."""
         assert self.graph is not None
         if node.op != "MatMul":
             return node.inputs[2] if len(node.inputs) > 2 else None
@@ -116,7 +117,10 @@ class ExportedPart:
         return None
 
     def embedding(self) -> torch.Tensor:
-        """Return the weight of the only embedding, [rows, size]. Raises ConfigError for none and for several."""
+        """Return the weight of the only embedding, [rows, size].
+
+        Raises ConfigError if there is no embedding, or several.
+        """
         if self.graph is None:
             names = [name for name in self.shapes if "lstm" not in name and len(self.shapes[name]) == 2]
         else:
@@ -129,7 +133,7 @@ class ExportedPart:
     def lstm(self) -> dict[str, torch.Tensor]:
         """Return the weights of the only LSTM by torch's names: weight_ih_l0 and so on.
 
-        Raises ConfigError without an LSTM, or if it has two directions or peepholes, which a plain LSTM lacks.
+        Raises ConfigError if there is no LSTM, or if the LSTM has two directions or peepholes.
         """
         kept = {name.rpartition(".")[2]: name for name in self.shapes if "_ih_l" in name or "_hh_l" in name}
         if kept:

@@ -49,9 +49,9 @@ _UNSUPPORTED = (
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint file of a folder in fairseq's layout, or None for another folder.
+    """Return the checkpoint file of a folder in fairseq's layout. Returns None if the folder has another layout.
 
-    Raises ConfigError for a folder with fairseq's dictionaries and another file than checkpoint_best.pt.
+    Raises ConfigError if the folder has fairseq's dictionaries, but its checkpoint file is not checkpoint_best.pt.
     """
     if (folder / "config.json").exists():
         return None
@@ -64,8 +64,8 @@ def find_checkpoint(folder: Path) -> Path | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of config.json for a fairseq checkpoint file.
 
-    Vocabulary sizes are the embeddings' sizes. Raises ConfigError for a damaged file, and for fields that are
-    missing, invalid or not computed here.
+    Vocabulary sizes are the sizes of the embeddings. Raises ConfigError if the file is damaged, or if fields are
+    missing, invalid or unsupported.
     """
     archive = TorchArchive(path)
     values, section = _find_arguments(archive)
@@ -99,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def model_tensors(archive: TorchArchive) -> dict[str, StoredTensor]:
-    """Return the tensors of the model by fairseq's names. Raises ConfigError for a file of another form."""
+    """Return the tensors of the model by fairseq's names. Raises ConfigError if the file has another structure."""
     state = archive.root.get("model") if isinstance(archive.root, Mapping) else None
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ConfigError(f"{archive.path} is not a fairseq checkpoint: it has no tensors under 'model'")
@@ -110,7 +110,7 @@ def model_tensors(archive: TorchArchive) -> dict[str, StoredTensor]:
 
 
 def _find_arguments(archive: TorchArchive) -> tuple[Mapping[str, Any], str]:
-    """Return the model's arguments and where they are: in `args` of older files, else in `cfg`."""
+    """Return the model's arguments and the field that holds them: `args` in older files, `cfg` in newer ones."""
     root = archive.root if isinstance(archive.root, Mapping) else {}
     config = root.get("cfg")
     config = config.fields if isinstance(config, PickledObject) else config
@@ -123,9 +123,10 @@ def _find_arguments(archive: TorchArchive) -> tuple[Mapping[str, Any], str]:
 
 
 def read_dictionary(path: Path) -> dict[str, int]:
-    """Return the ids by token of a dictionary: a token and its count in each line, after four special tokens.
+    """Return the token ids of a dictionary, by token.
 
-    Raises ConfigError for an unreadable file and for a line of another form, or twice the same token.
+    Each line has a token and its count; four special tokens come first. Raises ConfigError if the file is unreadable,
+    if a line has another form, or if a token occurs twice.
     """
     try:
         if path.stat().st_size > _MAX_DICTIONARY_BYTES:

@@ -1,6 +1,6 @@
 """Gives the tensors of a fairseq checkpoint file the names that they have in published safetensors files.
 
-Apart from fairseq_config.py, which API servers import, this needs torch.
+This module needs torch. It is separate from fairseq_config.py, which API servers import without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FairseqWeights(TensorFile):
     DTYPES: ClassVar = {"FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16}
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises ConfigError for one of another form."""
+        """Open the file. Raises ConfigError if the file has another structure."""
         tensors = model_tensors(TorchArchive(path))
         super().__init__(path)
         self._stored_names = {_published_name(name): name for name in tensors if not name.endswith(_UNUSED_TENSORS)}

@@ -19,14 +19,20 @@ _MAX_PENDING = 256  # results on a GPU that are waited for together
 
 
 class FiniteCheck:
-    """Checks the loaded tensors of one file. What lies on a GPU is checked there, and `finish` waits for the rest."""
+    """Checks the loaded tensors of one file.
+
+    Tensors on a GPU are checked there, and `finish` waits for these checks.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Check a part of the tensor `name`. Raises ConfigError; on a GPU the fault may be in an earlier part."""
+        """Check a part of the tensor `name`. Raises ConfigError if a value is not finite.
+
+        On a GPU the error may be about a part that was added earlier.
+        """
         if not values.is_floating_point() or values.numel() == 0:
             return
         finite = seems_finite(values)
@@ -52,7 +58,10 @@ class FiniteCheck:
 
 
 def seems_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return whether values are finite, a bool without dimensions. False may also mean that their sum is not."""
+    """Return a bool tensor without dimensions that is True if all values are finite.
+
+    False may also mean that only the sum of the values is not finite.
+    """
     if values.dtype != FP8:
         return values.sum().isfinite()
     largest, largest_unsigned = values.view(torch.int8).amax(), values.view(torch.uint8).amax()

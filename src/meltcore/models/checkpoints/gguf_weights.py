@@ -1,8 +1,12 @@
 """Gives the tensors of a GGUF file the names, shapes and layout that they have in published safetensors files.
 
-Some differ in more than their names. Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary
-embeddings: dimension i of a head is followed by i + head_dim / 2. Norms of Gemma include the 1 that published files
-leave out. All experts of a layer are one tensor. Phi-3's merged matrices are read as the matrices they merge.
+Some tensors differ in more than their names:
+
+- Rows of queries and keys of `llama` files are in the order of llama.cpp's rotary embeddings. There, dimension i of a
+head is followed by dimension i + head_dim / 2.
+- Norms of Gemma include the 1 that published files leave out.
+- All experts of a layer are one tensor.
+- Phi-3's merged matrices are read as separate matrices.
 """
 
 from __future__ import annotations
@@ -89,7 +93,7 @@ class GGUFWeights(TensorFile):
                 self._stored_names[name] = stored_name
 
     def stored_name(self, name: str) -> str:
-        """Return the GGUF name of a tensor from its Hugging Face name, also of one that this file lacks."""
+        """Return the GGUF name of a tensor from its Hugging Face name, even if this file does not have the tensor."""
         if name in self._stored_names:
             return self._stored_names[name]
         try:
@@ -98,10 +102,10 @@ class GGUFWeights(TensorFile):
             return name
 
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:
-        """Return the loader for the tensor as it is stored, from the loader for the published tensor.
+        """Return a loader for the tensor as this file stores it. The loader writes to `target`.
 
-        A target that does not take blocks gets their values in float32, tensor by tensor. One that takes blocks of
-        another format gets them restored as such.
+        `target` is the loader of the published tensor. If it does not take blocks, it gets the values in float32, one
+        tensor at a time. If it takes blocks of another format, the blocks are converted to that format.
         """
         if has_permuted_rows(name, self._model_type):
             target = _unpermuting_loader(target, self._head_dim)
@@ -121,7 +125,7 @@ class GGUFWeights(TensorFile):
         return _converting_loader(target, ggml_type, width, partial(_restore_blocks, ggml_type, device))
 
     def _published_entries(self, stored_name: str, tensor: GGUFTensor) -> Iterator[tuple[str, TensorEntry]]:
-        """Yield the published names and the entries of a tensor. An unknown one keeps its name."""
+        """Yield the published names and the entries of a tensor. A tensor with an unknown name keeps this name."""
         dtype_name, shape, offset = tensor.type.name, tensor.shape, tensor.offset
         if tensor.type in QUANTIZED_TYPES:
             shape = (*shape[:-1], tensor.row_bytes)
@@ -148,15 +152,15 @@ class GGUFWeights(TensorFile):
 
 
 def _merged_rows(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return how many rows each matrix has in a tensor of a file that merges some."""
+    """Return the number of rows of each matrix in a merged tensor, by tensor name."""
     queries, keys = (config[heads] * config["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
     return {"attn_qkv": (queries, keys, keys), "ffn_up": (config["intermediate_size"],) * 2}
 
 
 def gguf_name(name: str, model_type: str) -> str:
-    """Return the GGUF name of a published tensor. All experts of a layer have the name of their one tensor.
+    """Return the GGUF name of a published tensor. All experts of a layer share the name of their stacked tensor.
 
-    Raises KeyError for a tensor that GGUF files lack.
+    Raises KeyError if GGUF files have no such tensor.
     """
     outer = {published: stored for stored, published in _OUTER_TENSORS.items()}
     if name in outer:
@@ -173,7 +177,10 @@ def gguf_name(name: str, model_type: str) -> str:
 
 
 def _dequantized(ggml_type: GgmlType, device: torch.device, source: torch.Tensor) -> torch.Tensor:
-    """Return the values of rows of blocks in float32, computed on `device`. Raises ValueError if one is not finite."""
+    """Return the values of rows of blocks in float32, computed on `device`.
+
+    Raises ValueError if a value is not finite.
+    """
     blocks = source.to(device)
     if ggml_type.held.type == ggml_type:
         packed = pack(blocks, ggml_type)
@@ -194,10 +201,10 @@ def _restore_blocks(ggml_type: GgmlType, device: torch.device, source: torch.Ten
 def _converting_loader(
     target: WeightLoader, ggml_type: GgmlType, width: int, convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> WeightLoader:
-    """Return a loader of blocks, [rows, bytes of a row], that gives `target` what `convert` makes of them.
+    """Return a loader that takes rows of blocks [rows, bytes of a row] and writes `convert(blocks)` to `target`.
 
-    One block becomes `width` columns of `target`. For a slice of columns it reads the blocks that hold them. If no row
-    of `target` is whole blocks, it returns `target` itself.
+    One block yields `width` columns. To load a slice of columns, the loader reads every block that overlaps the slice.
+    Returns `target` itself if its number of columns is not a multiple of `width`.
     """
     *rows, columns = target.shape
     if columns % width:

@@ -1,6 +1,7 @@
-"""Downloads checkpoints from the Hugging Face hub: of a repository with GGUF files, only the one that is chosen.
+"""Downloads checkpoints from the Hugging Face hub.
 
-This module does not import torch, since API servers use it too.
+From a repository with GGUF files, only the chosen one is downloaded. This module does not import torch, since API
+servers use it too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class HubId(NamedTuple):
 
     @classmethod
     def parse(cls, model: str) -> HubId | None:
-        """Return the parts of "owner/name" or "owner/name:CHOICE", or None for anything else, such as a local file."""
+        """Return the parts of "owner/name" or "owner/name:CHOICE".
+
+        Returns None for other texts, such as a local path.
+        """
         repository, colon, choice = model.partition(":")
         is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", repository) is not None
         if not is_id or repository.lower().endswith(".gguf") or (colon and not choice):
@@ -61,9 +65,9 @@ def download_folder(model: str, patterns: list[str]) -> Path:
 
 
 def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weights: bool) -> Path:
-    """Download a repository's configuration, tokenizer and, if asked, the weights of the model itself.
+    """Download a repository's configuration and tokenizer, and the model's weights if `with_weights`.
 
-    What stands beside them stays where it is: adapters, the same weights in another layout, files of subfolders.
+    Other files of the repository are not downloaded: adapters, the same weights in another layout, files of subfolders.
     Returns the folder. Raises ConfigError with the hub client's reason.
     """
     hub_id = HubId(model.partition(":")[0], None)
@@ -81,7 +85,7 @@ def download_checkpoint(model: str, text_patterns: Sequence[str], *, with_weight
 
 
 def _is_text(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether a file matches a pattern in its own folder. An index is read with the weights alone."""
+    """Return whether a file matches a pattern within its own folder. Index files of weights never match."""
     same_depth = (pattern for pattern in patterns if pattern.count("/") == name.count("/"))
     return not name.endswith(".index.json") and any(fnmatchcase(name, pattern) for pattern in same_depth)
 
@@ -94,25 +98,30 @@ def _exact_patterns(names: Iterable[str]) -> list[str]:
 def download_gguf(model: str) -> Path | None:
     """Download the GGUF checkpoint that a hub id names, and nothing else of its repository.
 
-    "owner/name" names the only GGUF checkpoint of a repository without safetensors files. "owner/name:CHOICE" names
-    any: CHOICE is a file, or the format at the end of one file's name, such as Q8_0. Returns the file, or the first
-    part of a split checkpoint, or None for a repository of another kind. Raises ConfigError that lists the files for a
-    missing or wrong choice.
+    "owner/name" names the only GGUF checkpoint of a repository without safetensors files. "owner/name:CHOICE" names any
+    GGUF checkpoint: CHOICE is a file, or the format at the end of a file's name, such as Q8_0.
+
+    Returns the file, or the first part of a split checkpoint. Returns None if the repository has no GGUF checkpoint.
+    Raises ConfigError if the choice is missing or wrong; the error lists the files.
     """
     files = _find_gguf(model)
     return None if files is None else download_folder(model, files) / files[0]
 
 
 def no_hub_weights_reason(model: str) -> str | None:
-    """Return why a repository without GGUF files has no weights to download. None if it has, or cannot be listed."""
+    """Return why a repository without GGUF files has no weights to download.
+
+    Returns None if it has weights, or if its files cannot be listed.
+    """
     names = _list_files(HubId(model.partition(":")[0], None))
     return no_weights_reason(names) if names and not has_weights(names) else None
 
 
 def hub_problem(model: str) -> str:
-    """Return why a hub id cannot be loaded on this machine; "": the hub has it and permits it, or the cache has it.
+    """Return why a hub id cannot be loaded on this machine.
 
-    Of a repository without GGUF files it downloads config.json, which the hub refuses where it refuses the weights.
+    Returns "" if the hub has the model and permits the download, or if the cache has it. For a repository without GGUF
+    files this downloads config.json, which the hub refuses to users to whom it refuses the weights.
     """
     try:
         if _find_gguf(model) is None:
@@ -123,9 +132,10 @@ def hub_problem(model: str) -> str:
 
 
 def hub_problems(models: Iterable[str], limit_s: float) -> dict[str, str]:
-    """Return `hub_problem` of each hub id. What is not answered within `limit_s` in all, the cache answers alone.
+    """Return `hub_problem` of each hub id. All requests together take at most `limit_s` seconds.
 
-    The hub's client has no time limit of its own where packets are dropped.
+    Ids that the hub has not answered by then are looked up in the cache alone. The hub's client has no time limit of
+    its own if packets are dropped.
     """
     asked, answers = list(models), dict[str, str]()
 
@@ -152,7 +162,11 @@ def _is_cached(model: str) -> bool:
 
 
 def _find_gguf(model: str) -> list[str] | None:
-    """Return the files of the GGUF checkpoint that a hub id names, the first part first, or None for another one."""
+    """Return the files of the GGUF checkpoint that a hub id names, the first part first.
+
+    Returns None if the id does not name a GGUF checkpoint. Raises ConfigError if it names none of the repository's
+    files, or more than one.
+    """
     hub_id = HubId.parse(model)
     if hub_id is None:
         return None
@@ -179,7 +193,7 @@ def _find_gguf(model: str) -> list[str] | None:
 
 
 def _list_files(hub_id: HubId) -> list[str]:
-    """Return the files of a repository, or without a connection those that are in the cache."""
+    """Return the files of a repository. Without a connection these are the files in the cache."""
     from huggingface_hub import list_repo_files, snapshot_download
 
     try:
@@ -195,7 +209,10 @@ def _list_files(hub_id: HubId) -> list[str]:
 
 
 def _is_named(name: str, choice: str) -> bool:
-    """Return whether `choice` is a checkpoint's name, with or without its folder, or the format that it ends in."""
+    """Return whether `choice` names the checkpoint `name`.
+
+    `choice` is the name with or without its folder, or the format at the end of the name.
+    """
     if choice.lower().endswith(".gguf"):
         return choice in (name, name.rpartition("/")[2])
     stem = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name, flags=re.IGNORECASE)

@@ -28,7 +28,7 @@ class NemoArchive:
     has_batch_norm = True
 
     def __init__(self, path: Path) -> None:
-        """Open it and read the configuration. Raises ConfigError when that fails."""
+        """Open the archive or folder and read the configuration. Raises ConfigError if it cannot be read."""
         self.path = path
         try:
             self._tar = None if path.is_dir() else tarfile.open(path)  # noqa: SIM115 - open while it is read from
@@ -38,7 +38,7 @@ class NemoArchive:
 
     @property
     def model_config(self) -> IndicConformerConfig:
-        """The sizes that the configuration asks for. Raises ConfigError as `read_config` does."""
+        """The model sizes in the configuration. Raises ConfigError as `read_config` does."""
         return read_config(self.config)
 
     def open(self, name: str) -> IO[bytes]:
@@ -69,9 +69,9 @@ class NemoArchive:
         return dict(tensors)
 
     def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
-        """Return the text of every token, by language. U+2581 at its beginning stands for a space.
+        """Return the text of every token, by language. U+2581 at the beginning of a text stands for a space.
 
-        Raises ConfigError for a missing SentencePiece model, and for one whose size is not the model's.
+        Raises ConfigError if a SentencePiece model is missing, or if its size is not that of the configuration.
         """
         try:
             from sentencepiece import SentencePieceProcessor

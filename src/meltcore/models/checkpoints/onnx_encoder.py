@@ -19,7 +19,7 @@ _PREFIX, _UNUSED = "encoder.", "pos_enc."  # the table of positions, which is co
 
 
 class _Source(NamedTuple):
-    """A tensor of the encoder in the file: by its own name, or as the weight of a linear node."""
+    """The location of a tensor of the encoder in the file: a name, or a linear node whose weight it is."""
 
     stored_name: str
     node: OnnxNode | None = None
@@ -28,28 +28,31 @@ class _Source(NamedTuple):
 class OnnxEncoder:
     """The encoder in an ONNX file.
 
-    `has_batch_norm` says whether the export kept batch norms apart from convolutions.
+    `has_batch_norm` says whether the file has batch norms as separate tensors, not folded into the convolutions.
     """
 
     def __init__(self, part: ExportedPart, num_mels: int) -> None:
-        """Find all tensors and the sizes. Raises ConfigError for what is missing, and for an unnamed weight."""
+        """Find all tensors and the sizes.
+
+        Raises ConfigError if a tensor is missing, or if a weight cannot be identified.
+        """
         self._part, self._num_mels = part, num_mels
         self._sources = self._find_sources()
         self.has_batch_norm = any(".batch_norm." in name for name in self._sources)
         self.config = self._read_config()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Read all tensors, by NeMo's names without `encoder.` before them."""
+        """Read all tensors, by NeMo's names without the prefix `encoder.`."""
         return {
             name: self._part.read(source.stored_name) if source.node is None else self._part.linear_weight(source.node)
             for name, source in self._sources.items()
         }
 
     def _find_sources(self) -> dict[str, _Source]:
-        """Return where each tensor is. A linear layer has the name of its bias, or of the module in its node's name.
+        """Return the location of each tensor. A linear layer is named by its bias, or by the module in its node's name.
 
-        Exports before torch 1.13 name no modules. There, what has neither is known by its order: the positions' linear
-        layers, and the convolutions that batch norms are folded into.
+        Exports before torch 1.13 do not name modules. In these files, layers without a bias are identified by their
+        order: the linear layers of positions, and the convolutions into which batch norms are folded.
         """
         graph = self._part.graph
         assert graph is not None
@@ -147,12 +150,15 @@ class OnnxEncoder:
 
 
 def _is_anonymous(name: str) -> bool:
-    """Return whether an export made a name up: such as `onnx::MatMul_1234`, `/layers.0/Constant_output_0` or `1234`."""
+    """Return whether the export made the name up, such as `onnx::MatMul_1234` or `1234`."""
     return "::" in name or name.startswith(("/", "Constant_")) or name.isdecimal()
 
 
 def _module_name(node: OnnxNode) -> str | None:
-    """Return the module in a node's name: of `/layers.0/self_attn/linear_pos/MatMul`, layers.0.self_attn.linear_pos."""
+    """Return the module in a node's name.
+
+    For `/layers.0/self_attn/linear_pos/MatMul` this is `layers.0.self_attn.linear_pos`.
+    """
     if not node.name.startswith("/"):
         return None
     path: list[str] = []

@@ -28,11 +28,14 @@ _FLOATS, _DOUBLES, _RAW = 4, 10, 9
 
 
 class OnnxError(ValueError):
-    """What is wrong with a file. The caller adds its name."""
+    """Reports that a file is invalid. The caller adds the file's name."""
 
 
 class OnnxTensor(NamedTuple):
-    """A tensor: its shape, ONNX's number of its type, and where its bytes are. `problem` says why it cannot be read."""
+    """A tensor: its shape, ONNX's number of its type, and the location of its bytes.
+
+    `problem` says why it cannot be read.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -44,11 +47,11 @@ class OnnxTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The type of its values, or None for one that is not read."""
+        """The type of the values, or None if values of this type are not supported."""
         return _DTYPES.get(self.data_type)
 
     def read(self) -> torch.Tensor:
-        """Read it into host memory. Raises ConfigError for what cannot be read."""
+        """Read the tensor into host memory. Raises ConfigError if it cannot be read."""
         if self.problem or self.dtype is None:
             raise ConfigError(f"{self.path}: {self.name} {self.problem or f'has the ONNX type {self.data_type}'}")
         values = np.fromfile(self.path, np.uint8, self.size, offset=self.offset)
@@ -80,7 +83,10 @@ class OnnxGraph:
 
     @classmethod
     def read(cls, path: Path) -> OnnxGraph:
-        """Read a file. Raises ConfigError when it is no ONNX file, damaged, or refers to what it must not."""
+        """Read a file.
+
+        Raises ConfigError if it is damaged, not an ONNX file, or refers to files outside of its folder.
+        """
         graph = cls(path)
         try:
             # Anything but a regular file, such as a pipe, could be waited on forever.
@@ -98,7 +104,7 @@ class OnnxGraph:
         return graph
 
     def users(self, name: str) -> list[OnnxNode]:
-        """Return the nodes that read a value."""
+        """Return the nodes that read the value `name`."""
         return [node for node in self.nodes if name in node.inputs]
 
     def _check_overlaps(self) -> None:
@@ -114,14 +120,14 @@ class OnnxGraph:
             last = tensor if tensor.size else last
 
     def _resolve_identities(self) -> None:
-        """Name tensors that an export has merged with equal ones, and refers to by Identity nodes."""
+        """Add the names of tensors that the export merged with equal tensors. Identity nodes refer to these names."""
         for node in self.nodes:
             if node.op == "Identity" and len(node.inputs) == 1 and node.inputs[0] in self.tensors:
                 self.tensors.setdefault(node.outputs[0], self.tensors[node.inputs[0]])
 
 
 class _Reader:
-    """Reads messages of a file's bytes. A message is given as the positions of its first byte and of its end."""
+    """Reads messages of a file's bytes. A message is given by the position of its first byte and of its end."""
 
     def __init__(self, content: mmap.mmap, graph: OnnxGraph) -> None:
         self._content, self._graph = content, graph
@@ -141,7 +147,7 @@ class _Reader:
             raise OnnxError("its graph is empty")
 
     def _read_fields(self, position: int, end: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
-        """Yield the fields of a message: a number, or the positions of bytes."""
+        """Yield the number of each field of a message, with its value: a number, or the begin and end of its bytes."""
         while position < end:
             self._fields += 1
             if self._fields > _MAX_FIELDS:
@@ -201,7 +207,7 @@ class _Reader:
     def _read_attribute(
         self, begin: int, end: int, integers: dict[str, int], texts: dict[str, str]
     ) -> OnnxTensor | None:
-        """Read an attribute. Returns the tensor in it, if any."""
+        """Read an attribute. Returns the tensor in the attribute, or None if it has none."""
         name, tensor = "", None
         integer: int | None = None
         text: str | None = None
@@ -262,7 +268,7 @@ class _Reader:
             yield value
 
     def _locate_external(self, tensor: OnnxTensor, fields: Mapping[str, str]) -> OnnxTensor:
-        """Return the tensor with its place in the file that `fields` name."""
+        """Return the tensor with the location of its bytes in the external file that `fields` name."""
         location = fields.get("location", "")
         relative = PurePosixPath(location)
         # Links are followed, since the hub's cache consists of them.
@@ -292,6 +298,6 @@ def _require_message(value: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _tensor_bytes(tensor: OnnxTensor) -> int:
-    """Return the bytes of a tensor, or 0 for a type that is not read."""
+    """Return the number of bytes of a tensor, or 0 if its type is not supported."""
     item_bytes = tensor.dtype.itemsize if tensor.dtype else 0
     return item_bytes * int(np.prod(tensor.shape, dtype=object)) if tensor.shape else item_bytes

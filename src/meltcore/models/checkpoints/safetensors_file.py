@@ -45,7 +45,10 @@ class SafetensorsFile(TensorFile):
         self._added_prefix = ""
 
     def add_prefix(self, prefix: str) -> None:
-        """Give the tensors of a decoder the prefix that their usual names have. Errors name them as the file does."""
+        """Add a prefix to the names of a decoder's tensors, so that they are the usual names.
+
+        Errors name the tensors as the file does.
+        """
         self._added_prefix = prefix
         self.entries = {
             name if name.startswith(_NEVER_PREFIXED) else prefix + name: entry for name, entry in self.entries.items()
@@ -77,9 +80,10 @@ class SafetensorsFile(TensorFile):
 
 
 def open_decoder_files(paths: Sequence[Path]) -> list[SafetensorsFile]:
-    """Open the files of a decoder. Where all names lack the prefix of a model with a head, as transformers, add it.
+    """Open the files of a decoder.
 
-    Raises ConfigError as `SafetensorsFile` does.
+    If all names lack the prefix that models with a head have, the prefix is added, as transformers does. Raises
+    ConfigError as `SafetensorsFile` does.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(SafetensorsFile(path)) for path in paths]

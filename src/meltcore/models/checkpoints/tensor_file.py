@@ -34,7 +34,7 @@ Index = Sequence[slice]
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file: the format's name of its type, its shape, and the file offset of its first byte."""
+    """A tensor of a file: its type as the format names it, its shape, and the file offset of its first byte."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorEntry(NamedTuple):
 
 
 def is_derived(name: str, entry: TensorEntry) -> bool:
-    """Return whether a tensor follows from the configuration, so that a model that does not have it needs no value."""
+    """Return whether the values of a tensor follow from the configuration, so that a model may ignore the tensor."""
     is_mask = len(entry.shape) > 1 and _MASK_NAME.search(name) is not None
     return is_mask or _DERIVED_NAME.search(name) is not None
 
@@ -71,7 +71,7 @@ class TensorFile:
         os.close(self._file)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a tensor. Raises ConfigError for one that weights cannot have."""
+        """Return the type of a tensor. Raises ConfigError if weights cannot have this type."""
         dtypes = self.DTYPES | self.QUANTIZED_DTYPES
         dtype_name = self.entries[name].dtype_name
         if dtype_name not in dtypes:
@@ -102,19 +102,21 @@ class TensorFile:
         return name
 
     def adapt(self, name: str, target: WeightLoader, device: torch.device) -> WeightLoader:  # noqa: ARG002 - of formats that store others
-        """Return the loader for the tensor as it is stored, from the loader for the published tensor.
+        """Return a loader for the tensor as this file stores it. The loader writes to `target`.
 
-        Tensors are converted on `device`, the model's.
+        `target` is the loader of the published tensor. Values are converted on `device`, the device of the model.
         """
         return target
 
     def read(self, name: str, index: Index = (), buffer: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a tensor, or its part `index`, into host memory.
+        """Read a tensor, or the part of it that `index` selects, into host memory.
 
-        `index` has slices of the first dimensions, with step 1.
+        Args:
+            name: the tensor.
+            index: slices of the first dimensions, with step 1.
+            buffer: [bytes] uint8. The result is a view of the buffer if it fits; otherwise memory is allocated.
 
-        The result is a view of `buffer` ([bytes] uint8) if it fits there, else new memory. Raises ConfigError when the
-        file has become shorter, or for a type that unquantized weights cannot have.
+        Raises ConfigError if the file has become shorter, or if unquantized weights cannot have the tensor's type.
         """
         dtype = self.dtype(name)
         _, shape, offset = self.entries[name]
@@ -149,7 +151,7 @@ class TensorFile:
 
 
 def _range_starts(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> list[int]:
-    """Return the flat indices in an array of `shape` of all index combinations within `bounds`."""
+    """Return the flat indices, in an array of `shape`, of all combinations of indices within `bounds`."""
     starts = [0]
     for (first, end), size in zip(bounds, shape, strict=True):
         starts = [start * size + index_in_dim for start in starts for index_in_dim in range(first, end)]

@@ -1,8 +1,8 @@
-"""Reads archives of torch.save and torch.jit.save without running anything of them.
+"""Reads archives of torch.save and torch.jit.save without executing any of their code.
 
 Both are zip files: data.pkl is a pickle, in which tensors are references to uncompressed entries. The pickle's classes
-are never looked up. Objects become records of their state, tensors become places in the file. Code of TorchScript
-is text.
+are never imported. Objects become records of their state, and tensors become locations in the file. The code of
+TorchScript stays text.
 
 This module does not import torch, since API servers use it too.
 """
@@ -44,7 +44,7 @@ class StoredTensor(NamedTuple):
 
 
 class PickledObject:
-    """An object of any class: the values that it was made from, and its state. Nothing of its class runs."""
+    """An object of any class: the arguments of its construction, and its state. No code of its class is executed."""
 
     values: tuple[Any, ...] = ()
     state: Any = None
@@ -57,12 +57,12 @@ class PickledObject:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes by name. Empty if the state is of another form."""
+        """The attributes by name. Empty if the state is not a dict."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 class _Dict(dict[Any, Any]):
-    """A dict that may be given attributes, as an OrderedDict of a pickle is."""
+    """A dict that can have attributes, since a pickle may give attributes to an OrderedDict."""
 
 
 class _Storage(NamedTuple):
@@ -77,7 +77,7 @@ class TorchArchive:
     root: Any
 
     def __init__(self, path: Path) -> None:
-        """Read the archive's directory and pickle. Raises ConfigError for another format and for a damaged file."""
+        """Read the archive's directory and pickle. Raises ConfigError if the file is damaged or has another format."""
         self.path = path
         try:
             with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -140,7 +140,7 @@ class TorchArchive:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes tensors' places and PickledObjects. Every class and function is replaced by one of these."""
+    """Unpickles tensors as their locations and all other objects as PickledObjects, without importing a class."""
 
     def __init__(self, file: BytesIO, places: Mapping[str, tuple[int, int]]) -> None:
         super().__init__(file)
@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
         return PickledObject
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """Return the place of a storage. Raises ValueError for one that its entry does not hold."""
+        """Return the location of a storage. Raises ValueError if the storage is larger than its entry."""
         kind, dtype_name, key, _device, elements = pid
         sizes = STORAGES | _OTHER_STORAGES
         if kind != "storage" or dtype_name not in sizes or key not in self._entry_places or type(elements) is not int:
@@ -173,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor | PickledObject:
-    """Return the place of a tensor. One that is not contiguous, such as an expanded one, has no place of its own."""
+    """Return the location of a tensor. A tensor that is not contiguous becomes a PickledObject without a location."""
     if not isinstance(storage, _Storage) or any(type(size) is not int or size < 0 for size in (first, *shape)):
         raise ValueError(f"a tensor of shape {shape!r} from element {first!r} on")
     elements = math.prod(shape)
@@ -193,7 +193,7 @@ def _parameter(tensor: Any, *_: Any) -> Any:
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Raise ValueError for opcodes that take objects from elsewhere, and for memo indices that would fill memory."""
+    """Raise ValueError for opcodes that import objects, and for memo indices that would exhaust memory."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in _REFUSED_OPCODES:
             raise ValueError(f"its pickle has the opcode {opcode.name}")
@@ -204,7 +204,7 @@ def _check_opcodes(content: bytes) -> None:
 def script_fields(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a TorchScript module and of its submodules by their dotted names.
 
-    Raises ValueError for nested objects beyond the depth and number of any model.
+    Raises ValueError if objects are nested deeper, or are more, than in any model.
     """
     todo: list[tuple[str, PickledObject, int]] = [("", root, 0)] if isinstance(root, PickledObject) else []
     seen = 0

@@ -21,14 +21,17 @@ _MAX_NAMES_SHOWN = 5
 
 
 def uses_index(names: Collection[str]) -> bool:
-    """Return whether the index decides which files hold the weights. A whole file comes before an index."""
+    """Return whether the index decides which files hold the weights.
+
+    A single weights file takes precedence over an index.
+    """
     return INDEX in names and WHOLE_FILE not in names
 
 
 def indexed_files(index: dict[str, Any]) -> list[str]:
-    """Return the files that an index names, in order. Raises ConfigError for an index without files.
+    """Return the files that an index names, in order.
 
-    So does one that names a file outside of its folder, which would be read or downloaded.
+    Raises ConfigError if the index names no files, or names a file outside of its folder.
     """
     files = sorted(set(Fields(index, INDEX).required("weight_map")["weight_map"].values()))
     outside = [name for name in files if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts]
@@ -38,9 +41,10 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
 
 
 def files_without_index(names: Collection[str], place: str = "") -> list[str]:
-    """Return the files of the weights by their names alone, in order, or an empty list where all stand beside a model.
+    """Return the files of the weights by their names alone, in order.
 
-    Raises ConfigError where numbered shards are missing.
+    Returns an empty list if no name is that of a model's own weights. Raises ConfigError if numbered shards are
+    missing.
     """
     if WHOLE_FILE in names:
         return [WHOLE_FILE]

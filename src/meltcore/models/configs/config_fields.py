@@ -18,7 +18,7 @@ MAX_POSITIONS = 2**24
 
 
 class Rule(NamedTuple):
-    """The requirement of a field: as text for errors (after "must be"), and as a check of the value."""
+    """The requirement of a field: a text for errors (after "must be"), and a function that checks the value."""
 
     requirement: str
     is_valid: Callable[[Any], bool]
@@ -282,7 +282,7 @@ RULES: dict[str, Rule] = {
 
 
 class Fields:
-    """A JSON object of a checkpoint. Reading a field checks it by RULES. A field that is null counts as absent."""
+    """A JSON object of a checkpoint. Fields are checked by RULES when they are read. A null field counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:
         """Wrap the object `values`.
@@ -292,7 +292,10 @@ class Fields:
         self._values, self._file, self._prefix = values, file, prefix
 
     def optional(self, name: str, default: Any = None) -> Any:
-        """Return a field, or `default` if it is absent. Raises ConfigError when the value breaks its rule."""
+        """Return a field, or `default` if the field is absent.
+
+        Raises ConfigError if the value breaks the field's rule.
+        """
         value = self._values.get(name)
         if value is None:
             return default
@@ -301,16 +304,19 @@ class Fields:
         return value
 
     def optional_not_null(self, name: str, default: Any) -> Any:
-        """Return a field, or `default` if it is absent.
+        """Return a field, or `default` if the field is absent.
 
-        Raises ConfigError for null and when the value breaks its rule.
+        Raises ConfigError if the value is null or breaks the field's rule.
         """
         if name in self._values and self._values[name] is None:
             raise self.rule_error(name, RULES[name].requirement)
         return self.optional(name, default)
 
     def required(self, *names: str) -> dict[str, Any]:
-        """Return fields by name. Raises ConfigError that lists all missing fields, or when a value breaks its rule."""
+        """Return fields by name.
+
+        Raises ConfigError that lists all missing fields, or if a value breaks its field's rule.
+        """
         missing = [self._prefix + name for name in names if self._values.get(name) is None]
         if missing:
             raise ConfigError(f"{self._file} lacks {', '.join(missing)}")
@@ -321,7 +327,7 @@ class Fields:
         return Fields(self.optional(name, {}), self._file, f"{self._prefix}{name}.")
 
     def entry(self, name: str) -> Fields:
-        """Return an object under a name that no rule has, such as a group's name."""
+        """Return the object under a name that has no rule, such as a group's name."""
         return Fields(self._values[name], self._file, f"{self._prefix}{name}.")
 
     def has(self, name: str) -> bool:

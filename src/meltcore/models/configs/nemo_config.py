@@ -45,9 +45,9 @@ _REQUIRED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def read_config(values: Mapping[str, Any]) -> IndicConformerConfig:
-    """Return the sizes that a NeMo configuration asks for.
+    """Return the model sizes in a NeMo configuration.
 
-    Raises ConfigError for fields that are missing, invalid, or not computed here.
+    Raises ConfigError for fields that are missing, invalid or unsupported.
     """
     root = Fields(values, CONFIG_FILE)
     sections = {name: root.nested_fields(name) for name in (*_REQUIRED_VALUES, "tokenizer", "decoding")}

@@ -24,9 +24,9 @@ _UNBOUNDED = re.compile(r"\)[*+{]|\(\?(?![:=!]|<[=!]|i\))")  # a repeated group,
 
 @dataclass(frozen=True)
 class BlockFp8Config:
-    """FP8 weights with a scale per block of 128 x 128; activations are quantized per token and 128 columns.
+    """FP8 weights with a scale per block of 128 x 128. Activations are quantized per token and block of 128 columns.
 
-    The modules in `not_converted` keep their type, with all modules within them.
+    The modules in `not_converted`, and all modules within them, keep their type.
     """
 
     quant_method: ClassVar[str] = "fp8"
@@ -34,7 +34,7 @@ class BlockFp8Config:
     not_converted: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return what shares a scale of a linear layer's weight, or None if it is not quantized."""
+        """Return how the weight of a linear layer shares scales. Returns None if the layer is not quantized."""
         return "block" if self.quantizes(module) else None
 
     def quantizes(self, module: str) -> bool:
@@ -44,10 +44,10 @@ class BlockFp8Config:
 
 @dataclass(frozen=True)
 class Fp8Group:
-    """A group of compressed-tensors: its modules, and what shares a scale of their FP8 weights.
+    """A group of compressed-tensors: its modules, and how their FP8 weights share scales.
 
     `targets` are "Linear" for every linear layer, names of modules, or "re:" and a regular expression. Activations are
-    quantized per token. Activations of block-scaled weights are quantized per token and 128 columns.
+    quantized per token. Activations of block-scaled weights are quantized per token and block of 128 columns.
     """
 
     targets: tuple[str, ...]
@@ -58,7 +58,7 @@ class Fp8Group:
 class CompressedFp8Config:
     """FP8 weights as compressed-tensors stores them.
 
-    The modules in `ignore`, written as targets are, keep their type.
+    The modules in `ignore` keep their type. They are written in the same way as targets.
     """
 
     quant_method: ClassVar[str] = "compressed-tensors"
@@ -67,7 +67,7 @@ class CompressedFp8Config:
     ignore: tuple[str, ...] = ()
 
     def strategy(self, module: str) -> Strategy | None:
-        """Return what shares a scale of a linear layer's weight, or None if it is not quantized."""
+        """Return how the weight of a linear layer shares scales. Returns None if the layer is not quantized."""
         if _is_target(module, self.ignore):
             return None
         return next((group.strategy for group in self.groups if _is_target(module, group.targets)), None)
@@ -79,9 +79,9 @@ class CompressedFp8Config:
 
 @dataclass(frozen=True)
 class AwqConfig:
-    """4-bit weights of AWQ, with a scale and a zero point per `group_size` input columns of an output.
+    """4-bit weights of AWQ. Each output has a scale and a zero point per `group_size` input columns.
 
-    A `group_size` of -1 is all columns.
+    A `group_size` of -1 means one group of all columns.
     """
 
     quant_method: ClassVar[str] = "awq"
@@ -98,13 +98,13 @@ class AwqConfig:
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """Integer weights of GPTQ, with a scale and a zero point per `group_size` input columns of an output.
+    """Integer weights of GPTQ. Each output has a scale and a zero point per `group_size` input columns.
 
     Args:
-        group_size: -1 stands for all columns.
-        desc_act: columns are in activation order, so that each names its group.
-        sym: all zero points are the middle.
-        checkpoint_format: "gptq" stores zero points minus one, "gptq_v2" does not.
+        group_size: -1 means one group of all columns.
+        desc_act: the columns are in activation order, and the checkpoint names the group of each column.
+        sym: every zero point is the middle of the range.
+        checkpoint_format: "gptq" stores zero points minus one. "gptq_v2" stores the zero points themselves.
         lm_head: the output head is quantized too.
     """
 
@@ -129,9 +129,10 @@ QuantizationConfig = BlockFp8Config | CompressedFp8Config | AwqConfig | GptqConf
 
 
 def read_quantization_config(config: Mapping[str, Any]) -> QuantizationConfig | None:
-    """Read quantization_config from a parsed config.json, at its top level or in text_config. None without one.
+    """Read quantization_config from a parsed config.json, at its top level or in text_config.
 
-    Raises ConfigError for a method that is not read here, by its name, and for a setting that is missing or wrong.
+    Returns None if config.json has no quantization_config. Raises ConfigError if the quantization method is not
+    supported, or if a setting is missing or wrong.
     """
     top_fields = Fields(config)
     for fields in (top_fields, top_fields.nested_fields("text_config")):
@@ -256,7 +257,7 @@ def _read_modules(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _check_patterns(fields: Fields, name: str, patterns: Iterable[str]) -> None:
-    """Raise ConfigError for a regular expression that is invalid, or that could take too long on a module's name."""
+    """Raise ConfigError if a regular expression is invalid, or could take too long on a module's name."""
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -270,10 +271,10 @@ def _check_patterns(fields: Fields, name: str, patterns: Iterable[str]) -> None:
 
 
 def _max_paths(pattern: str) -> float:
-    """Return an upper bound of the ways in which a valid pattern can match the start of a name.
+    """Return an upper bound of the number of ways in which a valid pattern can match the start of a name.
 
-    Python tries all of them before it refuses a name. Exact positions do not matter: every repeat of a character is
-    counted as `*`, every alternative as possible everywhere.
+    Python tries all of these ways before it rejects a name. Positions do not matter for the bound: every repeat of a
+    character is counted as `*`, and every alternative as possible everywhere.
     """
     plain = _ONE_CHARACTER.sub("x", pattern)
     if _UNBOUNDED.search(plain):
@@ -287,7 +288,7 @@ def _max_paths(pattern: str) -> float:
 
 
 def _is_within(module: str, names: tuple[str, ...]) -> bool:
-    """Return whether the path of a module contains one of the names, in whole parts."""
+    """Return whether the path of a module contains one of the names, as whole parts of the path."""
     # The first test is for speed: checkpoints list some 500 names, and each linear layer is compared with all.
     return any(name in module and f".{name}." in f".{module}." for name in names)
 

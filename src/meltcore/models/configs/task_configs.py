@@ -48,7 +48,7 @@ class IndicTrans2Config:
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> IndicTrans2Config:
-        """Read config.json. Raises ConfigError for missing fields and for what is not computed here."""
+        """Read config.json. Raises ConfigError for missing fields and unsupported values."""
         config = Fields(values)
         sides = {}
         for side in ("encoder", "decoder"):
@@ -76,9 +76,9 @@ class IndicTrans2Config:
         )
 
     def sentence_limits(self, max_model_len: int | None = None) -> tuple[int, int]:
-        """Return the tokens of the longest source and of the longest translation, each at most max_model_len.
+        """Return the tokens of the longest source and of the longest translation, each at most `max_model_len`.
 
-        Raises ConfigError for more than the model's positions.
+        Raises ConfigError if `max_model_len` is more than the number of the model's positions.
         """
         limits = self.max_source_positions, min(MAX_NEW_TOKENS, self.max_target_positions)
         if max_model_len is None:
@@ -96,7 +96,10 @@ class IndicTrans2Config:
 
 @dataclass(frozen=True)
 class MelConfig:
-    """Holds the settings of the spectrograms, lengths in samples. The window is as long as the transform."""
+    """Holds the settings of the spectrograms. Lengths are in samples.
+
+    The window is as long as the Fourier transform.
+    """
 
     sample_rate: int = 24_000
     n_fft: int = 1024
@@ -110,7 +113,7 @@ class MelConfig:
 
 @dataclass(frozen=True)
 class VocosConfig:
-    """Holds the sizes of the vocoder. Defaults: the published one for mel spectrograms of 24 kHz."""
+    """Holds the sizes of the vocoder. Defaults are those of the published vocoder for mel spectrograms of 24 kHz."""
 
     hidden_size: int = 512
     intermediate_size: int = 1536
@@ -119,7 +122,7 @@ class VocosConfig:
 
 @dataclass(frozen=True)
 class IndicF5Config:
-    """Holds the sizes of the model. Defaults: the published one, whose config.json does not have them."""
+    """Holds the sizes of the model. Defaults are those of the published model, whose config.json does not have them."""
 
     vocab_size: int
     hidden_size: int = 1024
@@ -136,10 +139,10 @@ class IndicF5Config:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> IndicF5Config:
-        """Read config.json: the objects `arch` and `mel_spec` of F5-TTS's configurations, and `vocoder` if it has one.
+        """Read config.json, whose objects `arch` and `mel_spec` are those of F5-TTS. The object `vocoder` is optional.
 
-        `arch.max_frames` is this package's own: a model that was trained on short texts gets short chunks. vocab.txt
-        has `vocab_size` characters. Raises ConfigError for a configuration that is not computed here.
+        `arch.max_frames` is a field of Meltcore: a model that was trained on short texts gets short chunks. vocab.txt
+        has `vocab_size` characters. Raises ConfigError for an unsupported configuration.
         """
         config = Fields(values)
         arch, mel, vocoder = (config.nested_fields(name) for name in ("arch", "mel_spec", "vocoder"))
@@ -193,7 +196,10 @@ class LogMelConfig:
 
     @property
     def min_samples(self) -> int:
-        """The shortest clip: a reflection needs half a transform, and a standard deviation needs two frames."""
+        """The samples of the shortest clip.
+
+        A reflection needs half a transform, and a standard deviation needs two frames.
+        """
         return max(self.n_fft // 2 + 1, 2 * self.hop)
 
     def frames(self, samples: int) -> int:
@@ -203,7 +209,7 @@ class LogMelConfig:
 
 @dataclass(frozen=True)
 class ConformerConfig:
-    """Holds the sizes of the encoder. Defaults: the published 600M model."""
+    """Holds the sizes of the encoder. Defaults are those of the published model with 600M parameters."""
 
     num_mels: int = 80
     num_layers: int = 24
@@ -223,7 +229,7 @@ class ConformerConfig:
 
 @dataclass(frozen=True)
 class IndicConformerConfig:
-    """Holds the sizes of the model. Defaults: the published 600M model."""
+    """Holds the sizes of the model. Defaults are those of the published model with 600M parameters."""
 
     languages: tuple[str, ...]
     encoder: ConformerConfig = field(default_factory=ConformerConfig)
@@ -252,7 +258,7 @@ class IndicConformerConfig:
 
 
 def graph_rows(slots: int) -> list[int]:
-    """Return the numbers of sentences that steps are padded to, ascending up to `slots`: four in each factor of two."""
+    """Return the batch sizes to which steps are padded, ascending up to `slots`: four in each factor of two."""
     sizes = {1, 2, *(math.ceil(2 ** (exponent / 4)) for exponent in range(8, 4 * slots.bit_length()))}
     rounded = {size if size <= 8 else -(-size // 8) * 8 for size in sizes}
     return [*sorted(size for size in rounded if size < slots), slots]

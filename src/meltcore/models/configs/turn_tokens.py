@@ -1,4 +1,4 @@
-"""Lists tokens that begin and end turns by their texts, for files that do not say so or say otherwise."""
+"""Lists the texts of tokens that begin and end turns, for files that do not mark such tokens or mark others."""
 
 # Tokens that end a turn. Older files name no end-of-turn token, or no second end token.
 END_TOKENS = frozenset(

@@ -1,1 +1,1 @@
-"""Decoder models: one network, and what each family sets of it."""
+"""Decoder models: one network, and the settings of each family."""

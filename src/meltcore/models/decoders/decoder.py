@@ -105,10 +105,11 @@ class DecoderBlock(nn.Module):
 
 
 def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:
-    """Return indices of layers that include each kind after each kind that it follows somewhere, and the last layer's.
+    """Return indices of layers that are enough to launch every kernel of the model.
 
-    `kinds` has one per layer. A layer performs what the one before it left to add (ResidualStream), as the final norm
-    does: both decide on its kernels.
+    `kinds` has the kind of each layer. The indices include each kind after each kind that precedes it in the model, and
+    the last layer. A layer performs the deferred addition of the layer before it (ResidualStream), and so does the
+    final norm. Therefore the kernels of a layer depend on both kinds.
     """
     pairs = set[tuple[Hashable, ...]]()
     chosen = {len(kinds) - 1}
@@ -121,7 +122,10 @@ def layers_of_all_kinds(kinds: Sequence[Hashable]) -> list[int]:
 
 
 def _kind(block: DecoderBlock) -> Hashable:
-    """Return a value that is equal for blocks that launch the same kernels: their modules' settings and shapes."""
+    """Return the kind of a block.
+
+    Blocks of one kind launch the same kernels: their modules have equal settings and shapes.
+    """
     settings: list[Hashable] = [block.kv_cache_spec()]
     for name, module in block.named_modules():
         settings.append((name, type(module)))
@@ -130,7 +134,7 @@ def _kind(block: DecoderBlock) -> Hashable:
 
 
 def _setting(value: object) -> Hashable:
-    """Return a value that is equal for equal settings, and for tensors of one shape and alignment."""
+    """Return a hashable form of a setting. For a tensor it holds the shape and the alignment."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, *_alignments([value])
     if isinstance(value, tuple | list):
@@ -141,7 +145,7 @@ def _setting(value: object) -> Hashable:
 
 
 def _alignments(values: Iterable[object]) -> tuple[int, ...]:
-    """Return by how many bytes the tensors among `values` miss an aligned address."""
+    """Return by how many bytes each tensor among `values` misses an aligned address."""
     return tuple(value.data_ptr() % _ALIGNMENT_BYTES for value in values if isinstance(value, torch.Tensor))
 
 
@@ -254,7 +258,7 @@ class Decoder(Model):
             )
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let decode steps of few sequences run in one launch, where the kernel supports the model."""
+        """Make decode steps of few sequences run in one launch, if the kernel supports the model."""
         if self.config.nope_layers or self.config.rope_local_theta is not None:
             return  # that launch has one rotary table for all layers
         layers = [(block.attention, block.mlp) for block in self._blocks()]
@@ -280,9 +284,9 @@ class Decoder(Model):
     ) -> Collection[int]:
         """Return the indices of the layers that `forward` runs.
 
-        Layers of one kind have caches and metadata of one shape, but the alignment may differ: sub-groups of layers
-        have a part each of one tensor, and so have recurrent layers. Ranks have shards of equal sizes, so all return
-        the same and wait for no layer that another rank leaves out.
+        Layers of one kind have caches and metadata of the same shape, but the alignment may differ: sub-groups of
+        attention layers share one tensor, and so do recurrent layers. Ranks have shards of equal sizes. So all ranks
+        return the same layers, and no rank waits for a layer that another rank skips.
         """
         if not self._runs_few_layers:
             return range(len(self.blocks))
@@ -303,9 +307,13 @@ class Decoder(Model):
         caches: list[tuple[torch.Tensor, torch.Tensor]],
         metadata: list[AttentionMetadata],
     ) -> torch.Tensor:
-        """Compute hidden states [tokens, hidden_size]. `token_ids` and `positions` are [tokens] int64.
+        """Compute hidden states [tokens, hidden_size].
 
-        `caches` has each layer's keys and values, or conv_states and states, and `metadata` has each layer's metadata.
+        Args:
+            token_ids: [tokens] int64.
+            positions: [tokens] int64.
+            caches: each layer's keys and values, or its conv_states and states.
+            metadata: each layer's metadata.
         """
         residual: ResidualStream = self.embedding(token_ids)
         few, num_decodes = self._decode_layers, metadata[0].num_decodes

@@ -32,9 +32,9 @@ _UNCHANGED_FIELDS = (
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The fields of config.json that shape routed experts.
+    """The fields of config.json that define routed experts.
 
-    Layers in `dense_layers` have a dense feed-forward. With `shared_expert` one more expert computes every token.
+    Layers in `dense_layers` have a dense feed-forward. With `shared_expert`, one more expert computes every token.
     """
 
     num_experts: int
@@ -75,9 +75,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The fields of config.json that shape Gated DeltaNet.
+    """The fields of config.json that define Gated DeltaNet.
 
-    The layers with indices in `layers` have it instead of attention.
+    The layers with indices in `layers` have Gated DeltaNet instead of attention.
     """
 
     linear_num_key_heads: int
@@ -89,7 +89,7 @@ class RecurrentConfig:
 
     @classmethod
     def read(cls, config: Fields) -> RecurrentConfig:
-        """Read the fields from config.json, which has every layer's type or the interval between attention layers.
+        """Read the fields from config.json, which states every layer's type or the interval between attention layers.
 
         Raises ConfigError for a missing or wrong field, an unsupported layer type, or sizes that do not fit together.
         """
@@ -200,8 +200,18 @@ class DecoderConfig:
     ) -> DecoderConfig:
         """Read the configuration from the fields of config.json and the switches of a family.
 
-        `rotary_factor` is the family's default of partial_rotary_factor; None supports no value but 1. The attention of
-        `sliding_layers` has the window `sliding_window` of config.json. `switches` are further fields of this class.
+        Args:
+            config: the fields of config.json.
+            qkv_bias: see DecoderConfig.
+            qk_norm: see DecoderConfig.
+            output_gate: see DecoderConfig.
+            zero_centered_norms: see DecoderConfig.
+            rotary_factor: the family's default of partial_rotary_factor. None supports no value but 1.
+            experts: see DecoderConfig.
+            recurrent: see DecoderConfig.
+            sliding_layers: layers whose attention has the window `sliding_window` of config.json.
+            switches: further fields of this class.
+
         Raises ConfigError for a missing or wrong field, or an unsupported variant.
         """
         rope_config = rope_fields(config)
@@ -246,14 +256,14 @@ class DecoderConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest context in tokens: the checkpoint's, or the longer one that RoPE scaling gives."""
+        """The longest context in tokens: that of the checkpoint, or the longer context that RoPE scaling gives."""
         return max_context(self.max_position_embeddings, self.rope_scaling)
 
     def norm(self, size: int) -> RMSNorm:
         """Create a norm of `size` features with this family's class and eps.
 
-        With a residual_multiplier r the stream holds 1 / r of its values, so that no layer multiplies its output. A
-        norm of x / r with eps / r^2 is the norm of x with eps.
+        With a residual_multiplier r the residual stream holds 1 / r of its values, so that no layer multiplies its
+        output. A norm of x / r with eps / r^2 equals the norm of x with eps.
         """
         import torch
 
@@ -290,7 +300,10 @@ def with_head_dim(config: Fields) -> Fields:
 
 
 def _rotary_dim(config: Fields, rope_config: Fields, head_dim: int, default_factor: float | None) -> int:
-    """Return how many dimensions of a head have rotary embeddings. The number is even: dimensions rotate in pairs."""
+    """Return the number of dimensions of a head that have rotary embeddings.
+
+    It is even, since dimensions rotate in pairs.
+    """
     name = "partial_rotary_factor"
     factor = rope_config.optional_not_null(name, config.optional_not_null(name, default_factor or 1.0))
     if default_factor is None and factor != 1.0:

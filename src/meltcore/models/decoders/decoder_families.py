@@ -83,8 +83,8 @@ def granite_config(config: Mapping[str, Any]) -> DecoderConfig:
 def mistral_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a dense Mistral model, or of the text part of Mistral Small 3.1.
 
-    Without tie_word_embeddings the head is a tensor of its own, as in the published files. transformers' class of the
-    whole model has another default, which it drops where a file has both tensors.
+    If config.json has no tie_word_embeddings, the head is a separate tensor, as in the published files. transformers'
+    class of the whole model ties them by default, but not if a file has both tensors.
     """
     fields = Fields(config)
     if fields.has("text_config"):
@@ -111,7 +111,7 @@ def olmo2_config(config: Mapping[str, Any]) -> DecoderConfig:
 def phi3_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration of a Phi-3, Phi-3.5, Phi-4 or Phi-4-mini model.
 
-    A window that no text can exceed is left out.
+    A sliding window is dropped if it is at least as long as the context.
     """
     fields = with_head_dim(_without_bias(Fields(config).with_defaults(**_PHI3_DEFAULTS), "phi3 here"))
     fields = fields.with_defaults(num_key_value_heads=fields.optional("num_attention_heads"))
@@ -204,7 +204,10 @@ def gemma3_config(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _sliding_layers(fields: Fields) -> frozenset[int]:
-    """Return the indices of the layers with a sliding window, from layer_types or the pattern: the last of every N."""
+    """Return the indices of the layers with a sliding window, from layer_types or sliding_window_pattern.
+
+    With a pattern of N, the last of every N layers has full attention.
+    """
     num_layers = fields.required("num_hidden_layers")["num_hidden_layers"]
     layer_types = fields.optional("layer_types")
     if layer_types is None:
@@ -216,7 +219,10 @@ def _sliding_layers(fields: Fields) -> frozenset[int]:
 
 
 def _nope_layers(fields: Fields) -> frozenset[int]:
-    """Return the indices of the layers without rotary embeddings: layers with a 0, or the last of every N."""
+    """Return the indices of the layers without rotary embeddings, from no_rope_layers or its interval.
+
+    no_rope_layers has a 0 for such a layer. With an interval of N, it is the last of every N layers.
+    """
     num_layers = fields.required("num_hidden_layers")["num_hidden_layers"]
     flags = fields.optional("no_rope_layers")
     if flags is None:
@@ -228,7 +234,7 @@ def _nope_layers(fields: Fields) -> frozenset[int]:
 
 
 def _with_longrope_name(fields: Fields) -> Fields:
-    """Return `fields` with LongRoPE's present name in place of those that Phi-3's first files have for it."""
+    """Return `fields` with LongRoPE's current type name, in place of the names in Phi-3's first files."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.optional(name) or {}
         old = {key: "longrope" for key in ("rope_type", "type") if rope.get(key) in ("su", "yarn")}
@@ -240,8 +246,8 @@ def _with_longrope_name(fields: Fields) -> Fields:
 def _with_global_rope(fields: Fields) -> Fields:
     """Return `fields` with the rotary embeddings of full attention as the only rope_parameters.
 
-    Since transformers 5, rope_parameters holds an object per layer type. max_position_embeddings is the extended length
-    of a linear scaling, so the original length follows from it.
+    Since transformers 5, rope_parameters holds an object per layer type. With linear scaling, max_position_embeddings
+    is the extended length, so the original length is computed from it.
     """
     rope = fields.nested_fields("rope_parameters")
     if rope.has("full_attention") or rope.has("sliding_attention"):

@@ -1,4 +1,4 @@
-"""The cache contents of each layer per sequence, from which the engine lays out its caches. No torch."""
+"""The cache contents of each layer per sequence, from which the engine plans its caches. No torch."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -59,7 +59,7 @@ KVCacheSpec = AttentionSpec | RecurrentStateSpec
 
 
 class AttentionGroup(NamedTuple):
-    """The attention layers that share one spec, in ascending order."""
+    """The attention layers that share one spec, by ascending index."""
 
     spec: AttentionSpec
     layers: tuple[int, ...]
@@ -73,10 +73,13 @@ class AttentionGroup(NamedTuple):
 class KVCacheGroups(NamedTuple):
     """The cache groups of a model: layers of equal spec.
 
-    `attention` has the groups with pages, full attention first. A page holds `layers_per_page` layers, the greatest
-    common divisor of the groups' layer counts, so that one pool of equal pages serves all groups. A group is a number
-    of sub-groups of that many layers, each with its own pages. `recurrent` is None for a model without recurrent
-    layers.
+    Args:
+        attention: the groups with pages, full attention first.
+        recurrent_layers: the indices of the recurrent layers.
+        recurrent: the spec of the recurrent layers. None means that the model has no such layers.
+
+    A page holds `layers_per_page` layers, the greatest common divisor of the groups' layer counts. So one pool of equal
+    pages serves all groups. A group consists of sub-groups of that many layers, each with its own pages.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -108,10 +111,10 @@ class KVCacheGroups(NamedTuple):
 
 
 def group_layers(specs: Sequence[KVCacheSpec]) -> KVCacheGroups:
-    """Group the layers of a model by equal specs. `specs` has one per layer.
+    """Group the layers of a model by equal specs. `specs` has the spec of each layer.
 
     Raises ConfigError for a window below 1 and for attention layers whose keys differ in size. Raises ValueError unless
-    there is an attention layer and at most one kind of recurrent layers.
+    there is an attention layer, and at most one kind of recurrent layers.
     """
     layers: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class LoadableModel(Protocol):
-    """What the loader needs of a model, be it one of `Model` or of another task. `Model` documents the members."""
+    """The members of a model that the loader needs, whether it is a `Model` or a model of another task.
+
+    `Model` documents the members.
+    """
 
     @property
     def dtype(self) -> torch.dtype: ...  # noqa: D102
@@ -32,11 +35,11 @@ class LoadableModel(Protocol):
 
 
 class Model(nn.Module, ABC):
-    """A language model. `forward` computes hidden states, `logits` their logits. The engine holds all caches.
+    """A language model. `forward` computes hidden states, and `logits` computes their logits.
 
-    `forward` takes token_ids and positions [tokens] int64, each layer's cache (keys and values in pages, or conv_states
-    and states), and each layer's attention metadata: a layer has the page table of its cache group. It returns
-    [tokens, hidden_size].
+    The engine holds all caches. `forward` takes token_ids and positions [tokens] int64, each layer's cache (keys and
+    values in pages, or conv_states and states), and each layer's attention metadata. A layer has the page table of its
+    cache group. `forward` returns [tokens, hidden_size].
     """
 
     config: DecoderConfig
@@ -69,7 +72,7 @@ class Model(nn.Module, ABC):
         """Build computed tensors, such as the rotary table, for contexts of up to `max_model_len` tokens."""
 
     def prepare_decode(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Build what speeds up decode steps with these caches of all layers, which are at their final addresses."""
+        """Prepare faster decode steps with the caches of all layers. The caches must be at their final addresses."""
 
     def one_layer_per_kind(self) -> AbstractContextManager[None]:
         """Return a context in which `forward` launches the kernels of all layers, but few of the layers.
@@ -99,7 +102,10 @@ class Model(nn.Module, ABC):
         """Return the checkpoint tensors that merge several of `checkpoint_tensors`, by name."""
 
     def canonical_name(self, name: str) -> str:
-        """Return the name in `checkpoint_tensors` of a tensor that files call `name`, for families with two layouts."""
+        """Return the name in `checkpoint_tensors` of a tensor whose name in a file is `name`.
+
+        The names differ in families whose checkpoints have two layouts.
+        """
         return name
 
     @abstractmethod

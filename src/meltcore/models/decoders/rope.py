@@ -23,16 +23,15 @@ _WEIGHT_FIELDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope
 
 
 def rope_fields(config: Fields) -> Fields:
-    """Return the object of rotary embeddings: a non-empty rope_scaling, else rope_parameters, as transformers does."""
+    """Return the object of rotary embeddings: a non-empty rope_scaling, else rope_parameters, as in transformers."""
     return config.nested_fields("rope_scaling" if config.optional("rope_scaling") else "rope_parameters")
 
 
 def read_rope_scaling(config: Fields, rotary_dim: int | None = None) -> RopeScaling | None:
-    """Return the scaling of rotary frequencies that `config` states under either name, or None for no scaling.
+    """Return the scaling of rotary frequencies that `config` states under either name. Returns None without a scaling.
 
-    With `rotary_dim` there must be a factor for each pair of rotated dimensions, where each has its own.
-
-    Raises ConfigError for an unknown type, for a missing or wrong field, and if both names state different scalings.
+    With `rotary_dim`, a scaling that has a factor per pair of rotated dimensions must have one for each pair. Raises
+    ConfigError for an unknown type, for a missing or wrong field, and if both names state different scalings.
     """
     scalings: dict[str, RopeScaling | None] = {}
     for name in _ROPE_FIELD_NAMES:
@@ -55,7 +54,7 @@ def read_rope_scaling(config: Fields, rotary_dim: int | None = None) -> RopeScal
 
 
 def refuse_rope_scaling(config: Fields) -> None:
-    """Raise ConfigError when `config`, the top level of a multimodal model, states scaled frequencies."""
+    """Raise ConfigError if `config`, the top level of a multimodal model, states scaled frequencies."""
     for name in _ROPE_FIELD_NAMES:
         rope_object = config.nested_fields(name)
         for key, value in config.optional(name, {}).items():
@@ -64,11 +63,11 @@ def refuse_rope_scaling(config: Fields) -> None:
 
 
 def max_context(max_position_embeddings: int, scaling: RopeScaling | None) -> int:
-    """Return the context length in tokens that `scaling` extends a model to.
+    """Return the context length in tokens to which `scaling` extends a model.
 
-    A checkpoint's max_position_embeddings may be its original length or the extended length. The larger length counts.
-    With llama3 and longrope it is always the extended length, which may be below factor times the original one (Llama
-    3.2).
+    A checkpoint's max_position_embeddings may be its original or its extended length. The larger length counts. With
+    llama3 and longrope max_position_embeddings is always the extended length, which may be less than factor times the
+    original length (Llama 3.2).
     """
     if scaling is None or isinstance(scaling, Llama3Scaling | LongRopeScaling):
         return max_position_embeddings
@@ -77,7 +76,10 @@ def max_context(max_position_embeddings: int, scaling: RopeScaling | None) -> in
 
 
 def scaling_for(max_model_len: int, max_position_embeddings: int) -> str:
-    """Return the option that extends a model of `max_position_embeddings` to `max_model_len`, for an error."""
+    """Return the command-line option that extends a model from `max_position_embeddings` to `max_model_len` tokens.
+
+    The text is part of an error.
+    """
     factor = float(math.ceil(max_model_len / max_position_embeddings))
     rope = {"rope_type": "yarn", "factor": factor, _ORIGINAL_LENGTH: max_position_embeddings}
     return f"{_OVERRIDES_OPTION} '{json.dumps({'rope_parameters': rope})}'"
@@ -132,7 +134,7 @@ def apply_overrides(given: dict[str, Any], overrides: Mapping[str, Any]) -> dict
 
 
 def _rope_type(rope_object: Fields) -> str:
-    """Return the type of scaling, which may be in the field rope_type or type."""
+    """Return the type of scaling, which is in the field rope_type or type."""
     types = {name: rope_object.optional(name) for name in ("rope_type", "type")}
     given_types = {name: value for name, value in types.items() if value is not None}
     for name, value in given_types.items():
@@ -176,8 +178,8 @@ def _read_yarn(config: Fields, rope_object: Fields) -> YarnScaling:
 def _read_longrope(config: Fields, rope_object: Fields) -> LongRopeScaling:
     """Return the scaling with factors in float32, as transformers computes with them.
 
-    Without a factor it is the ratio of the extended and the original length. Without an attention_factor it follows
-    from the factor, as in the paper.
+    The default of the factor is the extended length divided by the original length. The default of attention_factor is
+    computed from the factor, as in the paper.
     """
     extended_length = config.required("max_position_embeddings")["max_position_embeddings"]
     original_length = _original_length(config, rope_object)
@@ -201,7 +203,10 @@ def _check_factors(rope_object: Fields, scaling: LongRopeScaling, pairs: int) ->
 
 
 def _yarn_attention_factor(rope_object: Fields, factor: float) -> float:
-    """Return 0.1 ln(factor) + 1 as in the paper, or a ratio of such terms with mscale and mscale_all_dim."""
+    """Return the factor 0.1 ln(factor) + 1 of the paper.
+
+    With mscale and mscale_all_dim, the factor is a ratio of two such terms.
+    """
 
     def scale_term(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0
@@ -213,7 +218,7 @@ def _yarn_attention_factor(rope_object: Fields, factor: float) -> float:
 def _read_common_fields(config: Fields, rope_object: Fields) -> dict[str, Any]:
     """Return the fields that all types have: the factor and the original context length.
 
-    The original length may also be a field of `config`. Without either field it is max_position_embeddings.
+    The original length may also be a field of `config`. If neither object has it, it is max_position_embeddings.
     """
     factor = rope_object.required("factor")["factor"]
     return {"factor": float(factor), _ORIGINAL_LENGTH: _original_length(config, rope_object)}

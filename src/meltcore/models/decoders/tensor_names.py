@@ -15,7 +15,10 @@ from meltcore.layers.weight_loader import WeightLoader, concatenated_loader, per
 
 
 class FusedTensor(NamedTuple):
-    """A checkpoint tensor that merges several tensors, whose usual names are `checkpoint_names`."""
+    """A checkpoint tensor that merges several tensors.
+
+    `checkpoint_names` are the names that these tensors usually have.
+    """
 
     tensor: WeightLoader
     checkpoint_names: tuple[str, ...]
@@ -24,8 +27,8 @@ class FusedTensor(NamedTuple):
 def norm_tensors(mixer: Attention | GatedDeltaNet, mlp: GatedMLP | SparseMoeBlock) -> dict[str, WeightLoader]:
     """Return the weight loaders of the norms before and after a block's layers, by tensor name.
 
-    A block with norms after its layers (Gemma 3, OLMo 2) calls the one after attention post_attention_layernorm. All
-    others call the one before the feed-forward so.
+    In a block with norms after its layers (Gemma 3, OLMo 2), post_attention_layernorm is the norm after attention. In
+    other blocks the norm before the feed-forward has this name.
     """
     norms = {"input_layernorm": mixer.norm}
     if isinstance(mixer, Attention) and mixer.post_norm is not None:
@@ -61,17 +64,18 @@ def attention_tensors(attention: Attention, rotary_dim: int) -> dict[str, Weight
 
 
 def _head_order(num_heads: int, dim_order: torch.Tensor) -> torch.Tensor:
-    """Return, for each row of `num_heads` heads, the row in the checkpoint.
+    """Return the checkpoint's row for each row of `num_heads` heads.
 
-    `dim_order` has the rows within one head.
+    `dim_order` has the checkpoint's row for each row within a head.
     """
     return (torch.arange(num_heads)[:, None] * len(dim_order) + dim_order).flatten()
 
 
 def _query_order(attention: Attention, dim_order: torch.Tensor) -> torch.Tensor:
-    """Return, for each row of gates and queries, the row in the checkpoint.
+    """Return the checkpoint's row for each row of gates and queries.
 
-    In a checkpoint, each head's query is followed by its output gate. Here the gates of all heads precede the queries.
+    In a checkpoint, each head's query is followed by its output gate. In this layer the gates of all heads precede the
+    queries.
     """
     if not attention.output_gate:
         return _head_order(attention.num_heads, dim_order)
@@ -134,9 +138,10 @@ def fused_expert_tensors(mlp: SparseMoeBlock) -> dict[str, FusedTensor]:
 
 
 def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor]:
-    """Return the tensors of checkpoints that merge matrices of one input (Phi-3), by name. `tensors` are a block's.
+    """Return the tensors of checkpoints that merge matrices with the same input (Phi-3), by name.
 
-    Only the weights are merged here, and their scales per row: other scales and packed integers are not.
+    `tensors` are the tensors of a block. Weights and their scales per row can be merged; other scales and packed
+    integers cannot.
     """
     merged: dict[str, FusedTensor] = {}
     for module, parts in (
@@ -151,8 +156,8 @@ def merged_tensors(tensors: Mapping[str, WeightLoader]) -> dict[str, FusedTensor
 
 
 def named_tensors(module: str, tensors: Mapping[str, WeightLoader]) -> dict[str, WeightLoader]:
-    """Return the weight loaders of a module's tensors by their names.
+    """Return the weight loaders of a module's tensors by their full names.
 
-    `tensors` has them by the last part of their names.
+    `tensors` has the loaders by the last part of these names.
     """
     return {f"{module}.{end}": tensor for end, tensor in tensors.items()}

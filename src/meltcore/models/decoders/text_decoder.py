@@ -26,7 +26,7 @@ class TextDecoder(Decoder):
             self.prefix = _TEXT_PREFIX
 
     def canonical_name(self, name: str) -> str:
-        """Return the tensor's name as transformers 5 writes it; published checkpoints of 2025 have an older form."""
+        """Return the tensor's name as transformers 5 writes it. Checkpoints published in 2025 have older names."""
         if name.startswith(_OLDER_TEXT_PREFIX):
             return _TEXT_PREFIX + name.removeprefix(_OLDER_TEXT_PREFIX)
         return name.removeprefix("language_model.")

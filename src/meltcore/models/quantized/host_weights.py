@@ -1,10 +1,12 @@
-"""Chooses how a CPU holds the weights of linear layers and of the head, which the checkpoint's formats do not decide.
+"""Chooses how a CPU holds the weights of linear layers and of the head, whatever the formats of the checkpoint.
 
-A GPU decodes blocks in registers. Without such a kernel each step would dequantize all weights again, and the smaller
-the file, the slower the step: they are converted once while loading, to float16 where the processor multiplies float32
-tokens by it (kernels/gemm/half_weight.py), else to float32. Values of blocks are rounded by that, 2^-12 of a value at
-most, which moved the perplexity of SmolLM2-135M in Q8_0 by 0.022 %. They keep what is rounded off in a second part, and
-the result equals float32's. Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
+A GPU decodes blocks in registers. A CPU has no such kernel and would dequantize all weights again in every step. The
+smaller the file, the slower such a step would be. So the weights are converted once while loading. They become float16
+if the processor can multiply float32 tokens by float16 weights (kernels/gemm/half_weight.py), otherwise float32.
+
+Values of blocks are rounded by float16, by at most 2^-12 of a value. That moved the perplexity of SmolLM2-135M in Q8_0
+by 0.022 %. Therefore these weights keep the rounding error in a second part, and the result equals that of float32.
+Checkpoints of 16 bits need no second part, and checkpoints in float32 stay as they are.
 """
 
 from __future__ import annotations
@@ -76,9 +78,9 @@ def weight_bytes(model: Model) -> int:
 
 
 def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | None:
-    """Return the weights of `model` that a CPU should convert. None means that all stay as they are loaded.
+    """Return the weights of `model` that a CPU should convert. Returns None if all stay as they are loaded.
 
-    The checkpoint stores matrices in the types `dtype_names`. Weights may be on the meta device.
+    `dtype_names` are the types in which the checkpoint stores matrices. Weights may be on the meta device.
     """
     if not isinstance(model, Decoder) or model.dtype != torch.float32 or use_triton(torch.empty(0, device="cpu")):
         return None
@@ -92,7 +94,7 @@ def host_weights(model: Model, dtype_names: Collection[str]) -> HostWeights | No
 
 
 def _layers(model: Decoder) -> Iterator[LinearBase | ParallelLMHead]:
-    """Yield the linear layers and the head. An embedding that is not the head too is not multiplied by."""
+    """Yield the linear layers and the head. An embedding is included only if it is the head too."""
     for layer, _ in tensors_of_layers(model):
         if isinstance(layer, LinearBase) or layer is model.lm_head:
             yield layer
@@ -108,7 +110,7 @@ def _parts(weight: nn.Module) -> list[nn.Module]:
 
 
 def _is_convertible(weight: nn.Module, *, dense: bool) -> bool:
-    """Return whether a weight is all blocks, and values of 16 bits if `dense`."""
+    """Return whether a weight consists of blocks. With `dense`, a weight with values of 16 bits counts too."""
     types = (GgmlWeight, DenseWeight) if dense else (GgmlWeight,)
     return all(isinstance(part, types) for part in _parts(weight))
 
@@ -124,9 +126,9 @@ def _loaded_bytes(layer: LinearBase | ParallelLMHead) -> int:
 
 
 def _held_bytes(layer: LinearBase | ParallelLMHead, in_half: bool) -> int:
-    """Return the bytes of a layer's weight once it is converted.
+    """Return the bytes of a layer's weight after the conversion.
 
-    The rows of an embedding are looked up too: blocks are kept for that, and 16-bit values unpacked.
+    An embedding also needs rows to look up: it keeps its blocks, or its unpacked 16-bit values.
     """
     (rows, columns), in_blocks = _shape(layer), _in_two_parts(layer)
     if not in_half:
@@ -137,7 +139,7 @@ def _held_bytes(layer: LinearBase | ParallelLMHead, in_half: bool) -> int:
 
 
 def _in_two_parts(layer: LinearBase | ParallelLMHead) -> bool:
-    """Return whether a layer's weight keeps what float16 rounds off: all but one whose values have 16 bits."""
+    """Return whether a layer's weight keeps the rounding error of float16. Weights with values of 16 bits do not."""
     return any(isinstance(part, GgmlWeight) for part in _parts(_module(layer)))
 
 

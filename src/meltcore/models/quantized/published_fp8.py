@@ -29,8 +29,8 @@ Fp8Config = BlockFp8Config | CompressedFp8Config
 def keep_published_fp8(model: Model, config: Fp8Config, device: torch.device) -> None:
     """Make every layer keep the FP8 weights of a published checkpoint. Called on the meta device.
 
-    Embedding, output head and routers are not quantized in these formats. Raises ConfigError for a GPU without FP8,
-    experts that are quantized in part, and a size that the format does not allow.
+    Embedding, output head and routers are not quantized in these formats. Raises ConfigError if the GPU has no FP8, if
+    only some experts of a layer are quantized, or if the format does not allow a size.
     """
     option = f"quant_method {config.quant_method}"
     check_fp8_device(option, model, device)
@@ -56,13 +56,13 @@ def fp8_method(config: Fp8Config, module: str, row_multiple: int) -> Quantizatio
 
 
 def _row_multiple(model: Decoder) -> int:
-    """Return how many rows of queries, keys and values stay together: see `half_split_order`."""
+    """Return how many neighboring rows of queries, keys and values keep their order: see `half_split_order`."""
     head_dim, rotary_dim = model.config.head_dim, model.config.rotary_dim
     return head_dim if rotary_dim == head_dim else math.gcd(head_dim // 2, rotary_dim // 2)
 
 
 def _check_experts(config: Fp8Config, first_expert: Sequence[str], layer: SparseMoeBlock) -> None:
-    """Raise ConfigError unless all experts of a layer are quantized alike.
+    """Raise ConfigError unless all experts of a layer are quantized in the same way.
 
     `first_expert` names the modules of expert 0.
     """

@@ -1,7 +1,7 @@
 """Makes the layers of a model keep the 4-bit weights of a published AWQ or GPTQ checkpoint.
 
-What a layer keeps follows from the headers of the files: which matrices are quantized, in which type their scales are,
-and whether their inputs are in activation order. Only the small tensors g_idx are read.
+The headers of the files determine what a layer keeps: which matrices are quantized, the type of their scales, and
+whether their inputs are in activation order. Only the small tensors g_idx are read.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def quantize_to_int4(model: Model, config: Int4Config, files: Sequence[TensorFile]) -> None:
-    """Make every layer keep the 4-bit weights that `files` have. Called on the meta device.
+    """Make every layer keep the 4-bit weights of `files`. Called on the meta device.
 
-    Dummy weights have no files, and the formats that `config` states. Raises ConfigError for settings that are not
-    supported, tensors that contradict them, and a shard that cuts a group.
+    For dummy weights `files` is empty, and layers get the formats that `config` states. Raises ConfigError for
+    unsupported settings, for tensors that contradict the settings, and for a shard that cuts a group.
     """
     assert isinstance(model, Decoder)
     _check_settings(config)
@@ -135,9 +135,9 @@ def _stored_format(config: Int4Config, module: str, places: Mapping[str, tuple[T
 
 
 def _group_index(config: Int4Config, inputs: int, file: TensorFile, name: str) -> bytes:
-    """Return the group of each input if they are in activation order, else nothing.
+    """Return the group of each input if the inputs are in activation order, otherwise an empty value.
 
-    Raises ConfigError for groups of other sizes than the configuration states, and for an order that it denies.
+    Raises ConfigError if the group sizes or the order contradict the configuration.
     """
     place = f"{file.path.name}: {name}"
     entry, group_size = file.entries[name], config.group_size

@@ -28,7 +28,7 @@ from meltcore.models.quantized.step_sizes import Slices
 
 
 def require_fp8(option: str, device: torch.device) -> None:
-    """Raise ConfigError when `device` is a GPU that cannot convert e4m3."""
+    """Raise ConfigError if `device` is a GPU that cannot convert e4m3. `option` is named in the error."""
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
@@ -42,11 +42,11 @@ def require_fp8(option: str, device: torch.device) -> None:
 def quantize_to_fp8(model: Model, device: torch.device) -> None:
     """Make every linear layer and expert of the blocks store its weight in FP8, with a scale per output channel.
 
-    `model` must still be on the meta device.
+    `model` must still be on the meta device. The embedding and the head keep their type, since an error in a logit
+    directly changes a token. On a CPU the torch reference runs, which is slow but gives the same answers.
 
-    The embedding and the head keep their type, since an error in a logit directly changes a token. On a CPU the torch
-    reference runs, which is slow but gives the same answers. Raises ConfigError when the GPU has no FP8, the model is
-    not bfloat16 on a GPU, or a layer's size is not a multiple of SIZE_MULTIPLE.
+    Raises ConfigError if the GPU has no FP8, if the model is not bfloat16 on a GPU, or if a layer's size is not a
+    multiple of SIZE_MULTIPLE.
     """
     option = "--quantization fp8"
     check_fp8_device(option, model, device)
@@ -59,7 +59,7 @@ def quantize_to_fp8(model: Model, device: torch.device) -> None:
 
 
 def check_fp8_device(option: str, model: Model, device: torch.device) -> None:
-    """Raise ConfigError when `device` has no FP8, or its kernels do not compute with the model's type around it."""
+    """Raise ConfigError if `device` has no FP8, or if its FP8 kernels do not support the model's type."""
     require_fp8(option, device)
     if device.type == "cuda" and model.dtype != torch.bfloat16:
         dtype = str(model.dtype).removeprefix("torch.")
@@ -69,9 +69,9 @@ def check_fp8_device(option: str, model: Model, device: torch.device) -> None:
 def quantize_fp8_layer(
     layer: LinearBase | SparseMoeBlock, names: Sequence[str], methods: Sequence[QuantizationMethod], option: str
 ) -> None:
-    """Quantize a layer whose matrices have the published names `names`, each by its method.
+    """Quantize a layer. Matrix i has the published name names[i] and is quantized by methods[i].
 
-    Raises ConfigError, which begins with `option`, for a size that is not a multiple of SIZE_MULTIPLE.
+    Raises ConfigError, which begins with `option`, if a size is not a multiple of SIZE_MULTIPLE.
     """
     if isinstance(layer, LinearBase):
         sizes = zip(layer.output_sizes, methods, strict=True)
@@ -84,10 +84,14 @@ def quantize_fp8_layer(
 
 
 def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_layers: bool = True) -> None:
-    """Make every layer hold the GGUF tensors that it is loaded from as their formats say. Called on the meta device.
+    """Make every layer hold its GGUF tensors in the formats that the file has. Called on the meta device.
 
-    `dtype_names` has the GGML type of each tensor by its published name. Without `linear_layers` only embedding and
-    head are changed. Experts of which some are not quantized hold values.
+    Args:
+        model: the model.
+        dtype_names: the GGML type of each tensor, by the tensor's published name.
+        linear_layers: False changes only the embedding and the head.
+
+    If some experts of a layer are not quantized, all experts of the layer hold values.
     """
     assert isinstance(model, Decoder)
     for layer, names in tensors_of_layers(model):
@@ -103,9 +107,9 @@ def quantize_as_stored(model: Model, dtype_names: Mapping[str, str], *, linear_l
 def tensors_of_layers(
     model: Decoder,
 ) -> Iterator[tuple[LinearBase | ParallelLMHead | SparseMoeBlock, tuple[str, ...]]]:
-    """Yield each layer that can be quantized, and the published name of the tensor of each matrix that it merges.
+    """Yield each layer that can be quantized, and the published name of each matrix that the layer merges.
 
-    Of experts the names of expert 0.
+    For experts, these are the names of expert 0.
     """
     yield model.embedding, (f"{model.prefix}embed_tokens.weight",)
     if not model.config.tie_word_embeddings:
@@ -130,7 +134,8 @@ def tensors_of_layers(
 def quantize_as_llama_cpp(model: Model, weight_format: Literal["q4_0", "q8_0"]) -> None:
     """Make every layer hold the blocks that llama.cpp's quantizer writes. Called on the meta device, without a file.
 
-    A head beside Q4_0 is in Q6_K, or in Q8_0 where its rows are no whole blocks of it. Gemma 3 has 16 bits there.
+    With Q4_0 the head is in Q6_K, or in Q8_0 if its rows are not a whole number of Q6_K blocks. The head of Gemma 3 has
+    16 bits.
     """
     assert isinstance(model, Decoder)
     block_type = GgmlType[weight_format.upper()]
@@ -144,7 +149,10 @@ def quantize_as_llama_cpp(model: Model, weight_format: Literal["q4_0", "q8_0"]) 
 
 
 def largest_slices(model: Model) -> Slices:
-    """Return the values of weights that a step on a GPU would dequantize together. They may be on the meta device."""
+    """Return the largest numbers of values that a step on a GPU would dequantize together, by kind of layer.
+
+    Weights may be on the meta device.
+    """
     assert isinstance(model, Decoder)
     linear = head = experts = 0
     device = torch.device("cuda")
@@ -162,9 +170,9 @@ def largest_slices(model: Model) -> Slices:
 
 
 def scratch_bytes(model: Model, device: torch.device) -> int:
-    """Return the bytes of the largest slice of a weight that a step on `device` dequantizes. 0 if it dequantizes none.
+    """Return the bytes of the largest slice of a weight that a step on `device` dequantizes.
 
-    Weights may be on the meta device.
+    Returns 0 if the step dequantizes no weight. Weights may be on the meta device.
     """
     values, tables = 0, {weight.table for weight in model.modules() if isinstance(weight, HalfWeight)}
     for weight in model.modules():
@@ -178,7 +186,7 @@ def scratch_bytes(model: Model, device: torch.device) -> int:
 
 
 def modules_of_experts(layer: SparseMoeBlock, first_expert: Iterable[str]) -> list[str]:
-    """Return the modules of all experts of a layer, by the modules of the first."""
+    """Return the modules of all experts of a layer. `first_expert` has the modules of the first expert."""
     names = [f".experts.{expert}." for expert in range(layer.num_experts)]
     names += [".shared_expert."] if layer.shared_expert else []
     return [module.replace(".experts.0.", name) for module in first_expert for name in names]

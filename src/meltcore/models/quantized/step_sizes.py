@@ -1,6 +1,7 @@
-"""Bounds the bytes of a decoder's step from its configuration: what its layers allocate beside weights and caches.
+"""Bounds the bytes that a decoder's step allocates beside weights and caches, from the model's configuration.
 
-Layers run one after another, so the widest decides. The bounds count what lives together, whatever kernel runs.
+Layers run one after another, so the widest layer decides. The bounds count tensors that exist together, whatever kernel
+runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FUSED_ROWS = 32  # that kernels multiply with quantized blocks of any format wit
 
 
 class Slices(NamedTuple):
-    """The values of quantized weights that a step dequantizes together at most, by kind of layer."""
+    """The largest numbers of values of quantized weights that a step dequantizes together, by kind of layer."""
 
     linear: int = 0
     head: int = 0
@@ -28,15 +29,15 @@ class Slices(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """Bytes of a step: for each token, and beside for any step.
+    """Bytes of a step: bytes per token, and bytes that do not depend on the number of tokens.
 
     Args:
         layers: number of the model's layers.
         position_bytes: tables of positions.
         scratch_bytes: slices of quantized weights that a step dequantizes.
-        head_scratch_bytes: slices of the head, which only more than FUSED_ROWS rows of logits need.
-        expert_bytes: padded rows and slices of quantized experts beyond `scratch_bytes`, which only steps of at least
-            `expert_tokens` tokens need.
+        head_scratch_bytes: slices of the head, which only steps with more than FUSED_ROWS rows of logits need.
+        expert_bytes: padded rows and slices of quantized experts beyond `scratch_bytes`. Only steps of at least
+            `expert_tokens` tokens need them.
     """
 
     token_bytes: int
@@ -54,8 +55,11 @@ def decoder_step(
 ) -> StepShape:
     """Return the sizes of a step on one rank.
 
-    Values of the model's type take `element_size` bytes. `slices` belong to weights in blocks of ggml; a model without
-    such weights has None.
+    Args:
+        config: the model's configuration.
+        element_size: bytes of a value of the model's type.
+        slices: slices of the weights in blocks of ggml. None means that the model has no such weights.
+        ranks: the number of ranks.
     """
     hidden = config.hidden_size
     # Residual stream, its norm, and the output of a block before it is added.

@@ -92,7 +92,8 @@ class ConformerFeedForward(nn.Module):
 class RelativeAttention(nn.Module):
     """Full attention in which a learned projection of the distance between two frames adds to their score.
 
-    Transformer-XL's form (Dai et al., 2019): score = ((query + u) key + (query + v) position) / sqrt(head size).
+    The form is that of Transformer-XL (Dai et al., 2019): score = ((query + u) key + (query + v) position) / sqrt(head
+    size).
     """
 
     def __init__(self, config: ConformerConfig) -> None:
@@ -110,10 +111,15 @@ class RelativeAttention(nn.Module):
         return keys.permute(1, 2, 0).contiguous()
 
     def forward(self, hidden: torch.Tensor, positions: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
-        """Return [clips, frames, hidden_size].
+        """Attend over the frames of each clip.
 
-        positions: [num_heads, head size, 2 * frames - 1], from the most distant past frame of the last frame on;
-        is_padding: [clips, frames] bool.
+        Args:
+            hidden: [clips, frames, hidden_size].
+            positions: [num_heads, head size, 2 * frames - 1], ordered from the largest positive distance to the largest
+                negative distance.
+            is_padding: [clips, frames] bool.
+
+        Returns [clips, frames, hidden_size].
         """
         query, key, value = self.linear_qkv(hidden).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         scale = query.shape[-1] ** -0.5
@@ -145,7 +151,7 @@ class ConvolutionModule(nn.Module):
 
 
 class ConformerLayer(nn.Module):
-    """One block: half a feed-forward, attention, convolution, half a feed-forward, norm."""
+    """One block: half a feed-forward, attention, convolution, another half of a feed-forward, and a norm."""
 
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
@@ -186,10 +192,14 @@ class ConformerEncoder(nn.Module):
         self.max_frames = max_frames
 
     def forward(self, features: torch.Tensor, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [clips, encoded frames, hidden_size] and the clips' encoded frame counts.
+        """Encode the features of clips.
 
-        features: [clips, frames, num_mels] in the encoder's type, frames: [clips] int64. Frames after a clip's end are
-        undefined in the result.
+        Args:
+            features: [clips, frames, num_mels] in the encoder's type.
+            frames: [clips] int64, the number of frames of each clip.
+
+        Returns [clips, encoded frames, hidden_size] and the clips' encoded frame counts. Frames of the result after a
+        clip's end are undefined.
         """
         hidden, encoded_frames = self.pre_encode(features, frames)
         if self.config.scales_input:
@@ -204,9 +214,9 @@ class ConformerEncoder(nn.Module):
 
 
 def sinusoids(max_frames: int, size: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the embedding of distances max_frames - 1 down to 1 - max_frames, [2 * max_frames - 1, size] float32.
+    """Return the embeddings of the distances from max_frames - 1 down to 1 - max_frames.
 
-    Sine and cosine of a frequency are neighbors.
+    Returns [2 * max_frames - 1, size] float32. Sine and cosine of a frequency are in neighboring columns.
     """
     distances = torch.arange(max_frames - 1, -max_frames, -1, dtype=torch.float32, device=device)
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
@@ -233,5 +243,5 @@ def subsampled_frames(frames: torch.Tensor) -> torch.Tensor:
 
 
 def padding_mask(frames: torch.Tensor, size: int) -> torch.Tensor:
-    """Return [clips, size] bool: whether a frame lies after the end of its clip."""
+    """Return [clips, size] bool, which is True for a frame after the end of its clip."""
     return torch.arange(size, device=frames.device) >= frames[:, None]

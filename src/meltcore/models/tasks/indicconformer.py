@@ -36,8 +36,9 @@ _MAX_NAMES_SHOWN = 5
 class TranscriberFiles(Protocol):
     """The files of a checkpoint, in any of the layouts.
 
-    `path` is as the user gave it, and `model_config` has the sizes. With `has_batch_norm` batch norms are tensors of
-    their own.
+    Args:
+        path: the path that the user gave.
+        has_batch_norm: whether batch norms are separate tensors, not folded into the convolutions.
     """
 
     path: Path
@@ -45,15 +46,18 @@ class TranscriberFiles(Protocol):
 
     @property
     def model_config(self) -> IndicConformerConfig:
-        """The sizes. Raises ConfigError for what is missing, invalid, or not computed here."""
+        """The sizes of the model. Raises ConfigError for sizes that are missing, invalid or unsupported."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Read the weights into host memory, by the names of a NeMo checkpoint. Raises ConfigError."""
+        """Read the weights into host memory, by the names of a NeMo checkpoint.
+
+        Raises ConfigError if a file is invalid.
+        """
         ...
 
     def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
-        """Return the text of every token, by language. Raises ConfigError."""
+        """Return the text of every token, by language. Raises ConfigError if a text is missing."""
         ...
 
     def close(self) -> None:
@@ -62,10 +66,10 @@ class TranscriberFiles(Protocol):
 
 
 class PredictionNetwork(nn.Module):
-    """Predicts from the tokens so far: an embedding and an LSTM. It reads tokens by their ids within their language.
+    """Predicts the next token from the tokens so far: an embedding and an LSTM.
 
-    NeMo trains and decodes so: languages share the first rows of the embedding. The first input is the global blank,
-    whose row is zero in NeMo's checkpoints.
+    Tokens are given by their ids within their language, as in NeMo's training and decoding, so languages share the
+    first rows of the embedding. The first input is the global blank, whose row is zero in NeMo's checkpoints.
     """
 
     def __init__(self, config: IndicConformerConfig) -> None:
@@ -163,10 +167,14 @@ class IndicConformer(nn.Module):
         return functional.linear(encoded, weight, bias)
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: str, *, has_batch_norm: bool = True) -> None:
-        """Copy the weights from a NeMo checkpoint, converting types. `tensors` have NeMo's names.
+        """Copy the weights from a NeMo checkpoint, converting types.
 
-        With `has_batch_norm` batch norms are still apart from the convolutions before them. Raises ConfigError that
-        names missing, unexpected and misshapen tensors of the file `source`.
+        Args:
+            tensors: the weights by NeMo's names.
+            source: the file, for errors.
+            has_batch_norm: whether batch norms are separate tensors, not folded into the convolutions.
+
+        Raises ConfigError that names missing, unexpected and misshapen tensors.
         """
         converted = from_nemo(tensors, self.config, source, has_batch_norm=has_batch_norm)
         own = dict(self.named_parameters())
@@ -202,10 +210,10 @@ def from_nemo(
     *,
     has_batch_norm: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Return this module's tensors from a NeMo checkpoint's.
+    """Convert a NeMo checkpoint's tensors to the tensors of this module.
 
-    Query, key and value are merged, batch norms folded into their convolutions in float32, heads of languages stacked.
-    Raises ConfigError when parts of a merged tensor are missing.
+    Query, key and value are merged. Batch norms are folded into their convolutions in float32. The heads of all
+    languages are stacked. Raises ConfigError if parts of a merged tensor are missing.
     """
     missing: list[str] = []
 
@@ -253,7 +261,10 @@ def _own_name(name: str) -> str:
 
 
 def _head_index(names: Mapping[str, torch.Tensor]) -> int:
-    """Return the heads' index in `joint_net`, which counts the activation and, of a model trained with it, dropout."""
+    """Return the index of the heads in `joint_net`.
+
+    The activation precedes them, and so does dropout if it was trained.
+    """
     pattern = re.compile(r"joint\.joint_net\.(\d+)\.")
     return max((int(match[1]) for match in map(pattern.match, names) if match), default=1)
 

@@ -90,7 +90,7 @@ class TextEmbedding(nn.Module):
 
 
 class DiTLayer(nn.Module):
-    """Attention and feed-forward, each with a norm that the step shifts and scales, and a gate that it sets."""
+    """Attention and feed-forward. The step determines the shift and scale of each norm and the gate of each output."""
 
     def __init__(self, config: IndicF5Config) -> None:
         super().__init__()
@@ -151,10 +151,10 @@ class IndicF5(nn.Module):
         return self.out.weight.device
 
     def prepare(self, steps: Sequence[int]) -> None:
-        """Build computed tensors, for utterances of these numbers of steps. The weights do not change after it.
+        """Build computed tensors for utterances with these numbers of steps. The weights do not change afterwards.
 
-        Rows of `modulations` and `step_sizes` belong to one step each; `first_step` has the first row by the number of
-        steps.
+        Each row of `modulations` and `step_sizes` belongs to one step. `first_step` has the first row for each number
+        of steps.
         """
         self.text.prepare(self.config.max_frames)
         angles = _angles(self.config.max_frames, self.config.head_size, self.device)
@@ -178,11 +178,14 @@ class IndicF5(nn.Module):
     def condition(
         self, reference: torch.Tensor, token_ids: torch.Tensor, is_padding: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what the input layer adds in every step, with the reference and text and without: guidance needs both.
+        """Return what the input layer adds in every step, with and without reference and text. Guidance needs both.
 
-        reference: [rows, frames, num_mels] float32, zero after the reference's end; token_ids: [rows, frames] int64,
-        filler after a text's end; is_padding: [rows, frames] bool, frames after a row's end, or None without such
-        frames. Returns [2 * rows, frames, hidden_size]: all rows with them, then all rows without.
+        Args:
+            reference: [rows, frames, num_mels] float32, zero after the reference's end.
+            token_ids: [rows, frames] int64, filler after the text's end.
+            is_padding: [rows, frames] bool, True for frames after a row's end. None means that no row has such frames.
+
+        Returns [2 * rows, frames, hidden_size]: all rows with reference and text, then all rows without them.
         """
         both_padding = None if is_padding is None else is_padding.repeat(2, 1)
         text = self.text(torch.cat([token_ids, torch.full_like(token_ids, FILLER)]), both_padding)
@@ -199,9 +202,13 @@ class IndicF5(nn.Module):
     ) -> torch.Tensor:
         """Return the guided direction from noise to speech at one step of each row, [rows, frames, num_mels] float32.
 
-        noisy: [rows, frames, num_mels] float32; modulations: [rows or 1, modulations, hidden_size], rows of
-        `self.modulations`. `condition` is the result of the method of that name, which also explains `is_padding`.
-        Needs no transfer to the host, and can be captured.
+        The method transfers nothing to the host, so it can be captured.
+
+        Args:
+            noisy: [rows, frames, num_mels] float32.
+            condition: the result of the method `condition`.
+            modulations: [rows or 1, modulations, hidden_size], rows of `self.modulations`.
+            is_padding: see the method `condition`.
         """
         num_mels, frames = self.config.mel.num_mels, noisy.shape[1]
         projected = functional.linear(noisy.to(self.dtype), self.input_proj.weight[:, :num_mels])
@@ -230,9 +237,11 @@ class IndicF5(nn.Module):
         return torch.lerp(without, with_condition, 1.0 + GUIDANCE)
 
     def _relative_positions(self, hidden: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
-        """Return the two grouped convolutions of [rows, frames, size], by which frames learn of their neighbors.
+        """Apply the two grouped convolutions through which frames receive information about their neighbors.
 
-        lengths: [rows] int64, frames before a row's end.
+        Args:
+            hidden: [rows, frames, size].
+            lengths: [rows] int64, the number of frames before a row's end.
         """
         for conv in self.position_convs:
             assert isinstance(conv, nn.Conv1d)
@@ -242,7 +251,7 @@ class IndicF5(nn.Module):
 
     @property
     def modulation_layers(self) -> list[nn.Linear]:
-        """The layers that `prepare` replaces by their outputs, which differ by step alone."""
+        """The layers that `prepare` replaces by their outputs, since these depend on the step alone."""
         layers = [*(layer.modulation for layer in self.layers), self.final_modulation]
         return [layer for layer in layers if isinstance(layer, nn.Linear)]
 
@@ -292,18 +301,24 @@ class IndicF5(nn.Module):
         return {}
 
     def canonical_name(self, name: str) -> str:
-        """Return the name without what copies of the checkpoint add to it. Vocos' own files name no vocoder."""
+        """Return the name without the prefixes that copies of the checkpoint add.
+
+        Vocos' own files do not have `vocoder`.
+        """
         for added in _ADDED_NAMES:
             name = name.replace(added, "")
         return f"vocoder.{name}" if name.startswith(("backbone.", "head.", "feature_extractor.")) else name
 
     def ignored_tensor(self, name: str) -> bool:
-        """Return whether a tensor is computed here, or counts the steps of training."""
+        """Return whether the model computes a tensor itself, or the tensor counts training steps."""
         return name in ("initted", "step") or name.startswith(_UNUSED_TENSORS)
 
 
 def step_times(num_steps: int) -> torch.Tensor:
-    """Return the times of Euler's steps from 0 to 1, [num_steps + 1] float32. Sway makes the first ones smaller."""
+    """Return the times of Euler's steps from 0 to 1, [num_steps + 1] float32.
+
+    Sway sampling makes the first steps smaller.
+    """
     times = torch.linspace(0, 1, num_steps + 1, dtype=torch.float32)
     return times + SWAY * (torch.cos(torch.pi / 2 * times) - 1 + times)
 
@@ -315,7 +330,7 @@ def _angles(positions: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def _in_float32(linear: nn.Module | torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-    """Return what a linear layer computes. Once for all utterances, so precision costs nothing."""
+    """Apply a linear layer in float32. It runs once for all utterances, so the precision costs nothing."""
     assert isinstance(linear, nn.Linear), "modulations are computed already"
     return functional.linear(values, linear.weight.float(), linear.bias.float())
 

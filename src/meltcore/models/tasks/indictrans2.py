@@ -107,7 +107,7 @@ class FeedForward(nn.Module):
         return self.of_normed(self.norm(hidden))
 
     def of_normed(self, normed: torch.Tensor) -> torch.Tensor:
-        """Return the same of hidden states that are normalized."""
+        """Return what the block adds to hidden states whose norm is `normed`."""
         added: torch.Tensor = self.fc2(self._activation(self.fc1(normed)))
         return added
 
@@ -182,10 +182,14 @@ class DecoderLayer(nn.Module):
         self_kv: torch.Tensor,
         cross_kv: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what is yet to be added to `hidden` [rows, beams, size], and write keys and values into `self_kv`.
+        """Return what is still to be added to `hidden`, and write keys and values into `self_kv`.
 
-        `hidden` is changed in place, and `normed` is its norm. self_kv: [2, slots, heads, positions, beams, head_dim];
-        cross_kv: [2, slots, heads, source positions, head_dim].
+        Args:
+            hidden: [rows, beams, size], changed in place.
+            normed: the norm of `hidden`.
+            step: the inputs that all layers share.
+            self_kv: [2, slots, heads, positions, beams, head_dim].
+            cross_kv: [2, slots, heads, source positions, head_dim].
         """
         attended = beam_self_attention(
             self.self_attn.qkv_proj(normed).unflatten(-1, (3, self.self_attn.num_heads, -1)),
@@ -227,7 +231,7 @@ class IndicTrans2(nn.Module):
     """The whole model. Weights must be loaded and `prepare` called before it is used."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        """Build the network of a parsed config.json. Raises ConfigError for what is not computed here."""
+        """Build the network of a parsed config.json. Raises ConfigError for unsupported configurations."""
         super().__init__()
         self.config = config = IndicTrans2Config.read(values)
         self.encoder_embedding = Embedding(config, config.encoder.vocab_size)
@@ -271,7 +275,7 @@ class IndicTrans2(nn.Module):
     def cross_keys_values(self, encoded: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield each decoder layer's keys and values of the sources: [2, rows, heads, positions, head_dim].
 
-        One at a time: all together they would take as much memory as the rest of the encoder.
+        Layers are computed one at a time: all layers together would take as much memory as the rest of the encoder.
         """
         for layer in self.decoder_layers:
             yield layer.cross_attn.keys_and_values(encoded)  # type: ignore[union-attr, operator]
@@ -279,7 +283,7 @@ class IndicTrans2(nn.Module):
     def decode(self, step: DecodeStep, self_kv: torch.Tensor, cross_kv: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next tokens [rows, beams, decoder vocab_size].
 
-        `DecoderLayer.forward` explains self_kv and cross_kv. Here they have a first dimension of layers.
+        `self_kv` and `cross_kv` are those of `DecoderLayer.forward` with an additional first dimension, the layers.
         """
         hidden = self.decoder_embedding(step.token_ids, step.positions[:, None])
         layers = cast("list[DecoderLayer]", list(self.decoder_layers))
@@ -317,12 +321,12 @@ class IndicTrans2(nn.Module):
         return name
 
     def ignored_tensor(self, name: str) -> bool:
-        """Return whether a tensor is a computed table of positions, or a copy of the embedding as a tied head."""
+        """Return whether a tensor is a computed table of positions, or the copy of the embedding in a tied head."""
         return name.endswith("embed_positions.weights") or (self.lm_head is None and name == "lm_head.weight")
 
 
 def _add_norm(hidden: torch.Tensor, added: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
-    """Add to `hidden` in place, and return the norm of the sum."""
+    """Add `added` to `hidden` in place, and return the norm of the sum."""
     return add_layer_norm(hidden, added, norm.weight, norm.bias, norm.eps)
 
 

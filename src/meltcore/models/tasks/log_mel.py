@@ -63,7 +63,7 @@ class LogMel(nn.Module):
 
 
 def pre_emphasize(samples: torch.Tensor, lengths: torch.Tensor, factor: float) -> torch.Tensor:
-    """Subtract `factor` times the sample before from each sample, and set samples after a clip's end to zero."""
+    """Subtract from each sample `factor` times the previous sample, and set samples after a clip's end to zero."""
     emphasized = torch.cat([samples[:, :1], samples[:, 1:] - factor * samples[:, :-1]], dim=1)
     return emphasized.masked_fill(_is_after_end(samples.shape[1], lengths), 0.0)
 
@@ -91,7 +91,7 @@ def normalize(features: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
 
 
 def _is_after_end(size: int, lengths: torch.Tensor) -> torch.Tensor:
-    """Return [clips, size] bool: whether a position lies after the end of its clip."""
+    """Return [clips, size] bool, which is True for a position after the end of its clip."""
     return torch.arange(size, device=lengths.device) >= lengths[:, None]
 
 

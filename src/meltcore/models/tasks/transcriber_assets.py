@@ -1,7 +1,8 @@
 """Reads IndicConformer as it is published on the hub: a folder `assets` of ONNX, TorchScript and JSON files.
 
-encoder.onnx with its external tensors, ctc_decoder, rnnt_decoder (or rnnt_decoder_embed and rnnt_decoder_rnn),
-joint_enc, joint_pred, joint_pre_net, joint_post_net_LANGUAGE, preprocessor.ts, vocab.json, language_masks.json.
+The files are encoder.onnx with its external tensors, ctc_decoder, joint_enc, joint_pred, joint_pre_net,
+joint_post_net_LANGUAGE, preprocessor.ts, vocab.json and language_masks.json. The prediction network is one file,
+rnnt_decoder, or two, rnnt_decoder_embed and rnnt_decoder_rnn.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PublishedAssets:
     """The published files: configuration, weights by the names of a NeMo checkpoint, and token texts."""
 
     def __init__(self, path: Path) -> None:
-        """Read the headers of all files. Raises ConfigError for what is missing, damaged, or not computed here."""
+        """Read the headers of all files. Raises ConfigError if a file is missing, damaged or unsupported."""
         self.path = path
         self._folder = path / ASSETS_FOLDER
         fields = Fields(read_json(path / "config.json") if (path / "config.json").exists() else {})
@@ -69,7 +70,10 @@ class PublishedAssets:
         self._check_config(fields)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Read the weights into host memory, by the names of a NeMo checkpoint. Raises ConfigError."""
+        """Read the weights into host memory, by the names of a NeMo checkpoint.
+
+        Raises ConfigError if a file is invalid.
+        """
         tensors = {f"encoder.{name}": values for name, values in self._encoder.tensors().items()}
         tensors |= {f"decoder.prediction.{name}": values for name, values in self._prediction.items()}
         config = self.model_config
@@ -89,9 +93,9 @@ class PublishedAssets:
         return tensors
 
     def token_texts(self, config: IndicConformerConfig) -> dict[str, list[str]]:
-        """Return the text of every token, by language. U+2581 at its beginning stands for a space.
+        """Return the text of every token, by language. U+2581 at the beginning of a text stands for a space.
 
-        Raises ConfigError for a language without as many texts as the model has tokens.
+        Raises ConfigError if a language has another number of texts than the model has tokens.
         """
         path = self._folder / "vocab.json"
         vocabulary, texts = read_json(path), {}
@@ -116,7 +120,7 @@ class PublishedAssets:
         return part
 
     def _prediction_parts(self) -> tuple[ExportedPart, ExportedPart]:
-        """Return the parts with the embedding and with the LSTM: one file, or two."""
+        """Return the part with the embedding and the part with the LSTM. Both may be the same file."""
         whole = ExportedPart.find_part(self._folder, "rnnt_decoder")
         if whole is not None:
             return whole, whole
@@ -169,7 +173,7 @@ class PublishedAssets:
 
 
 def _activation(part: ExportedPart) -> str:
-    """Return the function that the joint network has between its projections and the languages' heads."""
+    """Return the activation function of the joint network, between its projections and the languages' heads."""
     if part.graph is None:
         found = [name for name in _ACTIVATIONS.values() if re.search(rf"\b{name}_?\(", part.code)]
     else:
@@ -223,7 +227,7 @@ def _read_features(part: ExportedPart) -> LogMelConfig:
 
 
 def _final_values(code: str) -> dict[str, Any]:
-    """Return the constants of TorchScript code, which it has as lines like `n_fft : Final[int] = 512`."""
+    """Return the constants in TorchScript code, from lines such as `n_fft : Final[int] = 512`."""
     found = re.findall(r"^ +(\w+) : Final\[\w+\] = ([-+.\w\"]{1,40})$", code, re.MULTILINE)
     values = {}
     for name, text in found:
@@ -235,9 +239,10 @@ def _final_values(code: str) -> dict[str, Any]:
 
 
 def _edge_padding(part: ExportedPart, n_fft: int) -> Literal["reflect", "constant"]:
-    """Return how the code pads a clip before its Fourier transform. A scripted call of stft names the mode.
+    """Return how the code pads a clip before its Fourier transform.
 
-    A traced one is a call of pad with half a transform at both ends. Raises ConfigError where neither is found.
+    Scripted code calls stft with the mode. Traced code calls pad with half a transform at both ends. Raises ConfigError
+    if the code has neither call.
     """
     calls = re.findall(r"\bstft\([^\n]*?\"(reflect|constant)\"", part.code)
     pads = re.findall(rf"\bpad\(\w+, \[{n_fft // 2}, {n_fft // 2}\](?:, \"(reflect|constant)\")?", part.code)

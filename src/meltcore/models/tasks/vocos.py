@@ -37,7 +37,10 @@ class MelSpectrogram(nn.Module):
         self.filters: torch.Tensor
 
     def forward(self, samples: torch.Tensor) -> torch.Tensor:
-        """Return [frames, num_mels] of [samples] float32. There must be more than half a transform of them."""
+        """Convert samples [samples] float32 to a spectrogram [frames, num_mels].
+
+        There must be more samples than half a transform has.
+        """
         config = self.config
         spectrum = torch.stft(
             samples, config.n_fft, config.hop, window=self.window, center=True, pad_mode="reflect", return_complex=True
@@ -93,9 +96,11 @@ class Vocos(nn.Module):
         self.window: torch.Tensor
 
     def forward(self, mels: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
-        """Return samples [rows, (frames - 1) * hop] float32, of which a row has the samples of its own frames.
+        """Return samples [rows, (frames - 1) * hop] float32. A row has as many valid samples as its own frames yield.
 
-        mels: [rows, frames, num_mels] float32, with any value after a row's end; frames: [rows] int64.
+        Args:
+            mels: [rows, frames, num_mels] float32, with any value after a row's end.
+            frames: [rows] int64, the number of frames of each row.
         """
         is_padding = (torch.arange(mels.shape[1], device=mels.device) >= frames[:, None])[:, :, None]
         hidden = self.embed(mels.masked_fill(is_padding, 0.0).transpose(1, 2)).transpose(1, 2)
@@ -107,7 +112,7 @@ class Vocos(nn.Module):
         return self._overlap_add(torch.polar(magnitude, phase), is_padding)
 
     def _overlap_add(self, spectrum: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
-        """Return the samples of a spectrum [rows, bins, frames]. Where a row ends, so does its sum of windows."""
+        """Return the samples of a spectrum [rows, bins, frames]. The sum of windows ends at the end of each row."""
         n_fft, hop = self.mel.n_fft, self.mel.hop
         is_frame = (~is_padding).transpose(1, 2).float()
         parts = torch.fft.irfft(spectrum, n_fft, dim=1) * self.window[:, None] * is_frame

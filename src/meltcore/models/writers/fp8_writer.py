@@ -49,9 +49,9 @@ _TEXT_FILES = (
 
 
 class _PlannedTensor(NamedTuple):
-    """A tensor of the source and its name in the new folder. If `is_quantized`, it gets scales.
+    """A tensor of the source and its name in the new folder. It gets scales if `is_quantized`.
 
-    `source` is a tensor of the model, or the file of a tensor that the model does not read.
+    `source` is a tensor of the model, or the file that holds a tensor which the model does not read.
     """
 
     name: str
@@ -61,7 +61,7 @@ class _PlannedTensor(NamedTuple):
     is_quantized: bool
 
     def tensors(self, loss: RoundingLoss) -> dict[str, torch.Tensor]:
-        """Read the tensor and return what is stored for it, by name."""
+        """Read the tensor. Returns the tensors that are stored for it, by name."""
         if isinstance(self.source, TensorFile):
             with safe_open(self.source.path, "pt") as file:
                 return {self.name: file.get_tensor(self.name)}
@@ -86,9 +86,9 @@ def write_fp8(
 ) -> RoundingLoss:
     """Write the checkpoint as the folder `path`, with its tokenizer and chat template.
 
-    Returns how far that rounds the values of the matrices. Raises ConfigError for a quantized checkpoint unless
-    `allow_requantize`, and for an existing folder unless `overwrite`. Raises it also for a folder that holds other
-    files than a checkpoint or is the source, and for a full disk.
+    Returns how much the values of the matrices were rounded. Raises ConfigError for a quantized checkpoint unless
+    `allow_requantize`, and for an existing folder unless `overwrite`. Raises ConfigError also if the folder is the
+    source, if the folder holds other files than a checkpoint, or if the disk is full.
     """
     if path.exists() and (not (path / "config.json").exists() or path.samefile(checkpoint.folder)):
         reason = "the source" if (path / "config.json").exists() else "no checkpoint folder"
@@ -128,7 +128,7 @@ def write_fp8(
 
 
 def _plan(source: SourceTensors) -> Iterator[_PlannedTensor]:
-    """Yield the tensors of the new folder. An expert of a merged tensor gets its usual name."""
+    """Yield the tensors of the new folder. Each expert of a merged tensor gets its usual name."""
     for published_name, tensor in source.tensors.items():
         name = published_name if tensor.is_merged else tensor.name
         is_quantized = len(tensor.shape) == 2 and _QUANTIZED.search(name) is not None

@@ -1,7 +1,7 @@
 """Writes a GGUF file again with matrices in another format, whatever its architecture.
 
-Metadata is copied as it is, but for the keys that name the format. The gguf package computes the values of the stored
-blocks and rounds them again. Host memory holds some rows of a tensor.
+Metadata is copied unchanged, except for the keys that name the format. The gguf package computes the values of the
+stored blocks and rounds them again. Host memory holds only some rows of a tensor at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PART_VALUES = 2**22
 
 
 class _NewTensor(NamedTuple):
-    """A tensor of the new file: what it is read from, and the type that it gets."""
+    """A tensor of the new file: its source, and its new type."""
 
     name: str
     source: GGUFTensor
@@ -58,9 +58,9 @@ class _NewTensor(NamedTuple):
 
 
 def check_requantizable(model: GGUFModel, *, allow_requantize: bool) -> None:
-    """Raise ConfigError for a quantized file, unless `allow_requantize`, and for formats that cannot be read.
+    """Raise ConfigError for a quantized file unless `allow_requantize`, and for formats that cannot be read.
 
-    A file that is no network, such as an importance matrix, is refused too. A projector is one.
+    A file that is not a network, such as an importance matrix, is rejected too. A projector is a network.
     """
     kind = other_kind(model)
     if kind is not None and model.metadata.get("general.architecture") != "clip":
@@ -87,10 +87,9 @@ def requantize(
 ) -> RoundingLoss:
     """Write the GGUF file `path` with the matrices of `model` as type `target_type`, and its output head as Q8_0.
 
-    Returns how far that rounds the values which the source stores.
-
-    Tensors that have their type already are copied. Raises ConfigError for values that the type cannot hold, for an
-    existing file unless `overwrite`, for a file of the source, and for a full disk.
+    Tensors that already have their new type are copied. Returns how much the values of the source were rounded. Raises
+    ConfigError if the type cannot hold a value, if the disk is full, or if `path` is a file of the source. Raises it
+    also for an existing file unless `overwrite`.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; a GGUF file is written")
@@ -115,8 +114,8 @@ def requantize(
 def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) -> GGMLQuantizationType:
     """Return the type of a tensor in the new file.
 
-    Vectors and routers stay unquantized, and so does a matrix whose rows are no whole blocks. One kernel computes the
-    experts of a layer, so all of them stay unquantized if one does.
+    Vectors and routers stay unquantized, and so does a matrix whose rows are not whole blocks. One kernel computes all
+    experts of a layer, so if one expert stays unquantized, all of them do.
     """
     tensor = model.tensors[name]
     parts = expert_group(model.tensors, name) or [name]
@@ -129,7 +128,7 @@ def _new_type(model: GGUFModel, name: str, target_type: GGMLQuantizationType) ->
 
 
 def _header(model: GGUFModel, tensors: list[_NewTensor], target_type: GGMLQuantizationType) -> bytes:
-    """Return everything before the first tensor but for padding."""
+    """Return everything before the first tensor except the padding."""
     first = model.files[0]
     kept = [key for key in first.metadata if key not in _REPLACED_KEYS and not key.startswith("split.")]
     numbers = {"general.file_type": int(FILE_TYPES[target_type]), "general.quantization_version": QUANTIZATION_VERSION}
@@ -153,7 +152,7 @@ def _pad(file: BinaryIO) -> None:
 
 
 def _blocks(model: GGUFModel, tensor: _NewTensor, loss: RoundingLoss) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the rows of a tensor as its new type stores them. Raises ConfigError for values that it cannot hold."""
+    """Yield the rows of a tensor in its new type. Raises ConfigError if the type cannot hold a value."""
     file, source = model.file_by_tensor[tensor.name], tensor.source
     stored = file.blocks(tensor.name)
     step = max(1, _PART_VALUES // source.shape[-1])

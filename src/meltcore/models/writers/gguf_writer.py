@@ -62,8 +62,8 @@ class _StoredTensor(NamedTuple):
 
     Args:
         sources: the published tensor, or the tensors of all experts of a layer.
-        added: number that is added to the values.
-        row_order: the published row of each row of the file, if they differ.
+        added: the number that is added to the values.
+        row_order: the published row of each row of the file. None keeps the order.
     """
 
     name: str
@@ -85,7 +85,10 @@ class _StoredTensor(NamedTuple):
         return prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) * self.row_bytes
 
     def blocks(self, loss: RoundingLoss) -> np.ndarray[Any, Any]:
-        """Read and convert the tensor: uint8 [rows, row_bytes], where the values of one dim are a row each."""
+        """Read and convert the tensor. Returns [rows, row_bytes] uint8.
+
+        Each value of a one-dimensional tensor is a row.
+        """
         blocks = np.empty((self.num_bytes // self.row_bytes, self.row_bytes), dtype=np.uint8)
         row = 0
         for source in self.sources:
@@ -118,10 +121,11 @@ def write_gguf(
 ) -> RoundingLoss:
     """Write the checkpoint as the GGUF file `path` with matrices of type `target_type`.
 
-    `tokenizer` returns the metadata of tokenizer and chat template for the rows of the embedding. Returns how far the
-    values of the matrices are rounded. Raises ConfigError for an architecture or a configuration that GGUF cannot
-    express, and for a quantized checkpoint unless `allow_requantize`. Raises it also for an existing file unless
-    `overwrite`, and for a full disk.
+    `tokenizer` returns the metadata of tokenizer and chat template for the number of rows of the embedding. Returns how
+    much the values of the matrices were rounded.
+
+    Raises ConfigError for an architecture or a configuration that GGUF cannot express, and for a quantized checkpoint
+    unless `allow_requantize`. Raises it also for an existing file unless `overwrite`, and if the disk is full.
     """
     name = _architecture_name(checkpoint)
     if path.is_dir():
@@ -167,7 +171,7 @@ def write_gguf(
 
 
 def _architecture_name(checkpoint: Checkpoint) -> str:
-    """Return GGUF's name of the architecture. Raises ConfigError if it has none here."""
+    """Return GGUF's name of the architecture. Raises ConfigError if Meltcore does not know one."""
     architectures = checkpoint.config.get("architectures") or ["nothing"]
     name = next((_ARCHITECTURE_NAMES[each] for each in architectures if each in _ARCHITECTURE_NAMES), None)
     if name is None:
@@ -208,7 +212,7 @@ def _plan(source: SourceTensors, name: str, target_type: GGMLQuantizationType) -
 
 
 def _stored_shape(shapes: Sequence[tuple[int, ...]], *, is_stacked: bool) -> tuple[int, ...]:
-    """Return the shape of a tensor that stacks experts, or has the rows of several matrices, or is one tensor."""
+    """Return the shape of a tensor. The tensor may stack experts, or hold the rows of several matrices."""
     if is_stacked:
         return (len(shapes), *shapes[0])
     return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
@@ -219,9 +223,9 @@ def _stored_type(
 ) -> GGMLQuantizationType:
     """Return the type of a tensor in the file.
 
-    Vectors and routers are float32, as llama.cpp expects. A matrix whose rows are no whole blocks keeps its type. One
-    kernel computes the experts of a layer, so all of them keep their type if one does. The output head is Q8_0 at
-    least.
+    Vectors and routers are float32, as llama.cpp expects. A matrix whose rows are not whole blocks keeps its type. One
+    kernel computes all experts of a layer, so if one expert keeps its type, all of them do. The output head is at least
+    Q8_0.
     """
     if len(tensor.shape) < 2 or ROUTER in name:
         return GGMLQuantizationType.F32
@@ -236,9 +240,10 @@ def _stored_type(
 
 
 def config_metadata(model: str, config: DecoderConfig, name: str) -> dict[str, Any]:
-    """Return the metadata of a network's configuration. `name` is the architecture's, and errors name the `model`.
+    """Return the metadata of a network's configuration.
 
-    Raises ConfigError for a network of which only some layers have experts.
+    `name` is the name of the architecture. Errors name `model`. Raises ConfigError if only some layers of the network
+    have experts.
     """
     values: dict[str, Any] = {key: getattr(config, field) for field, key in REQUIRED_KEYS.items()}
     values |= {
@@ -290,9 +295,10 @@ def _gemma_metadata(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rope_metadata(config: DecoderConfig) -> dict[str, Any]:
-    """Return the keys of the scaling of rotary frequencies. Llama 3's scaling is a tensor instead (`rope_factors`).
+    """Return the keys of the scaling of rotary frequencies.
 
-    LongRoPE's factors are tensors too, and its type has no key in the files of llama.cpp's converter.
+    The factors of llama3 and LongRoPE are tensors instead (`rope_factors`). Files of llama.cpp's converter have no key
+    for the type of LongRoPE.
     """
     scaling = config.rope_scaling
     if scaling is None or isinstance(scaling, Llama3Scaling):
@@ -337,7 +343,7 @@ def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def _extend_to_full_size(path: Path, writer: gguf.GGUFWriter) -> None:
-    """Give the file, whose header is written, its full size: the reader refuses a header without its tensors."""
+    """Extend the file, whose header is written, to its full size. The reader rejects a header without its tensors."""
     sizes = (path.stat().st_size, *(tensor.nbytes for tensor in writer.tensors[0].values()))
     os.truncate(path, sum(writer.ggml_pad(size, writer.data_alignment) for size in sizes))
 
@@ -345,9 +351,9 @@ def _extend_to_full_size(path: Path, writer: gguf.GGUFWriter) -> None:
 def _check_header(
     model: str, temporary_path: Path, path: Path, config: DecoderConfig, check_header: HeaderCheck
 ) -> None:
-    """Raise ConfigError if the file, whose header is written, would be read as another network or text.
+    """Raise ConfigError if the file, whose header is written, would be read as another network or tokenizer.
 
-    A configuration that GGUF has no keys for is found by this, whatever it is. Errors name the file `path`.
+    This check finds any part of a configuration for which GGUF has no keys. Errors name the file `path`.
     """
     written = GGUFModel(temporary_path)
     written.path = path

@@ -40,7 +40,7 @@ _PART_VALUES = 2**22
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a file, or its rows from `first_row` on if it merges several tensors, such as the experts of a layer.
+    """A tensor of a file. If the file's tensor merges several, such as experts, this is its rows from `first_row` on.
 
     `name` is the name in the file, and `shape` the shape of this tensor.
     """
@@ -52,12 +52,12 @@ class SourceTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that it is stored in."""
+        """The type in which the file stores the tensor."""
         return self.file.dtype(self.name)
 
     @property
     def is_merged(self) -> bool:
-        """Whether the file merges it with others."""
+        """Whether the file's tensor merges this tensor with others."""
         return self.file.entries[self.name].shape != self.shape
 
     def read(self) -> torch.Tensor:
@@ -65,7 +65,10 @@ class SourceTensor:
         return torch.cat(list(self.parts())).reshape(self.shape)
 
     def parts(self) -> Iterator[torch.Tensor]:
-        """Yield the rows in parts of bounded size, [rows, columns] as stored. In one dim, each value is a row."""
+        """Yield the rows in parts of bounded size, [rows, columns] as stored.
+
+        Each value of a one-dimensional tensor is a row.
+        """
         columns = self.shape[-1] if len(self.shape) > 1 else 1
         num_rows = math.prod(self.shape) // max(1, columns)
         stored_shape = self.file.entries[self.name].shape
@@ -82,7 +85,7 @@ class SourceTensor:
             yield part.reshape(-1, columns)
 
     def check_largest(self, largest: float, limit: float, format_name: str) -> None:
-        """Raise ConfigError if the largest magnitude of some of the values is not finite, or beyond `limit`."""
+        """Raise ConfigError if `largest`, the largest magnitude of some values, is not finite or is above `limit`."""
         if not math.isfinite(largest):
             raise ConfigError(f"{self.file.path}: {self.name} has values that are not finite numbers")
         if largest > limit:
@@ -92,12 +95,12 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class DequantizedTensor(SourceTensor):
-    """A quantized matrix, which is read as its values in float32.
+    """A quantized matrix that is read as float32 values.
 
     Args:
-        name: the weight's name in a file without quantization.
-        method: quantization method of a layer that loads it.
-        stored: the tensors that hold it, by the last part of their names.
+        name: the weight's name in an unquantized file.
+        method: the quantization method of a layer that loads the weight.
+        stored: the tensors that hold the weight, by the last part of their names.
     """
 
     method: QuantizationMethod = dataclasses.field(kw_only=True)
@@ -146,10 +149,10 @@ class SourceTensors(NamedTuple):
 
 @contextmanager
 def open_tensors(checkpoint: Checkpoint, *, allow_requantize: bool = False) -> Iterator[SourceTensors]:
-    """Open a checkpoint folder, one whose weights are quantized only with `allow_requantize`.
+    """Open a checkpoint folder. A checkpoint with quantized weights needs `allow_requantize`.
 
-    Raises ConfigError for a quantized checkpoint that is not allowed, for a GGUF file, which gguf_requantize.py reads,
-    and for a checkpoint that cannot be served.
+    Raises ConfigError for a quantized checkpoint without `allow_requantize`, for a GGUF file (gguf_requantize.py reads
+    these), and for a checkpoint that cannot be served.
     """
     if checkpoint.gguf is not None:
         raise ConfigError(f"{checkpoint.name} is a GGUF file; a folder with safetensors files is read here")
@@ -180,7 +183,7 @@ def open_tensors(checkpoint: Checkpoint, *, allow_requantize: bool = False) -> I
 def _stored_tensors(
     model: Model, files: Sequence[TensorFile]
 ) -> tuple[dict[str, SourceTensor], list[tuple[TensorFile, str]]]:
-    """Return the tensors of a model by published name, and files and names of those that it does not read."""
+    """Return the model's tensors by published name, and file and name of each tensor that the model does not read."""
     loaders, fused_tensors = model.checkpoint_tensors(), model.fused_tensors()
     tensors: dict[str, SourceTensor] = {}
     others: list[tuple[TensorFile, str]] = []
@@ -208,7 +211,7 @@ def _dequantized_tensors(
 ) -> dict[str, SourceTensor]:
     """Return a model's tensors without quantization.
 
-    `stored` are the files' tensors, `formats` the formats of 4-bit modules.
+    `stored` has the files' tensors, and `formats` the formats of modules with 4-bit weights.
     """
     loaders = model.checkpoint_tensors()
     ends: dict[str, dict[str, SourceTensor]] = {}
@@ -234,7 +237,7 @@ def _dequantized_tensors(
 
 
 def _without_quantization(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as its configuration would be without quantization."""
+    """Return a copy of the checkpoint whose configuration has no quantization."""
     config = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     nested = config.get("text_config")
     if isinstance(nested, dict):

@@ -1,7 +1,7 @@
 """Reads a GGUF file's metadata as the config.json that the same model has on the Hugging Face hub.
 
-Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What files leave out has the value that llama.cpp and
-the published configuration give it. This module does not import torch.
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A value that a file leaves out is the one that
+llama.cpp and the published configuration use. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -96,9 +96,8 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTHS = 1.0, 4.0, [2**power for power in ra
 def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, Any]:
     """Return the config.json of a GGUF checkpoint that can be served.
 
-    With `has_tokenizer`, --tokenizer names another one.
-
-    Raises UnservableModelError with all reasons: what `read_config` refuses, formats of weights, no tokenizer.
+    With `has_tokenizer`, --tokenizer replaces the file's tokenizer. Raises UnservableModelError with all reasons why
+    the file cannot be served: what `read_config` refuses, formats of weights, or a missing tokenizer.
     """
     reasons, config = [], dict[str, Any]()
     try:
@@ -117,8 +116,8 @@ def read_servable_config(model: GGUFModel, *, has_tokenizer: bool) -> dict[str, 
 def read_config(model: GGUFModel) -> dict[str, Any]:
     """Return the config.json of a GGUF checkpoint.
 
-    Raises ConfigError that names file and key for another architecture, for a missing or wrong value, and for a variant
-    that is not computed. Formats of weights are not checked.
+    Formats of weights are not checked. Raises ConfigError for an unknown architecture, for a missing or wrong value,
+    and for an unsupported variant. The error names the file and the key.
     """
     name = model.metadata.get("general.architecture")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -175,10 +174,13 @@ class _Keys:
         self.model, self._prefix = model, f"{architecture}."
 
     def optional(self, field: str | Rule, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` if it is absent. An array must repeat one value per layer.
+        """Return the value of a key, or `default` if the key is absent. An array must repeat one value per layer.
 
-        `field` is a field of config.json, whose rule checks the value. It is a rule where the field is computed from
-        the value.
+        Args:
+            field: a field of config.json, whose rule checks the value. If the field is computed from the value, this is
+                the rule itself.
+            key: the key without the architecture's prefix.
+            default: the value of an absent key.
         """
         value = self.raw(key)
         if isinstance(value, GGUFArray):
@@ -205,13 +207,16 @@ class _Keys:
         return self.model.metadata.get(self._prefix + key)
 
     def require_neutral(self, key: str, values: tuple[Any, ...]) -> None:
-        """Raise ConfigError for a value with which the network computes what it does not here."""
+        """Raise ConfigError unless the value is one of `values`.
+
+        Other values need a computation that Meltcore does not have.
+        """
         value = self.raw(key)
         if value is not None and (isinstance(value, GGUFArray) or value not in values):
             raise self.unsupported(key)
 
     def unsupported(self, key: str) -> ConfigError:
-        """Return the error for a key whose value is not computed."""
+        """Return the error for a key whose value is not supported."""
         return self.error(key, f"is {describe_value(self.raw(key))}, which is not computed here")
 
     def error(self, key: str, reason: str) -> ConfigError:
@@ -220,7 +225,7 @@ class _Keys:
 
 
 def _head_dim(keys: _Keys, config: dict[str, Any]) -> int:
-    """Return the size of a head, which values share and which rotates as a whole."""
+    """Return the head size. Keys and values must have the same size, and all dimensions must rotate."""
     hidden_size, heads, kv_heads = (
         config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
     )
@@ -295,7 +300,7 @@ def _read_rope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _longrope(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Return LongRoPE's scaling, whose factors are two tensors. Without attn_factor scores are not scaled."""
+    """Return LongRoPE's scaling, whose factors are two tensors. Without attn_factor the scores are not scaled."""
     context, original = (
         keys.optional("original_max_position_embeddings", key)
         for key in ("context_length", "rope.scaling.original_context_length")
@@ -326,9 +331,9 @@ def _factors(model: GGUFModel, name: str, pairs: int) -> np.ndarray[Any, Any]:
 
 
 def _llama3_rope(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the llama3 scaling whose divisors of the frequencies are the tensor rope_freqs.weight.
+    """Return the llama3 scaling whose divisors of the frequencies are in the tensor rope_freqs.weight.
 
-    The file has no other trace of it. Raises ConfigError if no llama3 scaling gives these divisors.
+    The file says nothing else about the scaling. Raises ConfigError if no llama3 scaling gives these divisors.
     """
     head_dim = config["head_dim"]
     divisors = _factors(model, ROPE_FACTORS, head_dim // 2)
@@ -376,7 +381,7 @@ def _read_gemma(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_granite(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Granite's four constants. Without one for attention, scores have their usual scale."""
+    """Return Granite's four constants. Without a constant for attention, scores have their usual scale."""
     keys.require_neutral("rope.scaling.finetuned", (True,))  # false: no rotary embeddings at all
     fields = {field: keys.optional(field, key) for field, key in GRANITE_KEYS.items() if keys.raw(key) != 0.0}
     fields = {field: value for field, value in fields.items() if value is not None}
@@ -392,9 +397,10 @@ def _gemma_rope(keys: _Keys, config: dict[str, Any], rope: dict[str, Any] | None
 
 
 def _read_token_ids(model: GGUFModel, vocab_size: int) -> dict[str, Any]:
-    """Return bos_token_id and eos_token_id: the stated end tokens, and control tokens that end a turn by their text.
+    """Return bos_token_id and eos_token_id.
 
-    Empty without a vocabulary, which --tokenizer may replace.
+    End tokens are the stated ones, and control tokens whose text ends a turn. Returns no fields if the file has no
+    vocabulary, which --tokenizer may replace.
     """
     if "tokenizer.ggml.tokens" not in model.metadata:
         return {}

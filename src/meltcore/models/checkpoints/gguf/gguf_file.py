@@ -51,7 +51,7 @@ _SPLIT_NAME = re.compile(r"(.+-)(\d{5})(-of-(\d{5})\.gguf)", re.IGNORECASE)
 
 
 class GGUFArray(NamedTuple):
-    """An array of the metadata, which is not decoded yet: the type and number of its values, and its first byte."""
+    """An undecoded array of the metadata: the type and number of its values, and the offset of its first byte."""
 
     value_type: GGUFValueType
     length: int
@@ -78,9 +78,10 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """The header of one GGUF file. `metadata` has numbers, texts and undecoded arrays by key, `tensors` by name.
+    """The header of one GGUF file.
 
-    `unknown_types` are the type numbers of further tensors by name, whose blocks have no known size.
+    `metadata` has numbers, texts and undecoded arrays by key. `tensors` has the tensors by name. `unknown_types` has
+    the type numbers of tensors whose block size is unknown, by tensor name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,9 +154,9 @@ class GGUFFile:
         return flat.reshape(-1, tensor.row_bytes)
 
     def _place_tensors(self, header_bytes: int) -> None:
-        """Count offsets from the file's beginning.
+        """Count offsets of tensors from the beginning of the file.
 
-        Raises ConfigError for tensors beyond its end, unaligned or overlapping.
+        Raises ConfigError for tensors that are beyond the end of the file, unaligned or overlapping.
         """
         alignment = self.metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -181,12 +182,15 @@ class GGUFFile:
 
 
 class GGUFModel:
-    """The files of a GGUF checkpoint: one, or the parts of a split one. The first part has the metadata."""
+    """The files of a GGUF checkpoint: a single file, or the parts of a split checkpoint.
+
+    The first part has the metadata.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Read and check all headers. `path` is the file, or any of its parts.
+        """Read and check all headers. `path` is the file, or any part of a split checkpoint.
 
-        Raises ConfigError for a missing or wrong part.
+        Raises ConfigError if a part is missing or belongs to another checkpoint.
         """
         self.files = [GGUFFile(part) for part in split_paths(path)]
         self.path = self.files[0].path
@@ -270,9 +274,9 @@ class _HeaderParser:
         return float(str(number)) if dtype.kind == "f" else int(number)
 
     def tensor(self, name: str) -> GGUFTensor | int:
-        """Read shape, type and offset of a tensor; the offset is relative to the end of the header.
+        """Read shape, type and offset of a tensor. The offset is relative to the end of the header.
 
-        Returns the number of an unknown type alone.
+        Returns only the type number if the type is unknown.
         """
         num_dims = self._unpack(_UINT32, f"the number of dimensions of {name}")
         if not 1 <= num_dims <= _MAX_DIMS:
@@ -340,9 +344,9 @@ class _HeaderParser:
 
 
 def split_paths(path: Path) -> list[Path]:
-    """Return the parts of a split checkpoint by any of its parts, else the file itself.
+    """Return all parts of the split checkpoint to which `path` belongs, or `path` alone if it is not split.
 
-    Raises ConfigError that names the missing parts, and for a number of the part that is not from 1 to theirs.
+    Raises ConfigError if parts are missing, or if the part number in the name is not from 1 to the number of parts.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
@@ -358,7 +362,10 @@ def split_paths(path: Path) -> list[Path]:
 
 
 def gguf_checkpoints(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the checkpoints of GGUF files by their names: the parts of each, by the first one or the only one."""
+    """Group the names of GGUF files by checkpoint.
+
+    Returns the parts of each checkpoint by the name of its first part.
+    """
     checkpoints: dict[str, list[str]] = {}
     for name in sorted(names):
         match = _SPLIT_NAME.fullmatch(name)

@@ -38,9 +38,9 @@ QUANTIZED_TYPES = tuple(GGMLQuantizationType[each.name] for each in GgmlType)
 
 
 def unsupported_formats(model: GGUFModel, *, is_configured: bool) -> str | None:
-    """Return why a file's formats cannot be served, with the numbers of tensors, or None if all can be served.
+    """Return why a file's formats cannot be served, with the numbers of tensors. Returns None if all can be served.
 
-    If `is_configured`, the file's architecture and metadata can be served, so it is worth writing in another format.
+    `is_configured` says that the architecture and the metadata can be served. The text then suggests another format.
     """
     found = {
         name: tensor.type.name
@@ -72,8 +72,8 @@ def count_formats(labels: Iterable[str]) -> str:
 def held_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None]:
     """Return the format in which a device holds each tensor of a file. None means values in the model's type.
 
-    Routers are held as values. One kernel computes all experts of a layer, so if one of them is held as values, all
-    are. A CPU may convert linear layers once more after they are loaded (`host_weights`).
+    Routers are held as values. One kernel computes all experts of a layer, so if one expert is held as values, all
+    experts are. A CPU may convert linear layers once more after they are loaded (`host_weights`).
     """
 
     def held(name: str) -> GgmlType | None:
@@ -89,7 +89,7 @@ def held_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, GgmlType | None
 
 
 def expert_group(tensors: Mapping[str, GGUFTensor], name: str) -> list[str]:
-    """Return the tensors of all experts of a layer if `name` is one of them, else none."""
+    """Return the expert tensors of the layer of `name`. Returns an empty list if `name` is not an expert tensor."""
     prefix, _, kind = name.rpartition(".")
     layer, _, part = prefix.rpartition(".")
     names = (f"{layer}.{each}.{kind}" for each in EXPERTS) if part in EXPERTS else ()
@@ -113,7 +113,7 @@ def describe_on_host(tensors: Mapping[str, GGUFTensor], form: str) -> str:
 class FormatUse(NamedTuple):
     """The tensors of a file in one quantized format, and the format in which a device holds them.
 
-    `loss` says how far that rounds values, or is empty.
+    `loss` says how much this conversion rounds values. It is empty if nothing is rounded.
     """
 
     stored: GgmlType
@@ -124,7 +124,7 @@ class FormatUse(NamedTuple):
     loss: str
 
     def describe(self) -> str:
-        """Describe it in one line."""
+        """Return a description of the format and its conversion in one line."""
         held = "values in the model's type" if self.held is None else self.held.name
         sizes = f"{size_text(self.stored_bytes)} of the file take {size_text(self.held_bytes)}"
         return f"{self.tensors} tensors of {self.stored.name} are held as {held}: {sizes}, loss: {self.loss or 'none'}"

@@ -25,7 +25,7 @@ _QUANTIZED_WITH_MATRIX = re.compile(r".+imatrix.*[-._](i?q\d|tq\d|b?f16|f32|mxfp
 
 
 def other_kind(model: GGUFModel) -> str | None:
-    """Return what the header of a GGUF file says that it is, with the reason, or None for a model."""
+    """Return what kind of file the header of a GGUF file describes, with the reason. Returns None for a model."""
     for key in _KIND_KEYS:
         value = model.metadata.get(key)
         if isinstance(value, str) and value in _KINDS:
@@ -36,7 +36,7 @@ def other_kind(model: GGUFModel) -> str | None:
 
 
 def kind_by_name(name: str) -> str | None:
-    """Return what a GGUF file is by the usual names of what stands beside a model, or None for a model."""
+    """Return what kind of file the name of a GGUF file stands for. Returns None if the name may be a model's."""
     file_name = name.rpartition("/")[2].lower()
     if "mmproj" in file_name:
         return f"{_KINDS['mmproj']} by its name"
@@ -45,7 +45,10 @@ def kind_by_name(name: str) -> str | None:
 
 
 def other_kinds(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return what the GGUF files of a folder are that are no models. Those that cannot be read are told by name."""
+    """Return the kind of each GGUF file of a folder that is not a model, by name.
+
+    The name decides the kind of a file that cannot be read.
+    """
     found = {}
     for name in names:
         try:

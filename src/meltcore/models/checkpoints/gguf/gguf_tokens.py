@@ -23,7 +23,10 @@ _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
-    """Return bos_token_id and eos_token_id: the stated end tokens, and control tokens that end a turn by their text."""
+    """Return bos_token_id and eos_token_id.
+
+    End tokens are the stated ones, and control tokens whose text ends a turn.
+    """
     ids = {name: special_id(model, name, len(tokens)) for name in _STATED_KEYS}
     types, _ = token_types(model, tokens)
     ids_by_text = (i for i in np.flatnonzero(types == TokenType.CONTROL).tolist() if tokens[i] in END_TOKENS)
@@ -32,11 +35,11 @@ def read_token_ids(model: GGUFModel, tokens: list[str]) -> dict[str, Any]:
 
 
 def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, Any], list[str]]:
-    """Return the type of each token (gguf.TokenType), and the tokens whose type in the file is another.
+    """Return the type of each token (gguf.TokenType), and the tokens whose type differs from the type in the file.
 
-    A file without types has normal tokens only. Tokens of turns, and stated end tokens in brackets, are control tokens:
-    as normal tokens they would be read letter by letter, and no turn would end. Tokens around reasoning would be read
-    so too, but are no control tokens.
+    In a file without types all tokens are normal tokens. Tokens that begin or end turns, and stated end tokens in
+    brackets, become control tokens. As normal tokens they would be split into letters, and no turn would end. Tokens
+    around reasoning would be split too, but they are not control tokens.
     """
     key = "tokenizer.ggml.token_type"
     if key in model.metadata:
@@ -64,9 +67,10 @@ def token_types(model: GGUFModel, tokens: list[str]) -> tuple[np.ndarray[Any, An
 
 
 def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
-    """Return the id of a special token, or None where the file states none. Raises ConfigError for another value.
+    """Return the id of a special token. Returns None if the file does not state the token.
 
-    An id beyond the vocabulary is the default of llama.cpp for SentencePiece, and none for byte-level BPE.
+    If the stated id is beyond the vocabulary, a SentencePiece vocabulary gets llama.cpp's default, and byte-level BPE
+    gets None. Raises ConfigError if the value is not an id.
     """
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = model.metadata.get(key)
@@ -79,9 +83,9 @@ def special_id(model: GGUFModel, name: str, num_tokens: int) -> int | None:
 
 
 def read_flag(model: GGUFModel, name: str, *, default: bool) -> bool:
-    """Return a setting of the tokenizer, or `default` where the file states none.
+    """Return a setting of the tokenizer, or `default` if the file does not state the setting.
 
-    Raises ConfigError for another type.
+    Raises ConfigError if the value has another type.
     """
     key = f"tokenizer.ggml.{name}"
     value = model.metadata.get(key, default)
@@ -91,7 +95,10 @@ def read_flag(model: GGUFModel, name: str, *, default: bool) -> bool:
 
 
 def missing_id_lines(model: GGUFModel, num_tokens: int) -> list[str]:
-    """Return the special tokens whose ids the vocabulary lacks, each with what is taken instead."""
+    """Return a line for each special token whose id is beyond the vocabulary.
+
+    The line says which id is used instead.
+    """
     found = ((name, model.metadata.get(f"tokenizer.ggml.{name}_token_id")) for name in _SPECIAL_KEYS)
     beyond = {name: value for name, value in found if type(value) is int and not 0 <= value < num_tokens}
     taken = {name: special_id(model, name, num_tokens) for name in beyond}
