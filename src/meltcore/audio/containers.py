@@ -175,7 +175,7 @@ def _check_tag(data: bytes) -> None:
 
 
 def _container_at(data: bytes, position: int) -> Container | None:
-    """Return the container of a file that begins here, or None where a tag or other bytes begin."""
+    """Return the container of a file that begins here, or None if a tag or other bytes begin."""
     first = position
     if data[position : position + 3] == b"ID3" and len(data) > position + 10:
         first = next(frame_runs(data[: position + _MAX_TAG_BYTES], id3_end(data, position)), 0)

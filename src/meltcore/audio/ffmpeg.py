@@ -156,7 +156,7 @@ class FFmpegFile:
         return float((end - sum(earlier) - min(last, max(earlier, default=end))) * self._stream.time_base)
 
     def _announced_end_s(self, data: bytes) -> float:
-        """Return when the audio ends as the header says, or 0 where it does not say.
+        """Return when the audio ends as the header says, or 0 if it does not say.
 
         FFmpeg's own value may be an estimate.
         """
@@ -181,7 +181,7 @@ class FFmpegFile:
         return end_s + (max(start_s, 0.0) if is_from_first else 0.0)
 
     def _announced_length_s(self, data: bytes) -> float | None:
-        """Return the file's length by its header, or None where the header has none. Times beyond it are damaged."""
+        """Return the file's length by its header, or None if the header has none. Times beyond it are damaged."""
         if self._container is MATROSKA and _MATROSKA_DURATION in data[:_MAX_HEADER_BYTES]:
             return (self._file.duration or 0) / 1e6 or None
         is_indexed = self._container is MP4 and self.num_frames is not None and not has_fragments(data)
@@ -331,7 +331,7 @@ class FFmpegFile:
         return gap_s < _JUMP_S and bool(following.min(initial=np.inf) < time_s - gap_s / 2)
 
     def _damage_reason(self, time_s: float, gap_s: float) -> str:
-        """Return why a gap does not belong to the recording, or "" where later times and the header agree with it."""
+        """Return why a gap does not belong to the recording, or "" if later times and the header agree with it."""
         later = self._least_later_times[self._num_packets :]
         if self._last_s is not None and time_s - self._first_time_s > self._last_s + _JUMP_S:
             return f"it ends at {time_s:,.1f} s, and the header announces {self._last_s:,.1f} s"

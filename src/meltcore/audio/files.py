@@ -25,7 +25,7 @@ _MISSING_AV_REASON = "this server lacks PyAV (meltcore[av]), which reads it"
 
 
 class AudioFile(Protocol):
-    """An open file. `num_frames` is the length that its header announces, or None where it announces none."""
+    """An open file. `num_frames` is the length that its header announces, or None if it announces none."""
 
     sample_rate: int
     num_channels: int
@@ -78,7 +78,7 @@ class _SoundFile:
         self.num_frames = announced if 0 < announced < 2**62 else None
 
     def blocks(self) -> Iterator[Floats]:
-        """Yield the samples. Raises RequestError for damaged data, and where libsndfile may not read all of it."""
+        """Yield the samples. Raises RequestError for damaged data, and if libsndfile may not read all of it."""
         import soundfile
 
         num_read, block_frames = 0, round(_BLOCK_S * self.sample_rate)
@@ -101,7 +101,7 @@ class _SoundFile:
         self._check_end(num_read)
 
     def _check_end(self, num_read: int) -> None:
-        """Raise RequestError where data is left: a guessed length was wrong, or another file follows."""
+        """Raise RequestError if data is left: a guessed length was wrong, or another file follows."""
         unread = len(self._data) - self._source.tell()
         if self._file.format in ("FLAC", "MP3", "OGG") and unread > _MAX_UNREAD_BYTES:
             raise refusal(

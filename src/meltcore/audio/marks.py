@@ -1,4 +1,4 @@
-"""Knows how audio files begin: by short marks at the beginning of data, and by longer marks among other bytes."""
+"""Recognizes how audio files begin, by short marks at the beginning of data and longer marks among other bytes."""
 
 from __future__ import annotations
 
@@ -31,50 +31,56 @@ _STARTS = tuple(
 
 
 def is_start(data: bytes, position: int) -> bool:
-    """Return whether a file begins at this place, by its mark."""
+    """Return whether the bytes at `position` are the mark with which an audio file begins."""
     return any(pattern.match(data, position) for pattern in _STARTS)
 
 
 def file_starts(data: bytes, position: int, end: int | None = None) -> list[int]:
-    """Return where files begin from `position` on, by their marks. The last mark ends before `end`."""
+    """Return the positions from `position` on at which files begin, by their marks. The last mark ends before `end`."""
     end = len(data) if end is None else end
     return sorted(match.start() for pattern in _STARTS for match in pattern.finditer(data, position, end))
 
 
 def later_file_starts(data: bytes, position: int) -> Iterator[int]:
-    """Yield where files begin behind one at `position` that does not tell its size."""
+    """Yield the positions at which other files begin after the file at `position`, whose header gives no size."""
     return _skip_tags(data, position, file_starts(data, position + 1))
 
 
 def starts_after_mp3(data: bytes) -> Iterator[int]:
-    """Yield where other files begin behind frames of MP3. Tags between its frames are left to FFmpeg."""
+    """Yield the positions at which other files begin after MP3 frames.
+
+    Tags between the MP3 frames are left to FFmpeg.
+    """
     return _skip_tags(data, 0, file_starts(data, 1), frame_runs(data, 1, AAC_SYNC))
 
 
 def starts_after_aac(data: bytes) -> Iterator[int]:
-    """Yield where other files begin behind frames of AAC."""
+    """Yield the positions at which other files begin after AAC frames."""
     return _skip_tags(data, 0, file_starts(data, 1), frame_runs(data, 1, MP3_SYNC))
 
 
 def starts_after_flac(data: bytes) -> Iterator[int]:
-    """Yield where files of any kind begin behind frames of FLAC, whose own lengths are not known."""
+    """Yield the positions at which files of any format begin after FLAC frames, whose lengths are not known."""
     return _skip_tags(data, 0, file_starts(data, 1), _id3_tags(data, 1), frame_runs(data, 1, NO_FLAC_SYNC))
 
 
 def starts_after_others(data: bytes, position: int) -> Iterator[int]:
-    """Yield where files of any kind begin behind bytes at `position` that belong to no file."""
+    """Yield the positions at which files of any format begin after bytes at `position` that belong to no file."""
     later = position + 1
     return _skip_tags(data, position, file_starts(data, later), _id3_tags(data, later), frame_runs(data, later))
 
 
 def id3_end(data: bytes, start: int) -> int:
-    """Return where a tag (ID3v2) at `start` ends by its own size."""
+    """Return the position at which the ID3v2 tag at `start` ends, by the size in its header."""
     length = sum((byte & 127) << 7 * place for place, byte in enumerate(data[start + 9 : start + 5 : -1]))
     return start + 10 + length + (10 if data[start + 5] & 0x10 else 0)
 
 
 def ape_tags(data: bytes, position: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield where tags (APE) begin and end, by the size in their head and again at their end. Old ones have no head."""
+    """Yield the start and end of each APE tag. The size is in the tag's header and again at its end.
+
+    Old APE tags have no header.
+    """
     for match in _APE.finditer(data, position):
         size, is_head = int.from_bytes(match.group(1), "little"), match.group(2)[0] & _IS_APE_HEAD
         yield (match.start(), match.end() + size) if is_head else (match.end() - size, match.end())
@@ -85,7 +91,10 @@ def _id3_tags(data: bytes, position: int) -> Iterator[int]:
 
 
 def _skip_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[int]:
-    """Yield places in order, but no place in tags and metadata from `position` on: a cover may have any mark."""
+    """Yield the positions in ascending order, without positions inside tags from `position` on.
+
+    A cover image in a tag may contain any mark.
+    """
     tags = [*ape_tags(data, position), *((start, id3_end(data, start)) for start in _id3_tags(data, position))]
     found = [(place, place) for each in places for place in each]
     end = _flac_metadata_end(data, position)
@@ -97,7 +106,10 @@ def _skip_tags(data: bytes, position: int, *places: Iterable[int]) -> Iterator[i
 
 
 def _flac_metadata_end(data: bytes, start: int) -> int:
-    """Return where the frames of a FLAC file at `start` begin, or `start` where no FLAC file begins."""
+    """Return the position of the first frame of the FLAC file at `start`.
+
+    Returns `start` if no FLAC file begins there.
+    """
     if not _FLAC.match(data, start):
         return start
     position, is_last = start + 4, False

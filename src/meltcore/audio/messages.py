@@ -11,7 +11,7 @@ MAX_MESSAGE_BYTES = 2**31
 
 
 class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
-    """Asks for the clips of one file, whose `num_bytes` bytes follow the message.
+    """Asks for the clips of one file. The `num_bytes` bytes of the file follow the message.
 
     AudioLimits explains the limits. A worker that takes more than `cpu_s` seconds of CPU time is killed.
     """
@@ -24,7 +24,7 @@ class Decode(msgspec.Struct, tag="decode", array_like=True, frozen=True):
 
 
 class DecodedClip(msgspec.Struct, tag="clip", array_like=True, frozen=True):
-    """Holds one clip: int16 samples, and where it begins in the file, in samples."""
+    """Holds one clip: its int16 samples, and its first sample's position in the file."""
 
     start: int
     samples: bytes
@@ -37,16 +37,22 @@ class Decoded(msgspec.Struct, tag="end", array_like=True, frozen=True):
 
 
 class NotDecoded(msgspec.Struct, tag="error", array_like=True, frozen=True):
-    """Says why a file cannot be decoded. Messages with clips may have come before."""
+    """Says why a file cannot be decoded. Messages with clips of the same file may have come before."""
 
     message: str
 
 
 class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
-    """Asks for the next bytes of the file `file_id`, which begins with its first message. See `encode.make_encoder`.
+    """Asks for the next encoded bytes of the file `file_id`. The first message with a new `file_id` begins the file.
 
     Args:
+        file_id: Identifies the file among all open files of the worker.
+        format_name: One of the formats of `encode.make_encoder`.
+        sample_rate: Sample rate in Hz.
+        is_whole: True if the file is sent as a whole. All bytes are then returned after the last samples, so that the
+            header has all sizes.
         samples: float32 in this machine's byte order, mono, from -1 to 1.
+        is_last: True for the last samples of the file. The worker completes the file and closes it.
         cpu_s: CPU time after which the worker is killed.
     """
 
@@ -60,7 +66,7 @@ class Encode(msgspec.Struct, tag="encode", array_like=True, frozen=True):
 
 
 class DropFile(msgspec.Struct, tag="drop", array_like=True, frozen=True):
-    """Ends a file before its last piece. There is no answer."""
+    """Drops a file before its last samples were sent. There is no answer."""
 
     file_id: int
 

@@ -41,8 +41,8 @@ def atomic_output(path: Path, *, overwrite: bool = False, hint: str = "--overwri
     """Yield the temporary name of a file or folder that the block writes. It becomes `path` when the block ends.
 
     Until then `path` stays as it was, and after an error in the block nothing is left of the new file. A symbolic link
-    stays, and its target is replaced; a replaced file keeps its mode. Raises ConfigError where `path` exists without
-    `overwrite` (its message ends with `hint`), where it is a device or pipe, and where it cannot be written.
+    stays, and its target is replaced; a replaced file keeps its mode. Raises ConfigError if `path` exists without
+    `overwrite` (its message ends with `hint`), where it is a device or pipe, and if it cannot be written.
     """
     exists_error = ConfigError(f"{path} exists already; {hint}")
     if not overwrite and os.path.lexists(path):
@@ -137,7 +137,7 @@ def write_atomic(path: Path, content: bytes, *, overwrite: bool = True, hint: st
     """Write a file atomically: a crash leaves either the complete old file or the complete new one.
 
     A symbolic link stays, and the file that it names is written. A device, a pipe and what standard output or standard
-    error goes to are written directly. Raises ConfigError where the file cannot be written, and where it exists
+    error goes to are written directly. Raises ConfigError if the file cannot be written, and if it exists
     without `overwrite` (the message ends with `hint`).
     """
     if path.exists() and not path.is_dir() and ((fd := _standard_fd(path)) is not None or not path.is_file()):

@@ -59,7 +59,7 @@ def trim_memory() -> None:
 def drop_pages(address: int, size: int) -> int:
     """Give the physical memory of all whole pages in a range of private memory back. Returns their bytes.
 
-    The addresses stay, and the pages hold zeros when they are used next. Raises OSError where the system refuses it.
+    The addresses stay, and the pages hold zeros when they are used next. Raises OSError if the system refuses it.
     """
     start, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:

@@ -233,7 +233,7 @@ def size_bytes(text: str) -> int:
 
 
 def not_empty(text: str) -> str:
-    """Return `text`. Raises ArgumentTypeError where it is empty, as an unset shell variable leaves it."""
+    """Return `text`. Raises ArgumentTypeError if it is empty, as an unset shell variable leaves it."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty")
     return text
@@ -344,7 +344,7 @@ def _help_text(text: str, hint: Any, default: Any) -> str:
 
 
 def braces_fault(text: str, names: Sequence[str]) -> str:
-    """Return what is wrong with the names in braces of a text, or "" where all of them are in `names`."""
+    """Return what is wrong with the names in braces of a text, or "" if all of them are in `names`."""
     try:
         text.format(**dict.fromkeys(names, ""))
     except (LookupError, ValueError, AttributeError):

@@ -53,7 +53,7 @@ def start(
 
     `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
     session and a process group. Signals are blocked during the start: an interrupt must not arrive before the parent
-    knows the process. Raises ProcessError where the program cannot be started.
+    knows the process. Raises ProcessError if the program cannot be started.
     """
     try:
         with block_signals():
@@ -83,7 +83,7 @@ async def start_async(
     """Start a program whose pipes and exit are awaited on the event loop.
 
     `environment` is the child's whole environment; None lets it inherit ours. With `new_session` the child leads a
-    session and a process group. The child inherits the file descriptors `pass_fds`. Raises ProcessError where the
+    session and a process group. The child inherits the file descriptors `pass_fds`. Raises ProcessError if the
     program cannot be started.
     """
     try:
@@ -124,7 +124,7 @@ def run(
     """Run a program to its end. After `limit_s` or on an exception, end the program and its process group.
 
     Output goes through files: what a killed program had written is kept, and no pipe can fill up. SIGKILL follows
-    SIGTERM after `terminate_limit_s`. `on_start` is called with the process once it runs. Raises ProcessError where it
+    SIGTERM after `terminate_limit_s`. `on_start` is called with the process once it runs. Raises ProcessError if it
     cannot start.
     """
     with TemporaryFile() as stdin_file, TemporaryFile() as stdout_file, TemporaryFile() as stderr_file:
@@ -185,7 +185,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot, or None where it has ended.
+    """Return when a process started, in clock ticks since boot, or None if it has ended.
 
     The start time distinguishes two processes that had the same id.
     """
@@ -241,7 +241,7 @@ class LoggedProcess:
         self.stop()
 
     def start(self) -> Self:
-        """Start the process. Raises ProcessError where it cannot start, and OSError where its log cannot be written."""
+        """Start the process. Raises ProcessError if it cannot start, and OSError where its log cannot be written."""
         try:
             self._log_path.write_bytes(b"")
             # To append: a log that grows too large is emptied while the process writes to it.

@@ -19,7 +19,7 @@ _HINT = re.compile(r"For further information visit|For debugging consider|CUDA k
 
 
 def log_tail(path: Path, num_lines: int = _NUM_LINES) -> str:
-    """Return the last `num_lines` lines of a log file that are not empty, or "" where there is no file."""
+    """Return the last `num_lines` lines of a log file that are not empty, or "" if there is no file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
-"""What models do: one record for each task, which the rest of the package derives from.
+"""Defines the tasks of models: one record for each task, from which the rest of the package derives its behavior.
 
-The parts of a task are named by import path, so that neither half of the package imports the other and nothing heavy is
-imported early. Another package adds a task by an entry point of the group `meltcore.tasks`; every process finds it
-there. docs/adding-a-task.md tells how.
+The parts of a task are named by import paths. So neither half of the package imports the other, and nothing heavy is
+imported early. Another package adds a task through an entry point of the group `meltcore.tasks`, which every process
+reads. docs/adding-a-task.md explains the steps.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ ENTRY_POINTS = "meltcore.tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One task.
+    """Describes one task by its names, its API and its implementation.
 
     Args:
-        name: in fleet.yaml, in GET /v1/models and in metrics.
-        paths: the paths of OpenAI's API that it answers, each with the name of the operation in traces.
-        settings: a model's settings that only this task, or few tasks, have.
-        title: what its engines do, in errors; its name where it says none.
-        backend: the `EngineBackend` of its models in an API server process.
-        routes: the endpoints of its paths and others, classes below `meltcore.serve.tasks.exchange.Endpoint`.
-        engine: makes an engine, as `engine(config, progress=...)`.
-        messages: the module of its messages, with the unions ToEngine and FromEngine.
-        needs: says how much memory an engine takes (`engine/memory/memory_needs.py`).
-        sizes: builds a model on torch's meta device and returns its sizes for `needs`. "" for a task whose `needs`
-            asks for none.
-        concurrency: requests that run together, where a plan's file names no number.
-        architectures: names in the config.json of its checkpoints.
-        recognizes: says whether a checkpoint that has no config.json is one of the task's, as `recognizes(model,
-            dummy=...)`. "" for a task that is known by its architectures.
-        has_context: its engines are told a context length and a concurrency, which a plan may lower. The memory of
-            other engines decides how many requests run together.
-        is_upload: requests are files, which have no tokens that a queue could count.
-        workload: import path of its MeasuredTask, by which `meltcore load` and reports know it; empty for none.
+        name: The task's name in fleet.yaml, in GET /v1/models and in metrics.
+        paths: The API paths that the task answers, each with the name of the operation in traces.
+        settings: The settings of a model that only this task, or few tasks, have.
+        title: What the task's engines do, for error messages. An empty title uses the name.
+        backend: Import path of the `EngineBackend` that serves the task's models in an API server process.
+        routes: Import paths of the endpoints, which are subclasses of `meltcore.serve.tasks.exchange.Endpoint`.
+        engine: Import path of the function that creates an engine: `engine(config, progress=...)`.
+        messages: Import path of the module that defines the messages ToEngine and FromEngine of the task.
+        needs: Import path of the function that computes the memory an engine needs (`engine/memory/memory_needs.py`).
+        sizes: Import path of the function that builds a model on torch's meta device and returns the sizes that `needs`
+            takes. It is empty if `needs` takes none.
+        concurrency: The number of requests that run together if fleet.yaml gives no number.
+        architectures: The architectures in config.json by which checkpoints of the task are recognized.
+        recognizes: Import path of the function that recognizes a checkpoint without a config.json: `recognizes(model,
+            dummy=...)`. It is empty if architectures suffice.
+        has_context: True if engines take a context length and a concurrency, which a plan may lower. The engines of
+            other tasks compute from their memory how many requests run together.
+        is_upload: True if requests upload files. Such requests have no tokens that a queue could count.
+        workload: Import path of the task's MeasuredTask, which `meltcore load` and reports use. It is empty if they do
+            not support the task.
     """
 
     name: str
@@ -169,7 +170,7 @@ def tasks() -> Mapping[str, Task]:
 
 
 def task_of(path: str) -> Task:
-    """Return the task that answers a path. Raises LookupError where no task does."""
+    """Return the task that answers a path. Raises LookupError if no task does."""
     for task in tasks().values():
         if path in task.paths:
             return task
@@ -177,7 +178,10 @@ def task_of(path: str) -> Task:
 
 
 def task_of_part(module: str) -> Task:
-    """Return the task that has a module as one of its parts. A part finds its own task so. Raises LookupError."""
+    """Return the task that has the module `module` as one of its parts, so that a part can find its own task.
+
+    Raises LookupError if no task has the module.
+    """
     for task in tasks().values():
         if module in (task.engine.partition(":")[0], task.messages):
             return task
@@ -185,9 +189,9 @@ def task_of_part(module: str) -> Task:
 
 
 def recognized_task(model: str, *, dummy: bool) -> Task | None:
-    """Return the task of a checkpoint that has no config.json, or None for other checkpoints.
+    """Return the task of a checkpoint that has no config.json. Returns None if no task recognizes the checkpoint.
 
-    `dummy` says whether weights are random. Raises ConfigError for files of such a task that cannot be used.
+    `dummy` says whether weights are random. Raises ConfigError if the checkpoint's files cannot be used.
     """
     for task in tasks().values():
         if task.recognizes and load(task.recognizes)(model, dummy=dummy):
@@ -196,7 +200,7 @@ def recognized_task(model: str, *, dummy: bool) -> Task | None:
 
 
 def task_of_architectures(names: Collection[str]) -> Task:
-    """Return the task of a checkpoint by the architectures in its config.json: the default one for unknown names."""
+    """Return the task of a checkpoint by the architectures in its config.json. Unknown names give the default task."""
     return next((task for task in tasks().values() if not task.architectures.isdisjoint(names)), DEFAULT)
 
 
@@ -208,6 +212,9 @@ def load(path: str) -> Any:
 
 
 def setting_tasks() -> dict[str, tuple[str, ...]]:
-    """Return the settings of a model that some tasks alone have, each with the names of these tasks."""
+    """Return the names of the tasks that have a setting, by the setting's name.
+
+    Settings that all tasks have are left out.
+    """
     names = dict.fromkeys(name for task in tasks().values() for name in task.settings)
     return {name: tuple(task.name for task in tasks().values() if name in task.settings) for name in names}

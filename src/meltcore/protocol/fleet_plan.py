@@ -53,7 +53,7 @@ class PlannedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedHost(msgspec.Struct, frozen=True, kw_only=True):
     """The host memory of one machine: for engines on its CPU, and pinned for weights that sleep.
 
-    `total_bytes` is the memory for both, or None where it is not known.
+    `total_bytes` is the memory for both, or None if it is not known.
     """
 
     node: str = ""

@@ -20,7 +20,7 @@ def add_listed_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
     """Add the tokens of a folder's tokenizer_config.json, added_tokens.json and special_tokens_map.json.
 
     What is listed with an id keeps the flags that it is listed with. A named special token without an id in any file
-    stays text, since the model has no row for it. Raises ConfigError where a file cannot be read, or gives a token
+    stays text, since the model has no row for it. Raises ConfigError if a file cannot be read, or gives a token
     another id than it has.
     """
     special = named_special_tokens(folder)

@@ -198,7 +198,7 @@ def _read_merges(gguf: GGUFModel, vocab: dict[str, int]) -> list[tuple[str, str]
 def _read_scores(gguf: GGUFModel, types: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the scores of a SentencePiece vocabulary in float64.
 
-    Raises ConfigError where they are missing, for another number of them, and for one that is not finite.
+    Raises ConfigError if they are missing, for another number of them, and for one that is not finite.
     """
     key = f"{PREFIX}scores"
     if key not in gguf.metadata:

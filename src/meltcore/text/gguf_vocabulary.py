@@ -124,7 +124,7 @@ def _byte_level_metadata(vocabulary: _Vocabulary, content: dict[str, Any]) -> di
 
 
 def _sentencepiece_metadata(vocabulary: _Vocabulary, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of BPE with SentencePiece's spaces. Raises ConfigError where no scores give the merges."""
+    """Return the metadata of BPE with SentencePiece's spaces. Raises ConfigError if no scores give the merges."""
     normalizer, splitter = content.get("normalizer"), content.get("pre_tokenizer")
     if splitter in _NO_SPLIT and normalizer in (
         _part_state(space_normalizer(add_space=each)) for each in (True, False)

@@ -63,7 +63,7 @@ class Tokenizer:
     def from_checkpoint(cls, checkpoint: Checkpoint, *, allow_missing: bool = False) -> Tokenizer:
         """Load the tokenizer of a checkpoint, or of --tokenizer.
 
-        With `allow_missing` a checkpoint without a tokenizer.json gets a synthetic tokenizer. Raises ConfigError where
+        With `allow_missing` a checkpoint without a tokenizer.json gets a synthetic tokenizer. Raises ConfigError if
         the tokenizer is missing or broken.
         """
         folder = checkpoint.text_folder
@@ -83,7 +83,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read `folder/tokenizer.json`, and the tokens that other files of the folder add to it.
 
-        Raises ConfigError where it is missing or broken.
+        Raises ConfigError if it is missing or broken.
         """
         path = folder / "tokenizer.json"
         if not path.exists():
@@ -132,7 +132,7 @@ class Tokenizer:
         return text
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its text in the vocabulary, or None where there is no such token."""
+        """Return the id of a token by its text in the vocabulary, or None if there is no such token."""
         result: int | None = self._backend.token_to_id(token)
         return result
 
@@ -170,7 +170,7 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json. Raises ConfigError where the library cannot read it, or would panic over a text."""
+    """Read a tokenizer.json. Raises ConfigError if the library cannot read it, or would panic over a text."""
     try:
         _check_prefix(path)
         backend = tokenizers.Tokenizer.from_file(str(path))

@@ -54,7 +54,7 @@ class Nvml:
     """NVML, initialized. `device` is the handle of a whole GPU, `handle` the handle of a GPU or of a MIG device."""
 
     def __init__(self) -> None:
-        """Raise NoDriverError where the driver's library is missing or does not start."""
+        """Raise NoDriverError if the driver's library is missing or does not start."""
         try:
             pynvml.nvmlInit()
         except NVMLError as error:
@@ -381,7 +381,7 @@ class NvmlWithTimeout(Nvml):
 
 
 def connect(start: Callable[[], Nvml], limit_s: float = START_LIMIT_S) -> NvmlWithTimeout:
-    """Load the driver's library by `start`, whose errors pass through. Raises MeltcoreError where it hangs."""
+    """Load the driver's library by `start`, whose errors pass through. Raises MeltcoreError if it hangs."""
     try:
         return NvmlWithTimeout(call_with_timeout(limit_s, start))
     except TimeoutError as error:

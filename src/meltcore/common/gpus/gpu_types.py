@@ -62,7 +62,7 @@ _FIRST_ARCHITECTURE: dict[Feature, int] = {
 
 @dataclass(frozen=True)
 class GpuType:
-    """A GPU model. `architecture` is NVML's number, or None where it is unreadable. `mig` is True for a MIG device."""
+    """A GPU model. `architecture` is NVML's number, or None if it is unreadable. `mig` is True for a MIG device."""
 
     name: str
     architecture: int | None

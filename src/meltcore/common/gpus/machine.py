@@ -38,7 +38,7 @@ class VisibleGpu(NamedTuple):
     def with_known_size(self, limit_bytes: int) -> VisibleGpu:
         """Return this GPU, where the driver tells no memory with `limit_bytes`, the memory that a fleet may use of it.
 
-        Raises ConfigError where neither is known (0).
+        Raises ConfigError if neither is known (0).
         """
         if self.problem and not limit_bytes:
             wanted = f"gpus: [{{id: {self.number}, memory: ...}}]"
@@ -83,7 +83,7 @@ def named_gpus(value: str) -> list[str]:
 
 
 def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Raise ConfigError where numbers in CUDA_VISIBLE_DEVICES may differ from NVML's: CUDA orders GPUs by speed.
+    """Raise ConfigError if numbers in CUDA_VISIBLE_DEVICES may differ from NVML's: CUDA orders GPUs by speed.
 
     `gpu_names` are the product names of all GPUs of the machine.
     """
@@ -98,7 +98,7 @@ def check_order(gpu_names: Iterable[str], environment: Mapping[str, str]) -> Non
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs as CUDA_VISIBLE_DEVICES names them: those it lists, else all GPUs of the machine by number.
 
-    Raises ConfigError for a variable that names no GPU, and where a GPU may be there that cannot be counted.
+    Raises ConfigError for a variable that names no GPU, and if a GPU may be there that cannot be counted.
     """
     value = os.environ.get(VISIBLE)
     if value is not None:
@@ -114,7 +114,7 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 def _count_driver_gpus(driver_file: Path) -> int:
     """Return the number of GPUs of the driver that the file belongs to.
 
-    Raises ConfigError where the driver does not say.
+    Raises ConfigError if the driver does not say.
     """
     from pynvml import NVMLError
 

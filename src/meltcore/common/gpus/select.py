@@ -58,7 +58,7 @@ def select_gpus(
     `requested` is the value of `--gpu`: comma-separated nvidia-smi indices, UUIDs or UUID prefixes, MIG UUIDs, or
     MIG-GPU-UUID/GPU instance/compute instance (the form of older drivers). With `split_mig`, MIG devices replace a GPU
     in MIG mode, since programs can only run on them. Raises ConfigError for a name that matches no GPU or several, and
-    where no GPU is left.
+    if no GPU is left.
     """
     selected = _select(nvml, requested, environment)
     if split_mig:

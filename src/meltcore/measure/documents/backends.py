@@ -26,9 +26,10 @@ MOST_FAILED = 0.01  # ratio of a level's requests that may fail; random weights 
 class BackendRun(msgspec.Struct, kw_only=True):
     """One start of a backend under load.
 
-    `reason` says why it was not measured, or not to its end; `levels` holds what was measured. `lacks` lists settings
-    of the comparison that the backend has no flag for. `ready_s` counts from the process's start to the first answer,
-    or None for a server that ran already. Memory is the peak of all GPUs under load, and of all processes after it.
+    `reason` says why the start was not measured, or not to its end; `levels` holds what was measured. `lacks` lists the
+    settings of the comparison for which the backend has no flag. `ready_s` is the time from the start of the process to
+    the first answer, or None for a server that was running already. `gpu_memory_bytes` is the peak of all GPUs under
+    load. `host_memory_bytes` is the memory of all processes after the load.
     """
 
     backend: str
@@ -46,12 +47,18 @@ class BackendRun(msgspec.Struct, kw_only=True):
     notes: list[str] = msgspec.field(default_factory=list)
 
     def level(self, concurrency: int) -> LevelResult | None:
-        """Return the level of this concurrency where at most MOST_FAILED of its requests failed, else None."""
+        """Return the level of this concurrency.
+
+        Returns None if the level was not loaded to its end, or if more than MOST_FAILED of its requests failed.
+        """
         level = self._completed_level(concurrency)
         return level if level is not None and level.failed <= MOST_FAILED * level.requests else None
 
     def failure(self, concurrency: int) -> str:
-        """Return the failed share of a level that does not count, and its most frequent reason, or "" for others."""
+        """Return the share of failed requests and the most frequent reason, if too many requests of the level failed.
+
+        Returns "" if the level counts, or if it was not loaded to its end.
+        """
         level = self._completed_level(concurrency)
         if level is None or level.failed <= MOST_FAILED * level.requests:
             return ""
@@ -59,15 +66,15 @@ class BackendRun(msgspec.Struct, kw_only=True):
         return f"failed {100 * level.failed / level.requests:.0f} %: {reason}"
 
     def _completed_level(self, concurrency: int) -> LevelResult | None:
-        """Return the level of this concurrency that was loaded to its end, or None."""
+        """Return the level of this concurrency. Returns None if it was not loaded to its end."""
         whole = (each for each in self.levels if each.verdict not in CUT_SHORT)
         return next((each for each in whole if each.concurrency == concurrency), None)
 
 
 class BestBackend(msgspec.Struct, kw_only=True):
-    """The fastest backend in a set-up, or in all set-ups of a model (`set_up` is empty).
+    """The fastest backend in a set-up. If `set_up` is empty, the fastest backend in all set-ups of a model.
 
-    `output_tokens_per_s` is the geometric mean over `levels`. `backend` is None where none leads, and `reason` says
+    `output_tokens_per_s` is the geometric mean over `levels`. `backend` is None if no backend leads, and `reason` says
     why.
     """
 
@@ -80,7 +87,10 @@ class BestBackend(msgspec.Struct, kw_only=True):
 
 
 class Aspect(msgspec.Struct, kw_only=True):
-    """One aspect, what of it was measured, and by backend the finding, or "not measured" with its reason."""
+    """One of the nine aspects: what was measured, and the finding for each backend.
+
+    A finding is "not measured", with its reason, if the runs show nothing about the aspect.
+    """
 
     name: str
     measured_as: str
@@ -88,9 +98,9 @@ class Aspect(msgspec.Struct, kw_only=True):
 
 
 class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backend-comparison"):
-    """The same load on several backends. `settings` are equal for all; `load` is every run's.
+    """The same load on several backends. All backends get the same `settings` and the same `load`.
 
-    Levels up to `most_sessions` are several sessions on one server, those above are batching.
+    Levels up to `most_sessions` measure several sessions on one server; levels above measure batching.
     """
 
     model: str
@@ -103,11 +113,11 @@ class BackendComparison(Envelope, kw_only=True, tag_field="document", tag="backe
     aspects: list[Aspect] = msgspec.field(default_factory=list)
 
     def run(self, backend: str, start: StartKind) -> BackendRun | None:
-        """Return the run of a backend in a kind of start, or None before it was made."""
+        """Return the run of a backend in one kind of start. Returns None if that run has not been made yet."""
         return next((run for run in self.runs if (run.backend, run.start) == (backend, start)), None)
 
     def levels_of(self, set_up: SetUp) -> list[int]:
-        """Return the concurrencies that a set-up is measured at."""
+        """Return the concurrencies at which a set-up is measured."""
         levels = [int(level) for level in self.load["concurrency"]]
         if set_up == "sessions":
             return [level for level in levels if level <= self.most_sessions]

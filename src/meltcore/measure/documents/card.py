@@ -34,9 +34,9 @@ REQUIRED: tuple[EvidenceType, ...] = tuple(name for name in COMMANDS if name != 
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """One document of the card. `summary` is its result in a sentence, `reasons` say why it is not a PASS.
+    """One document of the card. `summary` is its result in one sentence; `reasons` say why the result is not a PASS.
 
-    `source` is the name of the document's folder or file; `taken` is an ISO time, or empty where the document has none.
+    `source` is the name of the document's folder or file. `taken` is an ISO time, or empty if the document has no time.
     """
 
     type: EvidenceType
@@ -48,10 +48,10 @@ class Evidence(msgspec.Struct, kw_only=True):
 
 
 class Story(msgspec.Struct, kw_only=True):
-    """A changed setting of a server, with its gain by a tuning (`tuned`) and by a comparison (`compared`).
+    """A changed setting of a server, with the gain that a tuning (`tuned`) and a comparison (`compared`) measured.
 
-    `change` is the setting as the server's arguments, `workload` what it was measured on. `tuning` and `comparison` are
-    indices into the card's lists.
+    `change` is the setting as arguments of the server, and `workload` is the workload of the measurements. `tuning` and
+    `comparison` are indices into the card's lists.
     """
 
     change: str
@@ -66,9 +66,9 @@ class Story(msgspec.Struct, kw_only=True):
 class Card(VersionedDocument, kw_only=True, tag_field="document", tag="card"):
     """All evidence about a node, and one verdict.
 
-    `verdict` is the worst of the evidence, and INCOMPLETE at best while a type of `required` is `missing`. `superseded`
-    names documents that a newer one of the same subject replaces; `doubts` say why these may not be of one machine. The
-    documents themselves follow whole, so the card can be rendered from this alone.
+    `verdict` is the worst verdict of the evidence. It is INCOMPLETE at best while a type of `required` is `missing`.
+    `superseded` names documents that a newer document of the same subject replaces. `doubts` say why the documents may
+    be of different machines. The card contains the documents as a whole, so it can be rendered without any other file.
     """
 
     verdict: CheckVerdict

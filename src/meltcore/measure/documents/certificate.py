@@ -1,6 +1,7 @@
 """A node's certificate: what was measured, what was expected, what was found, and one verdict.
 
-It fails closed: what is unreadable, zero, not finite, skipped or past its time limit is UNKNOWN and never PASS.
+The verdict fails closed: a value that is unreadable, zero, not finite, skipped or past its time limit is UNKNOWN and
+never PASS.
 """
 
 from collections.abc import Iterable
@@ -35,8 +36,8 @@ class Expectation(msgspec.Struct, kw_only=True, frozen=True):
 class CertificateRow(msgspec.Struct, kw_only=True):
     """One metric of one subject ("GPU 3", "GPU 0 -> GPU 5", "8 GPUs"). `gpus` are positions in the snapshot.
 
-    `measured` is the median of `samples`. `floor` is the highest of `expectations`, set by `floor_set_by`; `ratio` is
-    measured / expected of that one. A value that does not exist is None.
+    `measured` is the median of `samples`. `floor` is the highest floor of `expectations`, and `floor_set_by` names its
+    expectation. `ratio` is `measured` divided by the value of that expectation. A value that does not exist is None.
     """
 
     key: str
@@ -81,7 +82,10 @@ class Conditions(msgspec.Struct, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, kw_only=True):
-    """Rows and findings of one check. `reason` says why it did not finish, does not apply, or leaves something out."""
+    """Rows and findings of one check.
+
+    `reason` says why the check did not finish, why it does not apply, or what it leaves out.
+    """
 
     name: str
     title: str

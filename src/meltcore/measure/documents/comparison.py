@@ -17,7 +17,8 @@ Better = Literal["higher", "lower"]
 class ComparedMetric(msgspec.Struct, kw_only=True):
     """One metric on one load. `old` and `new` are means over starts; fractions such as `change` are 0.05 for 5 %.
 
-    `low` and `high` bound the change (bootstrap over starts, 95 %); `p` is Mann-Whitney's, two-sided.
+    `low` and `high` bound the change (bootstrap over starts, 95 %). `p` is the two-sided p-value of the Mann-Whitney
+    test.
     """
 
     load: str
@@ -39,9 +40,10 @@ class ComparedMetric(msgspec.Struct, kw_only=True):
 
 
 class Limits(msgspec.Struct, kw_only=True, frozen=True):
-    """Limits of the verdict. Changes below `least_effect` get no verdict; NO EVIDENCE rules out `must_find`.
+    """Limits of the verdict, as fractions of the old value.
 
-    Both are fractions of the old value; `alpha` is the significance level.
+    Changes below `least_effect` get no verdict. The verdict NO EVIDENCE means that no change as large as `must_find`
+    exists. `alpha` is the significance level.
     """
 
     least_effect: float = 0.02
@@ -50,7 +52,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Difference(msgspec.Struct, kw_only=True):
-    """A fact of machine, versions or server that is not the same on both sides."""
+    """A fact of the machine, the versions or the server in which the two sides differ."""
 
     name: str
     old: str
@@ -61,8 +63,8 @@ class ComparisonResult(VersionedDocument, kw_only=True, tag_field="document", ta
     """The verdict on two sets of server starts, with all compared metrics.
 
     `order` says how the starts were interleaved; it is empty for stored sets. `noise` is the relative spread of A
-    itself. `control` compares A with A: the starts of A before the comparison, and those within it. `doubts` are
-    reasons not to compare that were overruled; `cautions` are reasons to read the verdict with care. `taken`,
+    itself. `control` compares A with A: the starts of A before the comparison, and the starts of A within it. `doubts`
+    are reasons not to compare that the user overruled. `cautions` are reasons to read the verdict with care. `taken`,
     `fingerprint` and `load` belong to the new set.
     """
 

@@ -138,9 +138,9 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None]:
-    """Return the GPUs and the driver version from NVML; no GPUs and None without a driver.
+    """Return the GPUs and the driver version from NVML. Without a driver, returns no GPUs and None.
 
-    After a timeout, its message is in place of the version.
+    If the driver does not answer in time, the error message replaces the version.
     """
     try:
         return call_with_timeout(_DRIVER_TIMEOUT_S, _query_driver)
@@ -166,7 +166,10 @@ def _query_driver() -> tuple[list[Gpu], str | None]:
 
 
 def _gpu(nvml: Nvml, index: int) -> Gpu | None:
-    """Return the GPU of an index, or None if it is lost or a cgroup denies access, as CUDA omits such GPUs too."""
+    """Return the GPU with this index.
+
+    Returns None if the GPU is lost, or if a cgroup denies access to it. CUDA leaves out such GPUs too.
+    """
     import pynvml
 
     try:

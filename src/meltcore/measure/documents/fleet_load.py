@@ -10,7 +10,7 @@ from meltcore.measure.documents.schema import CheckResult, FleetLevel, RunEnvelo
 
 
 class ModelUnderLoad(msgspec.Struct, kw_only=True):
-    """One model of the fleet: its name, its task, what is sent to it, and facts of /v1/models such as `weights`."""
+    """One model of the fleet: its name, its task, its workload, and facts of /v1/models such as `weights`."""
 
     name: str
     task: str
@@ -30,7 +30,7 @@ class Interference(msgspec.Struct, kw_only=True):
 
 
 class FleetExperiment(msgspec.Struct, kw_only=True):
-    """A named experiment: each stream alone, then all together, and its limits as gates."""
+    """A named experiment: each stream alone, then all streams together, and the limits of the change as gates."""
 
     name: str
     send_s: float
@@ -42,7 +42,7 @@ class FleetExperiment(msgspec.Struct, kw_only=True):
 class FleetLoad(RunEnvelope, kw_only=True, tag_field="document", tag="fleet-load"):
     """One run of `meltcore load --fleet`: the contents of its `result.json`.
 
-    `health` has a line per model and one of the fleet. `gpu_note` says how GPUs were measured, or why they were not.
+    `health` has one line per model and one line for the fleet. `gpu_note` says how the GPUs were measured, or why not.
     """
 
     models: list[ModelUnderLoad]

@@ -65,8 +65,8 @@ class KernelPair(msgspec.Struct, kw_only=True):
 class BudgetRow(msgspec.Struct, kw_only=True):
     """A group of kernels over the window: their count, their time, and the idle time before them.
 
-    Over all rows, `ran_us` and `idle_before_us` add up to the window. Where kernels overlap, the time belongs to
-    the one that began first; collectives and copies have only the time in which they ran alone.
+    Over all rows, `ran_us` and `idle_before_us` add up to the window. If kernels overlap, the time belongs to the
+    kernel that began first. Collectives and copies have only the time in which they ran alone.
     """
 
     name: str
@@ -78,10 +78,10 @@ class BudgetRow(msgspec.Struct, kw_only=True):
 class GapReport(msgspec.Struct, kw_only=True):
     """The idle time of one GPU in a window of `window_us`.
 
-    In `computing_us` at least one kernel other than a collective ran, on any stream. `recoverable_share` is an upper
-    bound of the possible gain: the time without computing, except for the cause "no work". `untrusted` holds reasons
-    why the trace may be incomplete. `steps` counts kernels or ranges named `step_marker`, or is None where nothing
-    marks steps.
+    `computing_us` is the time in which at least one kernel other than a collective ran, on any stream.
+    `recoverable_share` is an upper bound of the possible gain: the time without computation, except for the cause "no
+    work". `untrusted` holds reasons why the trace may be incomplete. `steps` is the number of kernels or ranges named
+    `step_marker`. It is None if nothing marks steps.
     """
 
     device: int

@@ -25,7 +25,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path | str, verb: str) -> "RunFolder":
-        """Create a new folder under `root`, and `root` where missing. Raises ConfigError where that fails."""
+        """Create a new folder under `root`. Creates `root` too if it is missing. Raises ConfigError if that fails."""
         folder_name = f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{verb}"
         for attempt in range(_MAX_NAMES):
             path = Path(root) / (folder_name if attempt == 0 else f"{folder_name}-{attempt + 1}")
@@ -41,7 +41,7 @@ class RunFolder:
     @classmethod
     @contextmanager
     def create_or_remove(cls, root: Path | str, verb: str) -> "Iterator[RunFolder]":
-        """Create a folder as `create` does; after an error, remove it if it is empty, and with it a new `root`."""
+        """Create a folder as `create` does. After an error, remove the folder if it is empty, and also a new `root`."""
         is_new = not Path(root).exists()
         folder = cls.create(root, verb)
         try:
@@ -69,15 +69,15 @@ class RunFolder:
         return self.path / REPORT_FILE
 
     def write_result(self, result: RunResult | FleetLoad) -> Path:
-        """Write `result` to `result_path`, in place of an earlier one, and return that path.
+        """Write `result` to `result_path` and return that path. An earlier result is replaced.
 
-        Raises OSError where it cannot be written.
+        Raises OSError if the file cannot be written.
         """
         return write_document(self.result_path, result)
 
 
 def read_result(folder: Path | str) -> RunResult:
-    """Read the result of a run folder, or of a path to its result.json; a ScoredRun where `meltcore bench` wrote it.
+    """Read the result of a run folder, or of a path to its result.json. A run of `meltcore bench` is a ScoredRun.
 
     Raises ConfigError as `read_document` does.
     """

@@ -1,4 +1,4 @@
-"""The one result schema of every command that measures. Written as `result.json`, read by reports and comparisons.
+"""The one result schema of every command that measures. `result.json` has it; reports and comparisons read it.
 
 Units are in the names: `_s` seconds, `_ms` milliseconds, `_per_s` per second. `None` means "not measured" or, inside a
 `Distribution`, "too few samples" (see percentiles.py). definitions.py defines each metric.
@@ -21,7 +21,10 @@ TokenCountSource = Literal["server-reported", "confirmed", "tokenizer", "events"
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """Summary of `n` samples. A percentile for which `n` is too small is None, as are mean, min and max for n 0."""
+    """Summary of `n` samples.
+
+    A percentile for which `n` is too small is None. Mean, minimum and maximum are None if `n` is 0.
+    """
 
     n: int = 0
     mean: float | None = None
@@ -49,10 +52,10 @@ class Steady(msgspec.Struct, kw_only=True):
 class TaskLoad(msgspec.Struct, kw_only=True):
     """The metrics of a level of a task other than generation. Such a level counts no output tokens.
 
-    `work` is what succeeded requests had done: sentences of translation, else seconds of audio. For transcription,
-    `work_per_s` is RTFx. `source_per_s` counts what translation has read: tokens where every answer came with the
-    server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does not have
-    are None, or have no samples.
+    `work` is what the succeeded requests did: sentences of translation, else seconds of audio. For transcription,
+    `work_per_s` is RTFx. `source_per_s` is the rate at which translation read its input: tokens if every answer came
+    with the server's count, else characters. `empty_answers` are complete answers without text. Fields that a task does
+    not have are None, or have no samples.
     """
 
     task: str
@@ -67,9 +70,9 @@ class TaskLoad(msgspec.Struct, kw_only=True):
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """Load of the load generator itself. `cpu_utilization` is a ratio of one core, of its busiest process.
+    """Load of the load generator itself. `cpu_utilization` is the fraction of one core that its busiest process used.
 
-    Both measurements are None for a level too short to take them, which is about 1 s.
+    Both measurements are None if the level was too short (about 1 s) to measure them.
     """
 
     cpu_utilization: float | None
@@ -78,10 +81,10 @@ class ClientLoad(msgspec.Struct, kw_only=True):
 
 
 class TimelinePoint(msgspec.Struct, kw_only=True):
-    """One bucket of a level, starting `t_s` after its release: its mean output rate, and requests in flight at its end.
+    """One bucket of a level, which starts `t_s` after the release: mean output rate, and requests in flight at its end.
 
-    `ttft_ms` is the mean over the first tokens that arrived in it, `itl_ms` over the other tokens. Each is None without
-    tokens. `work_per_s` is the rate of a task other than generation, as in TaskLoad.
+    `ttft_ms` is the mean over the first tokens that arrived in the bucket, and `itl_ms` over the other tokens. Each is
+    None if no such token arrived. `work_per_s` is the rate of a task other than generation, as in TaskLoad.
     """
 
     t_s: float
@@ -93,10 +96,10 @@ class TimelinePoint(msgspec.Struct, kw_only=True):
 
 
 class GpuTimeline(msgspec.Struct, kw_only=True):
-    """One GPU during a level: `values[key][i]` is the mean from `i * bucket_s` after its release on, or None.
+    """One GPU during a level: `values[key][i]` is the mean of a metric in bucket i, which starts at `i * bucket_s`.
 
-    Keys are the metrics of common/gpus/metrics.py. None is a bucket without a reading; a metric without any is in
-    `absent`, with its reason.
+    Times count from the release of the level. Keys are the metrics of common/gpus/metrics.py. A bucket without a
+    reading is None. A metric without any reading is in `absent`, with its reason.
     """
 
     gpu: str
@@ -109,7 +112,7 @@ class GpuTimeline(msgspec.Struct, kw_only=True):
 class LevelChecks(msgspec.Struct, kw_only=True):
     """Checks of a level by `meltcore eval throughput`.
 
-    Tokens are counted with the tokenizer: of the prompts' text without the server's template, and of the answers.
+    Token counts come from the tokenizer: prompts without the server's chat template, and answers.
     `counted_content_tokens` leaves out end tokens and reasoning, as the public harness does.
     """
 
@@ -129,10 +132,10 @@ class WeightedThroughput(msgspec.Struct, kw_only=True):
 
 
 class EvalScore(msgspec.Struct, kw_only=True):
-    """Weighted throughput of a server whose answers were checked; both sums are zero where a gate or a level failed.
+    """Weighted throughput of a server whose answers were checked. Both sums are zero if a gate or a level failed.
 
-    `total_tokens_per_s` counts prompts and answers, as the public harness does; `output_tokens_per_s` counts answers
-    alone, as its rules are written. `zero_reasons` lists what failed.
+    `total_tokens_per_s` counts prompts and answers, as the public harness does. `output_tokens_per_s` counts answers
+    only, as the written rules do. `zero_reasons` lists what failed.
     """
 
     total_tokens_per_s: float
@@ -191,8 +194,9 @@ class LevelResult(msgspec.Struct, kw_only=True):
 class StreamLoad(msgspec.Struct, kw_only=True):
     """The load on one model, alone or beside others.
 
-    `refused` requests got a 429 or 503 with Retry-After, `refusals` times together. Each was obeyed and the request
-    sent again; latencies count from its first try. `lost` requests have no whole answer in the end.
+    `refused` requests got a 429 or 503 with Retry-After; `refusals` counts these responses. After each one the load
+    generator waited and sent the request again. Latencies count from the first try. `lost` requests never got a
+    complete answer.
     """
 
     name: str
@@ -203,7 +207,7 @@ class StreamLoad(msgspec.Struct, kw_only=True):
 
     @property
     def lost(self) -> int:
-        """Requests without a whole answer."""
+        """The number of requests without a complete answer."""
         return self.level.failed
 
 
@@ -216,9 +220,10 @@ class GpuUse(msgspec.Struct, kw_only=True):
 
 
 class FleetLevel(msgspec.Struct, kw_only=True):
-    """One level: streams that were released together and sent for `send_s`. `duration_s` is until the last answer.
+    """One level: streams that were released together and sent requests for `send_s`.
 
-    `connections` were opened for the closed loops of the streams; `peak_in_flight` is of all streams together.
+    `duration_s` lasts until the last answer. `connections` were opened for the closed loops of the streams.
+    `peak_in_flight` counts all streams together.
     """
 
     part: Part
@@ -235,8 +240,9 @@ class FleetLevel(msgspec.Struct, kw_only=True):
 class Evaluation(msgspec.Struct, kw_only=True):
     """Answers compared with the expected ones. `ci_low` and `ci_high` are the 95 % Wilson interval of the accuracy.
 
-    `failed` requests yielded no answer; they count in `total`. `first_failure` is the reason of the first of them in
-    the order of the problems. `strict_correct` counts by strict extraction, where an evaluation grades in both ways.
+    `failed` requests yielded no answer; they count in `total`. `first_failure` is the reason of the first failed
+    request, in the order of the problems. `strict_correct` counts the correct answers by strict extraction, if the
+    evaluation grades in both ways.
     """
 
     total: int
@@ -255,7 +261,10 @@ class Evaluation(msgspec.Struct, kw_only=True):
 
 
 class IncorrectAnswer(msgspec.Struct, kw_only=True):
-    """One problem not answered correctly: the end of its question, the expected and the actual answer (or failure)."""
+    """One problem that was not answered correctly: the end of its question, the expected answer, and the actual one.
+
+    The actual answer is the failure if the request failed.
+    """
 
     question: str
     expected: str
@@ -263,7 +272,7 @@ class IncorrectAnswer(msgspec.Struct, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """One check of a server's API, or a gate: a condition that a result must meet to count.
+    """One check of a server's API, or a gate, which is a condition that a result must meet to count.
 
     A check that could not run is a FAIL with its reason. A gate that was left out is NOT RUN. Neither is a PASS.
     """
@@ -302,9 +311,9 @@ class Fingerprint(msgspec.Struct, kw_only=True):
 
 
 class DemoSample(msgspec.Struct, kw_only=True):
-    """One request of a demo and its answer, for readers of the page: a sentence, or a clip with its audio.
+    """One request of a demo with its answer, to show on the page: a sentence, or a clip with its audio.
 
-    A `task` of None is a message of a chat, whose answer has no expected text.
+    If `task` is None, the request is a chat message, whose answer has no expected text.
     """
 
     task: str | None = None
@@ -315,13 +324,16 @@ class DemoSample(msgspec.Struct, kw_only=True):
 
 
 class VersionedDocument(msgspec.Struct, kw_only=True):
-    """What every document has; a document of another schema version is not read."""
+    """The fields that every document has. A document of another schema version is not read."""
 
     schema_version: int = SCHEMA_VERSION
 
 
 class Envelope(VersionedDocument, kw_only=True):
-    """What the results of all measurements have. `started` is UTC in ISO 8601; `notes` are remarks for readers."""
+    """The fields that the results of all measurements have.
+
+    `started` is UTC in ISO 8601; `notes` are remarks for readers.
+    """
 
     started: str
     duration_s: float
@@ -352,9 +364,9 @@ class RunEnvelope(Envelope, kw_only=True):
 
 
 class RunResult(RunEnvelope, kw_only=True, tag_field="document", tag="run"):
-    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, 0 to 1.
+    """One run of one command: the contents of `result.json`. `accuracy` is measured without load, from 0 to 1.
 
-    `mixed` are levels on all models of a fleet together.
+    `mixed` holds the levels that loaded all models of a fleet together.
     """
 
     command: str

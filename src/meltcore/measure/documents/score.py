@@ -22,10 +22,10 @@ class ScoreLevel(msgspec.Struct, kw_only=True):
     """A closed loop of `concurrency` requests. All numbers are measured in the window, which excludes the ramp.
 
     `start_s` counts from the start of the ladder. `waiting` requests had no token when the window ended, so their TTFT
-    is in no percentile. `ramp_cut` is True where half of the time passed before as many requests had ended as run
-    concurrently, so that the window contains a part of the ramp. `utilization` holds the means of UTILIZATION over the
-    window, by key. Cells of a sweep have `output_len` and `temperature`, and each request then has that many output
-    tokens.
+    is in no percentile. The ramp ends when as many requests have ended as run concurrently. `ramp_cut` is True if half
+    of the time passed before that, so that the window contains a part of the ramp. `utilization` holds the means of
+    UTILIZATION over the window, by key. Cells of a sweep have `output_len` and `temperature`, and each request then has
+    that many output tokens.
     """
 
     concurrency: int
@@ -58,9 +58,8 @@ class ScoreLevel(msgspec.Struct, kw_only=True):
 class Spread(msgspec.Struct, kw_only=True):
     """How even the sustained rate was: output tokens per second in buckets of `bucket_s`.
 
-    `variation` is the standard deviation over the mean. `change` compares the last third with the first: -0.05 is a
-    loss of 5 %, and None stands for a window that is too short. `drifts` says that the change is a loss beyond the
-    limit.
+    `variation` is the standard deviation divided by the mean. `change` compares the last third with the first: -0.05 is
+    a loss of 5 %. It is None if the window is too short. `drifts` is True if the change is a loss beyond the limit.
     """
 
     bucket_s: float
@@ -73,7 +72,7 @@ class Spread(msgspec.Struct, kw_only=True):
 class MetricRow(msgspec.Struct, kw_only=True):
     """One NVML metric over the sustained window: mean and maximum of a gauge, increase of a counter.
 
-    `absent` is NOT_APPLICABLE or UNKNOWN where there is no number. `note` says how to read it.
+    `absent` is NOT_APPLICABLE or UNKNOWN if there is no number. `note` says how to read it.
     """
 
     key: str
@@ -89,7 +88,7 @@ class MetricRow(msgspec.Struct, kw_only=True):
 class GpuHealth(msgspec.Struct, kw_only=True):
     """The health of one GPU during a run. Metrics and clock reasons (fractions of samples) cover the sustained window.
 
-    `xids` are the XID errors of the whole run, or None where they could not be observed throughout.
+    `xids` are the XID errors of the whole run, or None if they could not be observed throughout.
     """
 
     verdict: Verdict
@@ -111,11 +110,11 @@ class TimeSeries(msgspec.Struct, kw_only=True):
 
 
 class GpuScore(msgspec.Struct, kw_only=True):
-    """The run of one device. `failure` says why it has no score.
+    """The run of one device. `failure` says why the device has no score.
 
-    `measurer_lag_p99_ms` is the time from a step to our reading of it. `memory_in_use_bytes` was used before the engine
-    started; it is None where NVML does not report it. `sweep` holds the measured cells of a sweep, which has neither
-    levels nor a sustained run.
+    `measurer_lag_p99_ms` is the time from a step to the moment when the benchmark read it. `memory_in_use_bytes` was in
+    use before the engine started; it is None if NVML does not report it. `sweep` holds the measured cells of a sweep,
+    which has neither levels nor a sustained run.
     """
 
     name: str
@@ -136,7 +135,7 @@ class GpuScore(msgspec.Struct, kw_only=True):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other programs used the GPU's memory: more is in use than on an idle GPU."""
+        """Whether other programs used the GPU's memory: more memory was in use than on an idle GPU."""
         if self.memory_bytes is None or self.memory_in_use_bytes is None:
             return False
         return self.memory_in_use_bytes > SHARED_MEMORY * self.memory_bytes
@@ -147,10 +146,10 @@ class GpuScore(msgspec.Struct, kw_only=True):
         return None if self.sustained is None else self.sustained.output_tokens_per_s
 
     def mean_utilization(self, level: ScoreLevel, key: str) -> float | None:
-        """Return the mean of a metric of UTILIZATION over a level's window, or None where it was not read.
+        """Return the mean of a metric of UTILIZATION over a level's window, or None if the metric was not read.
 
-        Results written before levels had `utilization` hold it in the metrics of the sustained window. In the time
-        series it is the mean of the whole buckets.
+        Results of versions before `ScoreLevel.utilization` hold the mean in the metrics of the sustained window. For
+        other levels, the time series gives it as the mean of the whole buckets.
         """
         if key in level.utilization:
             return level.utilization[key]
@@ -199,7 +198,10 @@ class PromptFile(msgspec.Struct, kw_only=True):
 
 
 class SweepGrid(msgspec.Struct, kw_only=True):
-    """The axes of a sweep; every combination is one cell, measured for `cell_s`, with prompts of `prompt_tokens`."""
+    """The axes of a sweep.
+
+    Every combination is one cell, measured for `cell_s` with prompts of `prompt_tokens` tokens.
+    """
 
     concurrency: list[int]
     output_lens: list[int]
@@ -209,10 +211,10 @@ class SweepGrid(msgspec.Struct, kw_only=True):
 
 
 class ReferenceRatio(msgspec.Struct, kw_only=True):
-    """The ratio of a score to a reference's score, or the `reasons` why the two do not compare.
+    """The ratio of a score to a reference's score, or the `reasons` why the two scores are not comparable.
 
-    `per_gpu` is the ratio of the rates per GPU, set only if the numbers of GPUs differ. `engine` is the reference's
-    engine version.
+    `per_gpu` is the ratio of the rates per GPU. It is set only if the numbers of GPUs differ. `engine` is the
+    reference's engine version.
     """
 
     name: str
@@ -227,11 +229,11 @@ class ReferenceRatio(msgspec.Struct, kw_only=True):
 class Score(msgspec.Struct, kw_only=True):
     """The score of a run on one or more devices.
 
-    Two scores are comparable only where workload, engine, model, dtype and weights agree.
+    Two scores are comparable only if workload, engine, model, dtype and weights are equal.
 
-    `output_tokens_per_s` is the sum over the devices, or None where one has none. `not_comparable` holds reasons why
-    this result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from the
-    rest (score_summary.py); results of 0.1.0 lack them.
+    `output_tokens_per_s` is the sum over the devices, or None if a device has no score. `not_comparable` holds reasons
+    why this result is not ranked. `duration_s` is the requested duration. `totals` and `expectations` are computed from
+    the other fields (score_summary.py); results of 0.1.0 lack them.
     """
 
     workload: str

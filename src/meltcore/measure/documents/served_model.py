@@ -14,7 +14,7 @@ _FACTS = ("weights", "tokenizer", "output_lengths", "device", "dtype", "weight_d
 
 
 def model_facts(listing: Any, model: str) -> dict[str, Any]:
-    """Return the facts about `model` in a parsed /v1/models response, or an empty dict for most other servers."""
+    """Return the facts about `model` in a parsed /v1/models response. Most other servers report none: an empty dict."""
     entries = listing.get("data") if isinstance(listing, Mapping) else None
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, Mapping) and entry.get("id") == model:
@@ -28,13 +28,13 @@ def public_name(model: str) -> str:
 
 
 def model_text(settings: Mapping[str, Any]) -> str:
-    """Format the model of a run and say where its weights are random, or "" where the settings tell neither."""
+    """Format the model of a run, and mark random weights. Returns "" if the settings name neither."""
     name, weights = settings.get("model"), "random weights" * (settings.get("weights") == "dummy")
     return f"{name} ({weights})" if name and weights else str(name or weights)
 
 
 def command_model(command: str) -> str:
-    """Return the model of a `serve MODEL` command as `model_text` does, or "" where the command names none."""
+    """Return the model of a `serve MODEL` command as `model_text` does. Returns "" if the command names no model."""
     args = shlex.split(command)
     position = args.index("serve") + 1 if "serve" in args else len(args)
     if position >= len(args) or args[position].startswith(("-", "{")):

@@ -45,7 +45,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
         return f"GPU {self.index}" + (f" {self.uuid[:12]}" if self.mig else "")
 
     def number(self, key: str) -> float | None:
-        """Return a fact as a number, or None where it is absent or not a number."""
+        """Return a fact as a number, or None if it is absent or not a number."""
         value = self.facts.get(key)
         return None if isinstance(value, str) or value is None else float(value)
 
@@ -57,7 +57,7 @@ class GpuSnapshot(msgspec.Struct, kw_only=True):
 class Snapshot(VersionedDocument, kw_only=True, tag_field="document", tag="snapshot"):
     """The facts of a node and its GPUs.
 
-    `topology[i][j]`: the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).
+    `topology[i][j]` is the path between GPUs i and j in nvidia-smi's terms (NV18, PIX, NODE, SYS, ...).
     """
 
     fingerprint: Fingerprint

@@ -15,9 +15,10 @@ SET_FILE = "set.json"
 
 
 class StartSet(VersionedDocument, kw_only=True, tag_field="document", tag="baseline"):
-    """The results of `starts` in the order they ran, under the same `load`.
+    """The results of `starts` in the order of the starts, all under the same `load`.
 
-    `command` is the server's command line without secrets and folders, or empty for a server that was running already.
+    `command` is the server's command line without secrets and folders. It is empty for a server that was running
+    already.
     """
 
     name: str

@@ -15,8 +15,8 @@ SUBMISSION_FILE = "submission.json"
 class Submission(VersionedDocument, kw_only=True, tag_field="document", tag="submission"):
     """One call of `meltcore submit`. A refused submission holds no results and no files, only what was refused and why.
 
-    `settings` holds what the server of each run reported about itself, by the run's folder. `public_score` is the score
-    of the two result files by the public harness's formula. `files` maps each file to its SHA-256.
+    `settings` holds, by run folder, what the server reported about itself. `public_score` is the score of the two
+    result files by the public harness's formula. `files` maps each file to its SHA-256.
     """
 
     taken: str

@@ -18,12 +18,12 @@ TuningKind = Literal["context", "batching", "precision"]
 
 
 class AnswerComparison(msgspec.Struct, kw_only=True):
-    """Answers of one precision compared with the first precision's.
+    """Compares the answers of one precision with the answers of the first precision.
 
-    Of the questions `asked`, `correct` were answered right, `failed` got no answer, `identical` got the same text.
-    `logprob_diff_*` are absolute differences of the chosen token's log probability over `tokens_compared` tokens. These
-    end at the first token that differs, so that both sides have the same prefix. They are None where the server gives
-    no logprobs.
+    Of `asked` questions, `correct` were answered correctly, `failed` got no answer, and `identical` got the same text
+    as from the first precision. `logprob_diff_*` are absolute differences of the chosen token's log probability over
+    `tokens_compared` tokens. The comparison ends at the first token that differs, so that both sides have the same
+    prefix. The differences are None if the server returns no logprobs.
     """
 
     asked: int
@@ -36,10 +36,10 @@ class AnswerComparison(msgspec.Struct, kw_only=True):
 
 
 class TuningPoint(msgspec.Struct, kw_only=True):
-    """One start with `settings`, passed as `args`; both are empty for the server's default settings.
+    """One start of the server with `settings`, which are passed as `args`.
 
-    An `ok` start answered every request; otherwise `reason` says what happened. `slo_attainment` is the share of
-    requests that met every latency limit, or None without limits.
+    Both are empty for the server's default settings. A start is `ok` if it answered every request; otherwise `reason`
+    says what happened. `slo_attainment` is the share of requests that met every latency limit, or None without limits.
     """
 
     settings: dict[str, int | str]
@@ -100,22 +100,31 @@ class Tuning(VersionedDocument, kw_only=True, tag_field="document", tag="tuning"
 
     @property
     def default(self) -> TuningPoint | None:
-        """The point of the default settings, as `default_point`."""
+        """The point of the server's default settings. It is None if that start failed."""
         return default_point(self.points)
 
 
 def default_point(points: Sequence[TuningPoint]) -> TuningPoint | None:
-    """Return the point of the default settings, from which gains are counted, or None where it did not run."""
+    """Return the point of the default settings, from which gains are counted.
+
+    Returns None if the start with the default settings failed.
+    """
     return next((point for point in points if not point.settings and point.ok), None)
 
 
 def repeats_default(tuning: Tuning, point: TuningPoint) -> bool:
-    """Return whether `point` sets what the server's default settings are: a second start of the same setting."""
+    """Return whether the settings of `point` equal the server's defaults.
+
+    Such a point measures the defaults a second time.
+    """
     return bool(point.settings) and point.settings.items() <= tuning.default_settings.items()
 
 
 def gain(point: TuningPoint, default: TuningPoint | None) -> float | None:
-    """Return how much the output rate exceeds the rate of `default`, 0.25 for 25 %, or None where either is unknown."""
+    """Return how much the output rate of `point` exceeds the rate of `default`: 0.25 for 25 %.
+
+    Returns None if either rate is unknown.
+    """
     if default is None or not default.output_tokens_per_s or point.output_tokens_per_s is None:
         return None
     return point.output_tokens_per_s / default.output_tokens_per_s - 1

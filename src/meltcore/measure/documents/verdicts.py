@@ -1,6 +1,6 @@
-"""Every word with which a document judges: its color, a command's exit code for it, and what a card makes of it.
+"""Defines every word that a document uses as a verdict: its color, exit code, and meaning as evidence of a card.
 
-Result files keep the words as text, so a word never changes its spelling.
+Result files store the words as text, so a word never changes its spelling.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CUT_SHORT: tuple[Verdict, ...] = ("PARTIAL", "SERVER_DIED")  # such a level or r
 
 
 class Meaning(NamedTuple):
-    """What a word means to a page, to a command that ends with it, and to a card that has it as evidence."""
+    """What a verdict means for a page, for the exit code of a command, and for a card that has it as evidence."""
 
     style: Style
     exit_code: int
@@ -90,5 +90,5 @@ def worst_verdict(verdicts: Iterable[_AnyVerdict], default: _AnyVerdict) -> _Any
 
 
 def style_of(word: str) -> Style:
-    """Return the style of a verdict. What is no verdict is shown as a fault."""
+    """Return the style of a verdict. A word that is no verdict gets the style of a fault."""
     return MEANINGS[word].style if word in MEANINGS else "bad"

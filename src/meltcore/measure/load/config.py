@@ -41,8 +41,8 @@ class Timeouts(NamedTuple):
 class AnswerRules(NamedTuple):
     """Holds the conditions, beyond a finish reason, that make an answer complete.
 
-    With `needs_text` an answer without text is a failure, although the server counted tokens. With `allow_empty` an
-    answer of only an end token is complete nevertheless, and its token arrives with the finish reason. With
+    With `needs_text` an answer without text is a failure, even if the server counted tokens. With `allow_empty` an
+    answer that consists of an end token only is complete nevertheless; its token arrives with the finish reason. With
     `needs_usage` an answer without the server's token counts is a failure.
     """
 
@@ -86,10 +86,10 @@ def parse_extra_body(text: str) -> dict[str, Any]:
 class LoadConfig:
     """Describes a run against one server, with closed-loop levels (`concurrency`) or open-loop levels (`request_rate`).
 
-    `num_prompts` has one value for all levels or one value per level. Where it is empty, a closed-loop level sends 20
+    `num_prompts` has one value for all levels or one value per level. If it is empty, a closed-loop level sends 20
     requests per connection, at most 200 but at least one per connection; an open-loop level sends for 30 s.
-    `num_warmups` requests run before each level and stay out of its results; None means the level's concurrency, at
-    most 32.
+    `num_warmups` requests run before each level and stay out of its results. None uses the level's concurrency, at most
+    32.
     """
 
     url: str
@@ -184,8 +184,8 @@ class LoadConfig:
     def answer_rules(self) -> AnswerRules:
         """Return the conditions that make an answer complete.
 
-        The server's token counts are required where answers are not streamed and no tokenizer is given, because there
-        are no events to count.
+        The server's token counts are required if answers are not streamed and no tokenizer is given. Such answers have
+        no events to count.
         """
         lacks_token_counts = not self.stream and self.tokenizer is None
         return AnswerRules(
@@ -217,8 +217,8 @@ class Level:
     """Describes one level of load.
 
     A closed loop has `concurrency` connections. An open loop has `rate` arrivals per second and a concurrency of 0.
-    With `duration_s` a closed loop sends for so long, at least one request per connection. With `retry_refused` it
-    obeys the Retry-After of a 429 or 503 and sends the request again.
+    With `duration_s` a closed loop sends for that time, at least one request per connection. With `retry_refused` the
+    level obeys the Retry-After of a 429 or 503 and sends the request again.
     """
 
     concurrency: int
@@ -242,14 +242,14 @@ class Level:
 
 
 class IntRange(NamedTuple):
-    """Holds the bounds of a whole number, which are both included. Equal bounds make the number fixed."""
+    """Holds the inclusive bounds of a whole number. Equal bounds make the number fixed."""
 
     low: int
     high: int
 
     @property
     def text(self) -> str:
-        """The bounds as options take them: `128-1024`, or `128` where they are equal."""
+        """The bounds in the form of options: `128-1024`, or `128` if they are equal."""
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
@@ -280,7 +280,7 @@ def parse_fields(text: str, name: str, allowed_names: tuple[str, ...]) -> dict[s
 
 
 def workload_fields(spec: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return the options behind the colon of a workload. Raises ConfigError for an unknown or repeated one."""
+    """Return the options after the colon of a workload. Raises ConfigError for an unknown or repeated option."""
     return parse_fields(spec.partition(":")[2], f"workload {spec}", names)
 
 

@@ -19,7 +19,7 @@ RESERVE_BYTES = 8 * 2**20  # result.json with GPU timelines and the report take 
 
 
 class TaskWork(msgspec.Struct, array_like=True, frozen=True):
-    """The work of a request for translation, transcription or synthesis; a task leaves the others' fields at 0."""
+    """The work of a request for translation, transcription or synthesis. Fields that belong to other tasks are 0."""
 
     sentences: int = 0
     source_chars: int = 0
@@ -29,12 +29,12 @@ class TaskWork(msgspec.Struct, array_like=True, frozen=True):
 class RequestRecord(msgspec.Struct, array_like=True):
     """Describes one request as the client saw it.
 
-    Times are `time.monotonic()` seconds of this machine; 0 means that it did not happen. `event_times` holds the
-    arrival times of the events with text (float64, raw bytes). `event_tokens` holds the server's count of output tokens
-    up to each of these events (uint32, raw bytes); it is empty unless each of them came with a count.
+    Times are `time.monotonic()` seconds of this machine; the time of an event that did not happen is 0. `event_times`
+    holds the arrival times of the events with text (float64, raw bytes). `event_tokens` holds the server's count of
+    output tokens up to each of these events (uint32, raw bytes). It is empty unless every event came with a count.
 
-    With `work` the request asks for a task other than generation. Then `first_text_s` is the first audio of synthesis,
-    else the end of an answer that has text.
+    With `work` the request belongs to a task other than generation. Then `first_text_s` is the arrival of the first
+    audio for synthesis, and the end of an answer with text for the other tasks.
     """
 
     index: int
@@ -62,7 +62,7 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
     @property
     def content(self) -> str:
-        """Return the text without reasoning. Only this text is graded: a number in the reasoning is not an answer."""
+        """Return the text without reasoning. Only this text is graded, since a number in the reasoning is no answer."""
         return (self.text or "")[self.reasoning_chars :]
 
     @property
@@ -74,24 +74,28 @@ class RequestRecord(msgspec.Struct, array_like=True):
 
     @property
     def cumulative_tokens(self) -> np.ndarray | None:
-        """Return the output tokens up to each event, [events] uint32, or None where the server did not report them."""
+        """Return the number of output tokens up to each event, [events] uint32.
+
+        Returns None if the server did not report the numbers.
+        """
         import numpy as np
 
         return np.frombuffer(self.event_tokens, dtype=np.uint32) if self.event_tokens else None
 
 
 class RecordFile:
-    """Appends records to `requests.jsonl` during the run. With a path of None it writes nothing.
+    """Appends records to `requests.jsonl` during the run. With a path of None, nothing is written.
 
     Times in the file are seconds since the release of the record's level. Event times are written only
     `with_event_times`: they are most of the bytes, and the report needs only what is computed from them.
 
-    A full disk ends the file, not the run: `problem` then says which requests are missing. During the run an
-    unlinked file in the same folder reserves RESERVE_BYTES. `close` frees them for the result and the report.
+    If the disk becomes full, the file ends but the run continues, and `problem` says which requests are missing. During
+    the run an unlinked file in the same folder reserves RESERVE_BYTES. `close` frees these bytes for the result and the
+    report.
     """
 
     def __init__(self, path: Path | None, *, with_event_times: bool = False) -> None:
-        """Open the file. Raises ConfigError where it cannot be opened, or RESERVE_BYTES cannot be reserved."""
+        """Open the file. Raises ConfigError if it cannot be opened, or RESERVE_BYTES cannot be reserved."""
         self._file: BinaryIO | None = None
         self._reserve_file: BinaryIO | None = None
         self._with_event_times = with_event_times
@@ -113,7 +117,7 @@ class RecordFile:
 
     @property
     def problem(self) -> str | None:
-        """Return what is missing from the file, and why, or None where the file is complete."""
+        """Return what is missing from the file, and why. Returns None if the file is complete."""
         if self._error is None:
             return None
         return (
@@ -122,7 +126,7 @@ class RecordFile:
         )
 
     def write(self, level: str, released_s: float, records: list[RequestRecord]) -> None:
-        """Append `records` and hand them to the operating system, so that they survive if the run is killed."""
+        """Append `records` and write them to the operating system, so that they survive if the run is killed."""
         if self._file is None or not records:
             return
         if self._error is None:
@@ -190,7 +194,7 @@ class RecordFile:
 
 
 def _reserve_space(file: BinaryIO, folder: Path) -> None:
-    """Allocate RESERVE_BYTES for `file`, which lies in `folder`. Raises ConfigError where that fails."""
+    """Allocate RESERVE_BYTES for `file`, which lies in `folder`. Raises ConfigError if that fails."""
     disk_stats = os.statvfs(folder)  # before the attempt, which may have taken the rest
     try:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)

@@ -18,7 +18,7 @@ NUM_EOS_TOKENS = 1
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """Open a tokenizer.json, or the one in a folder. Raises ConfigError where it is missing."""
+    """Open a tokenizer.json, or the tokenizer.json of a folder. Raises ConfigError if the file is missing."""
     from tokenizers import Tokenizer  # takes 50 ms, and most runs do without
 
     tokenizer_path = Path(path).expanduser()
@@ -33,7 +33,7 @@ def open_tokenizer(path: str) -> Tokenizer:
 
 
 class TokenCounter:
-    """Counts the tokens of texts and records. Raises ConfigError where `path` has no tokenizer."""
+    """Counts the tokens of texts and records. Raises ConfigError if `path` has no tokenizer."""
 
     def __init__(self, path: str) -> None:
         self.tokenizer = open_tokenizer(path)
@@ -49,8 +49,8 @@ class TokenCounter:
     def check_counts(self, records: Sequence[RequestRecord]) -> tuple[int, str | None]:
         """Compare the server's token counts with the tokenizer's.
 
-        Returns the number of answers compared, and a description of the disagreement or None. Answers are compared
-        where the record has a text and the server sent counts.
+        Returns the number of answers compared, and a description of the disagreement or None. Only answers with a text
+        and with the server's counts are compared.
         """
         checked_records = [
             record for record in records if record.text is not None and record.failure is None and record.saw_usage
@@ -67,7 +67,7 @@ class TokenCounter:
     def fill_missing_counts(
         self, records: Sequence[RequestRecord], get_request_fields: Callable[[int], dict[str, Any]]
     ) -> None:
-        """Set the token counts of the answers for which the server sent none.
+        """Set the token counts of the answers for which the server sent no counts.
 
         `get_request_fields` returns the body fields of a request by index. The prompt is counted without the server's
         chat template, which is unknown.

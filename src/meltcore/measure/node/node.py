@@ -21,7 +21,7 @@ class Telemetry(Protocol):
     """Samples of the GPUs, taken while checks run."""
 
     def since(self, from_s: float) -> list[list[Sample]] | None:
-        """Return the samples of each GPU since a time, or None where the sampler has died."""
+        """Return the samples of each GPU since a time, or None if the sampler has died."""
 
     def close(self) -> None:
         """End the sampling."""
@@ -43,7 +43,7 @@ class Node:
         time.sleep(seconds)
 
     def read(self, path: Path) -> str | None:
-        """Return the content of a file, or None where it cannot be read."""
+        """Return the content of a file, or None if it cannot be read."""
         try:
             return path.read_text()
         except OSError:

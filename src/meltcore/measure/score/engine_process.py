@@ -95,7 +95,7 @@ class ScoredEngine:
     def wait_ready(self, is_interrupted: Callable[[], bool], limit_s: float = START_LIMIT_S) -> ReadyLine:
         """Wait until the engine is ready.
 
-        Raises EngineError where it ends first, reports that it cannot start, or takes longer; RunInterruptedError.
+        Raises EngineError if it ends first, reports that it cannot start, or takes longer; RunInterruptedError.
         """
         end_s = time.monotonic() + limit_s
         while True:
@@ -122,7 +122,7 @@ class ScoredEngine:
     def steps(self, deadline_s: float) -> list[StepLine]:
         """Return the steps received; wait for one until `deadline_s` (monotonic), at most half a second.
 
-        Raises EngineError where the engine ended, refused a request, failed, or sent nothing for too long.
+        Raises EngineError if the engine ended, refused a request, failed, or sent nothing for too long.
         """
         lines = self._exchange(min(_POLL_S, deadline_s - time.monotonic()))
         now_s = time.monotonic()

@@ -48,7 +48,7 @@ class Prompts:
     def prompt(self, number: int, vocab_size: int) -> list[int]:
         """Return the prompt of a request: in the order of the file, from the start again after the last.
 
-        Raises EngineError where the model has no such tokens.
+        Raises EngineError if the model has no such tokens.
         """
         if self.highest_id >= vocab_size:
             raise EngineError(f"the tokenizer gave token {self.highest_id}; the model's vocabulary has {vocab_size:,}")
@@ -58,7 +58,7 @@ class Prompts:
 def load_prompts(file: str, model: str | None, *, cpu: bool) -> Prompts:
     """Read and tokenize a file of prompts with the tokenizer of `model`; on a CPU, by default the bundled model's.
 
-    Raises ConfigError for a file that cannot be used, with its line, and where there is no tokenizer.
+    Raises ConfigError for a file that cannot be used, with its line, and if there is no tokenizer.
     """
     folder = Path(model).expanduser() if model is not None else _CPU_MODEL if cpu else None
     if folder is None or not folder.is_dir():

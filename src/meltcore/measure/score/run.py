@@ -45,7 +45,7 @@ def run_bench(config: BenchConfig, report: Callable[[str], None], on_level: OnLe
 
     `report` takes a line for the user. An interruption or a failing engine leaves a partial result that says so. Raises
     ConfigError for a reference that cannot be read, and for GPUs that do not exist or that another bench measures.
-    Raises EngineError where no engine started.
+    Raises EngineError if no engine started.
     """
     # Both refuse bad input before minutes of measuring.
     reference = None if config.reference is None else find_reference(config.reference)

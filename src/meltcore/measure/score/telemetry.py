@@ -89,7 +89,7 @@ def time_series(
 
 
 def total_memory_bytes(samples: Sequence[Sample], host_bytes: int) -> int | None:
-    """Return a GPU's memory, or the host's where both share one, or None where NVML fails to report it."""
+    """Return a GPU's memory, or the host's where both share one, or None if NVML fails to report it."""
     readings = readable_values(samples, "memory_total_bytes")
     if readings:
         return int(readings[0])

@@ -111,7 +111,7 @@ def analyze(
 ) -> GapReport:
     """Analyze one GPU. `window` is in nanoseconds of the trace; by default it spans all activities.
 
-    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError where the GPU has no activity in the
+    `activity_share` and `step` are as in `ProfileOptions`. Raises ConfigError if the GPU has no activity in the
     window, or nothing in it is named as `step` says.
     """
     gpu_activities = [activity for activity in trace.activities if activity.device == device]

@@ -62,7 +62,7 @@ def record(
     The command has `limit_s` from its start to the written report. `report` takes lines for the user. `mark` starts and
     stops the capture of a running command, such as a server; without it the whole command is recorded.
 
-    Raises ConfigError where nsys is missing, exceeds the limit or leaves no report. nsys and the command are ended on
+    Raises ConfigError if nsys is missing, exceeds the limit or leaves no report. nsys and the command are ended on
     every exception.
     """
     nsys = find_nsys()

@@ -1,4 +1,4 @@
-"""Whether a trace is complete.
+"""Judges whether a trace is complete.
 
 CUDA graphs hide kernels from profilers: other tools reported a GPU as 26 % idle that was 99 % busy.
 """
@@ -17,7 +17,10 @@ ACTIVITY_MARGIN = 0.10
 
 
 def graph_counts(trace: Trace, device: int) -> tuple[int, int]:
-    """Count graph launches with kernels on this GPU or on none, and kernels of graphs recorded on this GPU."""
+    """Return two counts of graphs on this GPU: launches, and kernels.
+
+    A launch counts if its kernels ran on this GPU, or if the trace has no kernels of the launch.
+    """
     graph_launch_ids = {
         record.correlation for record in trace.host if record.is_call and _GRAPH_LAUNCH in record.name.lower()
     }
@@ -78,7 +81,10 @@ def _plain_launches(host: list[HostEvent]) -> list[HostEvent]:
 
 
 def _incomplete_graphs(activities: list[Activity]) -> list[str]:
-    """Return one line per graph some of whose launches have fewer kernels than others, so records were lost."""
+    """Return one line for each graph whose launches have different numbers of kernels.
+
+    The trace has lost records of such a graph.
+    """
     by_graph: dict[int, Counter[int | None]] = defaultdict(Counter)
     for activity in activities:
         if activity.graph is not None:

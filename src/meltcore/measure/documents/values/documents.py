@@ -53,7 +53,7 @@ class DocumentFile:
 
     @property
     def type(self) -> EvidenceType | None:
-        """The type of evidence that the document is, or None for a card and for a sweep, which are no evidence."""
+        """The type of evidence that the document is. It is None for a card and for a sweep, which are not evidence."""
         tag = str(self.content.__struct_config__.tag)
         if tag == "run" and isinstance(self.content, RunResult):
             return "load" if self.content.command == "load" else "evaluation"
@@ -63,7 +63,7 @@ class DocumentFile:
 
     @property
     def taken(self) -> str:
-        """The time of the document in ISO 8601, or "" where it has none."""
+        """The time of the document in ISO 8601, or "" if it has none."""
         content = self.content
         if isinstance(content, Certificate):
             return content.started
@@ -71,7 +71,7 @@ class DocumentFile:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """The fingerprint of the measured machine, or None where the document has none."""
+        """The fingerprint of the measured machine, or None if the document has none."""
         content = self.content
         if isinstance(content, Certificate):
             return content.snapshot.fingerprint
@@ -81,7 +81,7 @@ class DocumentFile:
 def find_documents(path: Path) -> list[DocumentFile]:
     """Read the documents of a file, a run folder, or a folder of run folders and a snapshot.
 
-    Raises ConfigError where there is no document.
+    Raises ConfigError if there is no document.
     """
     if path.is_file():
         return [open_document(path)]

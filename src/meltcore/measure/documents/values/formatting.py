@@ -22,7 +22,10 @@ NOT_MEASURED = "–"
 
 # The load generator's settings that define a workload.
 def client_line(levels: Sequence[LevelResult]) -> str:
-    """Return a sentence on whether the load generator was late or out of CPU. No level has a reason against it."""
+    """Return a sentence on whether the load generator was late or used up its CPU.
+
+    The caller has checked that no level has a reason against the load generator.
+    """
     unmeasured_loads = [format_load(level) for level in levels if not _is_measured(level.client)]
     if not unmeasured_loads:
         return "The load generator was neither late nor out of CPU."
@@ -113,14 +116,14 @@ def format_load(level: LevelResult) -> str:
 
 
 def format_load_settings(load: dict[str, Any]) -> str:
-    """Format the load on a server, or "" where it is unknown."""
+    """Format the load on a server, or "" if it is unknown."""
     return ", ".join(
         f"{name.replace('_', ' ')} {format_setting(load[name])}" for name in _LOAD_SETTINGS if load.get(name)
     )
 
 
 def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
-    """Return a fingerprint as (name, value) pairs, one row per GPU."""
+    """Return a fingerprint as (name, value) pairs: CPU, memory, one pair per GPU, system, versions, arguments, seed."""
     rows = [
         ("CPU", f"{fingerprint.cpu}, {fingerprint.cores} cores usable"),
         ("Memory", size_text(fingerprint.memory_bytes)),
@@ -143,7 +146,7 @@ def fingerprint_rows(fingerprint: Fingerprint) -> list[tuple[str, str]]:
 
 
 def result_warnings(result: RunResult) -> list[str]:
-    """Return all reasons to doubt the numbers of a run, its recorded reasons first."""
+    """Return all reasons to doubt the numbers of a run. The reasons that the result records come first."""
     reasons = list(result.reasons)
     if result.status == "partial" and result.verdict != "PARTIAL":
         reasons.append("The run ended early; it never enters a comparison.")
@@ -188,7 +191,7 @@ def weighted_throughput_line(throughput: WeightedThroughput) -> str:
 
 
 def eval_score_line(score: EvalScore) -> str:
-    """Return one sentence: the score by both ways to count, or why it is zero."""
+    """Return one sentence: the score by both ways of counting tokens, or why the score is zero."""
     if score.zero_reasons:
         return f"score: 0, because of {'; '.join(score.zero_reasons)}"
     return (

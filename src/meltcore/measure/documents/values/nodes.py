@@ -1,6 +1,6 @@
-"""One command on all nodes of a cluster: each node's result, and how it compares with the others.
+"""The result of one command on all nodes of a cluster: each node's result, and how it compares with the others.
 
-Nodes are compared with those that have the same GPUs, or the same CPU where they have none.
+Nodes are compared with nodes that have the same GPUs. Nodes without GPUs are compared by their CPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ NodeDocument = Snapshot | Certificate | ScoredRun
 
 
 class NodeResult(msgspec.Struct, kw_only=True):
-    """The result of one node. `verdict` is its document's, or else the status. `document` is None without a document.
+    """The result of one node. `verdict` is the verdict of its document, or the status of a node without a document.
 
-    `hardware` names what nodes are compared by. `reason` says why there is no document, or why it cannot be trusted.
+    Nodes with the same `hardware` are compared. `reason` says why there is no document, or why it cannot be trusted.
     """
 
     node: str
@@ -68,7 +68,7 @@ class NodeMetric(msgspec.Struct, kw_only=True):
 
 
 class NodeDifference(msgspec.Struct, kw_only=True):
-    """A fact of a node that most nodes with the same hardware have otherwise (`common`), or the hardware itself."""
+    """A fact in which a node differs from most nodes with the same hardware (`common`), or the hardware itself."""
 
     node: str
     name: str
@@ -79,8 +79,7 @@ class NodeDifference(msgspec.Struct, kw_only=True):
 class NodesReport(VersionedDocument, kw_only=True, tag_field="document", tag="nodes"):
     """The result of a command on all nodes of a cluster. `started` is UTC in ISO 8601.
 
-    The verdict is PASS where nodes with the same hardware are alike, WARN where one deviates, and FAIL where one
-    failed.
+    The verdict is PASS if nodes with the same hardware are alike, WARN if a node deviates, and FAIL if a node failed.
     """
 
     command: str
@@ -188,7 +187,7 @@ def _findings(document: NodeDocument) -> str:
 
 
 def _hardware(document: NodeDocument) -> str:
-    """Return the GPUs of a document, or its CPU where it has none."""
+    """Return the GPUs of a document, or its CPU if there are no GPUs."""
     if isinstance(document, ScoredRun):
         return format_counts([device.name for device in document.score.devices])
     snapshot = _snapshot(document)
@@ -197,7 +196,7 @@ def _hardware(document: NodeDocument) -> str:
 
 
 def _snapshot(document: NodeDocument | None) -> Snapshot | None:
-    """Return the snapshot of its node that a document has; a score has none."""
+    """Return the node's snapshot from a document. Returns None for a score, which has no snapshot."""
     if isinstance(document, Certificate):
         return document.snapshot
     return document if isinstance(document, Snapshot) else None
@@ -211,7 +210,7 @@ def _cpu(fingerprint: Fingerprint) -> str:
 
 
 def _metrics(nodes: Sequence[NodeResult], slow_below: Callable[[str], float]) -> list[NodeMetric]:
-    """Return every rate that at least two nodes with the same hardware have."""
+    """Return every rate that was measured on at least two nodes with the same hardware."""
     by_metric: dict[tuple[str, str, str], list[tuple[str, float, str]]] = msgspec.field(default_factory=dict)
     for node in nodes:
         slowest: dict[tuple[str, str], tuple[float, str]] = {}
@@ -253,7 +252,7 @@ def _rates(document: NodeDocument | None) -> Iterator[tuple[str, str, float, str
 
 
 def _gpu_differences(nodes: Sequence[NodeResult]) -> list[NodeDifference]:
-    """Compare the GPUs of the nodes that have some: one that has lost a GPU is not like the others."""
+    """Compare the GPUs of the nodes that have any. A node that has lost a GPU differs from the others."""
     with_gpus = [(node, {"GPUs": node.hardware}) for node in nodes if _has_gpus(node.document)]
     return _compare(with_gpus)
 
@@ -275,7 +274,7 @@ def _differences(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[
 def _compare(facts: Sequence[tuple[NodeResult, Mapping[str, str]]]) -> list[NodeDifference]:
     """Return each fact of a node that differs from the value of most nodes.
 
-    Of two nodes that differ, the second counts.
+    If there are only two nodes, the difference belongs to the second node.
     """
     names = dict.fromkeys(name for _, of_node in facts for name in of_node)
     found = []

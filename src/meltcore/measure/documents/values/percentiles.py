@@ -1,9 +1,10 @@
-"""Percentiles, stated only where there are enough samples.
+"""Computes percentiles, and states only those for which there are enough samples.
 
 The rule is MLPerf's early stopping at 99 % confidence (https://github.com/mlcommons/inference_policies, appendix on
 early stopping). It assumes that the true fraction below the estimate of a percentile p is only p. The percentile may be
 stated from n samples if the chance of at most one sample above the estimate is then at most 1 %. That takes 11 samples
-for the median, 64 for p90, 130 for p95, 662 for p99 and 6,636 for p99.9. With fewer, reports show "n too small".
+for the median, 64 for p90, 130 for p95, 662 for p99 and 6,636 for p99.9. With fewer samples, reports show "n too
+small".
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def progress_bar(console: Console) -> Progress:
 def answer_progress(
     console: Console, is_shown: bool = True, description: str = "held-out problems"
 ) -> Iterator[Callable[[int, int, int], None] | None]:
-    """Show a bar over problems; yield `on_answer(done, correct, total)`, or None where `is_shown` is False.
+    """Show a bar over problems; yield `on_answer(done, correct, total)`, or None if `is_shown` is False.
 
     The bar appears with the first call, so a run that fails before it shows none.
     """

@@ -1,6 +1,6 @@
-"""Reference results that the package ships, and how a score compares with one.
+"""Reads reference results that the package ships, and compares a score with a reference.
 
-Every JSON file of `bundled/scores` is a reference: adding one is adding a file (scripts/reference_score.py makes it).
+Every JSON file of `bundled/scores` is a reference, so a new file adds one (scripts/reference_score.py makes it).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NamedScore:
 
     @property
     def hardware(self) -> str:
-        """The GPUs: "NVIDIA H200", "8 × NVIDIA H200"; different ones with a plus between."""
+        """The GPUs as text: "NVIDIA H200", "8 × NVIDIA H200". Different GPU types are joined by a plus sign."""
         return format_counts([device.name for device in self.score.devices], " + ")
 
 
@@ -54,7 +54,7 @@ def shipped_references(folder: Path | None = None) -> list[NamedScore]:
 
 
 def read_score(path: str) -> NamedScore:
-    """Read a result from its file or run folder. Raises ConfigError where it is not a GPU score."""
+    """Read a result from its file or run folder. Raises ConfigError if it is not a GPU score."""
     score_path = Path(path)
     if score_path.is_dir() and not (score_path / RESULT_FILE).exists():
         raise ConfigError(
@@ -67,7 +67,7 @@ def read_score(path: str) -> NamedScore:
 def find_reference(name: str) -> NamedScore:
     """Return the shipped reference `name`, or the result in the file or run folder of that path.
 
-    Raises ConfigError where there is neither, and for a result without a score.
+    Raises ConfigError if there is neither, and for a result without a score.
     """
     shipped = {reference.name: reference for reference in shipped_references()}
     if name in shipped:
@@ -81,9 +81,9 @@ def find_reference(name: str) -> NamedScore:
 
 
 def differences(score: Score, reference: Score) -> list[str]:
-    """Return why two scores do not compare, or an empty list where they do.
+    """Return the reasons why two scores are not comparable, or an empty list if they are.
 
-    The engine's version may differ: a reference keeps the one that it was measured with, which its ratio names.
+    The engine versions may differ: a reference keeps the version with which it was measured, and the ratio names it.
     """
     reasons = [*score.not_comparable, *(f"the reference: {reason}" for reason in reference.not_comparable)]
     for name, fact in COMPARABILITY_FIELDS:
@@ -93,7 +93,10 @@ def differences(score: Score, reference: Score) -> list[str]:
 
 
 def ratios(score: Score, chosen_reference: NamedScore | None) -> list[ReferenceRatio]:
-    """Return the ratio of a score to `chosen_reference`; if that is None, to every comparable shipped reference."""
+    """Return the ratio of a score to `chosen_reference`.
+
+    With None, return ratios to all comparable shipped references.
+    """
     if chosen_reference is not None:
         return [_ratio(score, chosen_reference)]
     return [ratio for reference in shipped_references() if not (ratio := _ratio(score, reference)).reasons]

@@ -1,4 +1,4 @@
-"""What a GPU score adds up to, and three expectations of its sustained window: utilization, temperature, stability."""
+"""Computes totals of a GPU score, and judges its sustained window by utilization, temperature and stability."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def totals_line(sums: Totals) -> str:
 def expectations(score: Score) -> list[WindowExpectation]:
     """Judge the three expectations, each by the device with the worst value.
 
-    NOT MEASURED where any device lacks the value and none fails. The expectations change neither the score nor the
-    health verdict.
+    An expectation is NOT MEASURED if a device lacks the value and no device fails. The expectations change neither the
+    score nor the health verdict.
     """
     return [_judge_utilization(score.devices), _judge_temperature(score.devices), _judge_stability(score.devices)]
 

@@ -16,5 +16,8 @@ def rate_of(part: Steady | TimelinePoint) -> float:
 
 
 def steady_throughput(level: LevelResult) -> float:
-    """Return the throughput of the steady window, in which no connection has stopped yet; else of the whole level."""
+    """Return the throughput of the steady window, or of the whole level if there is none.
+
+    In the steady window no connection has stopped yet.
+    """
     return throughput(level) if level.steady is None else rate_of(level.steady)

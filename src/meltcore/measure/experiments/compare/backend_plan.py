@@ -1,4 +1,4 @@
-"""Plans what `meltcore compare-backends` starts: a command per backend and set-up, or why it cannot start."""
+"""Plans the starts of `meltcore compare-backends`: a command per backend and set-up, or why there is none."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _READ_GGUF = ("meltcore", "llama.cpp")  # SGLang and vLLM need a plugin or a fla
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """What differs from the template for one backend.
+    """Options of one backend that differ from the template.
 
-    `checkpoint` and `quantized` replace the files of the comparison. `command` replaces the template's command line,
-    whose flags stand where it has {args}. `arguments` are added at the end.
+    `checkpoint` and `quantized` replace the files of the comparison. `command` replaces the template's command line;
+    the template's flags take the place of {args}. `arguments` are added at the end.
     """
 
     checkpoint: str | None = None
@@ -57,7 +57,7 @@ class EqualSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings as values of a template; prompts are never taken from a prefix cache."""
+        """The settings as values of a template. Prefix caching is always off."""
         names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "api_server_count")
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         values |= {"load_format": self.load_format} if self.load_format != "auto" else {}
@@ -66,9 +66,10 @@ class EqualSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendsPlan:
-    """The comparison to make: `model` on `backends` in `set_ups`, on the GPUs that CUDA_VISIBLE_DEVICES would name.
+    """Plans to compare `model` on `backends` in `set_ups`, on the GPUs that CUDA_VISIBLE_DEVICES would name.
 
-    `running` has the addresses of servers that run already, by name; they are measured in the set-ups of one server.
+    `running` has the addresses of servers that run already, by name. These servers are measured in the set-ups of one
+    server.
     """
 
     model: str
@@ -96,7 +97,10 @@ class BackendsPlan:
                 raise ConfigError(f"options are given for {name!r}, which is not among --backends {','.join(names)}")
 
     def runs(self) -> list[PlannedRun]:
-        """Return the starts, all backends in one kind of start before the next; servers that run already come last."""
+        """Return the starts in order: all backends in one kind of start before the next kind.
+
+        Servers that run already come last.
+        """
         kinds = list(dict.fromkeys(START_OF[set_up] for set_up in self.set_ups))
         planned = [self._planned(name, kind) for kind in kinds for name in self.backends]
         return planned + [
@@ -111,7 +115,7 @@ class BackendsPlan:
         return self.options.get(name, BackendOptions())
 
     def _planned(self, name: str, kind: StartKind) -> PlannedRun:
-        """Return one start with its command, or with the reason why it cannot be made."""
+        """Return one start with its command, or with the reason why it cannot run."""
         options = self._options(name)
         checkpoint = options.checkpoint or self.model
         if kind == "quantized":
@@ -138,11 +142,11 @@ class BackendsPlan:
 
     @property
     def num_replicas(self) -> int:
-        """The number of servers or replicas: one per GPU, and two where there is one GPU or none."""
+        """The number of servers or replicas: one per GPU, and two on a machine with at most one GPU."""
         return max(2, len(self.gpus))
 
     def _obstacle(self, name: str, kind: StartKind, checkpoint: str, options: BackendOptions) -> str:
-        """Return why a start cannot be made, or "" where nothing speaks against it."""
+        """Return why a start cannot run, or "" if it can."""
         skipped = [set_up for set_up in options.skip if START_OF[set_up] == kind]
         if skipped and all(set_up in options.skip for set_up in self.set_ups if START_OF[set_up] == kind):
             return "left out (--skip)"
@@ -174,7 +178,7 @@ class BackendsPlan:
         return values
 
     def _memory_bytes(self) -> int | None:
-        """Return what one of several servers may take of its GPU, or None without a GPU."""
+        """Return the memory that one of several servers may use on its GPU. Returns None without a GPU."""
         if not self.gpus or self.gpu_memory_bytes is None:
             return None
         return int(MEMORY_FRACTION * self.gpu_memory_bytes * len(self.gpus) / self.num_replicas)
@@ -182,7 +186,10 @@ class BackendsPlan:
     def _command(
         self, name: str, checkpoint: str, values: Mapping[str, Any], options: BackendOptions
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the words of a command with {port} in it, and its whole environment. Raises ConfigError."""
+        """Return the words of a command that contains {port}, and its whole environment.
+
+        Raises ConfigError if the command cannot be built.
+        """
         flags = TEMPLATES[name].flags if name in TEMPLATES else {}
         line = options.command or f"{TEMPLATES[name].command} {ARGS}"
         line = line.replace(ARGS, " ".join(flags[each] for each in values if each in flags))
@@ -198,22 +205,22 @@ class BackendsPlan:
         return find_program(words, environment, python, name), environment
 
     def _lacking(self, name: str, options: BackendOptions) -> list[str]:
-        """Return the equal settings that a backend's command line does not get."""
+        """Return the equal settings that a backend's command line does not contain."""
         line = options.command or ARGS
         flags = TEMPLATES[name].flags if name in TEMPLATES and ARGS in line else {}
         return [each for each in self.settings.given if each not in flags and f"{{{each}}}" not in line]
 
     def _variables(self, name: str, options: BackendOptions) -> dict[str, str]:
-        """Return the variables that a backend gets; ours keeps the path of its own modules."""
+        """Return the environment variables of a backend. Meltcore's own server keeps the path of its modules."""
         own = {"PYTHONPATH": os.environ["PYTHONPATH"]} if name == OURS and "PYTHONPATH" in os.environ else {}
         return own | options.environment
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One start to make, or why it is not made (`reason`). With a `url` a server that runs already is loaded instead.
+    """One planned start, or the `reason` why it cannot run. With a `url`, a server that runs already is loaded instead.
 
-    The command gets `variables` beside the inherited ones. One of several servers may take `memory_bytes` of its GPU.
+    The command gets `variables` beside the inherited ones. One of several servers may use `memory_bytes` of its GPU.
     """
 
     backend: str
@@ -228,7 +235,7 @@ class PlannedRun:
     memory_bytes: int | None = None
 
     def fleet(self, port: int, start_limit_s: float, api_server_count: int | None) -> dict[str, Any]:
-        """Return the fleet.yaml of several such servers behind `port`; its plan places them by memory."""
+        """Return the fleet.yaml of several such servers behind `port`. Its plan places the servers by memory."""
         assert self.command is not None
         words = [_escaped(word).replace("{{port}}", PORT) for word in self.command.template]
         model: dict[str, Any] = {"command": shlex.join(words), "replicas": self.replicas}
@@ -241,5 +248,5 @@ class PlannedRun:
 
 
 def _escaped(text: str) -> str:
-    """Return a text whose braces stand for themselves."""
+    """Return the text with its braces escaped for `str.format`."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -1,4 +1,4 @@
-"""Runs a comparison of backends: starts each, loads it, reads its GPUs and memory, ends it; then names the best."""
+"""Runs a comparison of backends: starts, loads, measures and ends each backend, then names the best."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _PROBE = {"prompt": "1", "max_tokens": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class BackendsLoad:
-    """The load of every run, which lacks the address. Levels up to `most_sessions` are several sessions.
+    """The load of every run, without the server's address. Levels up to `most_sessions` measure several sessions.
 
-    `arguments` is the command line that results keep.
+    `arguments` is the command line that results store.
     """
 
     load: LoadConfig
@@ -69,9 +69,10 @@ def run_backends(
     report: Callable[[str], None],
     on_run: Callable[[BackendRun], None] | None = None,
 ) -> BackendComparison:
-    """Make all runs of the plan, and write result and page after each; what fails is in the result with its reason.
+    """Run the plan, and write result and page after each run. The result holds failed runs with their reasons.
 
-    `report` takes lines for the user. After Ctrl-C the runs until then are written, and KeyboardInterrupt goes on.
+    `report` receives lines for the user. After Ctrl-C the runs made so far are written, and KeyboardInterrupt is raised
+    again.
     """
     start_s = time.monotonic()
     comparison = BackendComparison(
@@ -109,7 +110,7 @@ def run_backends(
 def _run(
     planned: PlannedRun, plan: BackendsPlan, options: BackendsLoad, folder: Path, *, report: Callable[[str], None]
 ) -> BackendRun:
-    """Start, load and end one backend. The reason of the run says what went wrong."""
+    """Start, load and end one backend. The `reason` of the returned run says what failed."""
     run = BackendRun(
         backend=planned.backend,
         start=planned.start,
@@ -154,7 +155,7 @@ def _server(
     *,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, RunningServer | None]]:
-    """Yield the address of a server that has answered a request, and the server itself where it was started here."""
+    """Yield the address of a server that has answered a request, and the server itself if it was started here."""
     if planned.url:
         if not Api(planned.url).is_reachable():
             raise ProcessError("nothing answers a request for its models at its address")
@@ -173,7 +174,7 @@ def _server(
 
 
 def _answers(url: str, deadline_s: float) -> bool:
-    """Return whether the server answers one request of one token, before `deadline_s` by time.monotonic()."""
+    """Return whether the server answers a request for one token before `deadline_s` (time.monotonic)."""
     api = Api(url, timeout_s=max(1.0, deadline_s - time.monotonic()))
     try:
         name, _ = api.resolve_model()
@@ -183,20 +184,20 @@ def _answers(url: str, deadline_s: float) -> bool:
 
 
 def backend_version(url: str) -> str | None:
-    """Return the version that the server reports, as vLLM, SGLang or llama.cpp do, or None where it reports none."""
+    """Return the version that the server reports in the way of vLLM, SGLang or llama.cpp. Returns None without one."""
     found = (server_version(url, path, key) for path, key in _VERSION_ROUTES.items())
     return next(filter(None, found), None)
 
 
 def published_reason(text: str) -> str:
-    """Return an error as results keep it: its first line and the last exception of its output, without folders."""
+    """Return an error as results store it: its first line and the last exception of its output, without folders."""
     first, _, output = text.strip().partition("\n")
     kept = dict.fromkeys(filter(None, [first.strip(), last_error(output)]))
     return " ".join(" ".join(clean_arguments(line.split())) for line in kept)[:400]
 
 
 def _failure(result: RunResult) -> str:
-    """Return why a load was not measured to its end, or "" where it was."""
+    """Return why a load was not measured to its end, or "" if it was."""
     failed = [level for level in result.levels if level.verdict in CUT_SHORT]
     return f"at concurrency {failed[0].concurrency}: {'; '.join(failed[0].reasons)}" if failed else ""
 
@@ -229,7 +230,10 @@ def _add_gpus(run: BackendRun, path: Path) -> None:
 
 
 def _host_memory_bytes(root: int) -> int | None:
-    """Return the memory of a process and its descendants, counting shared pages once, or None if unreadable."""
+    """Return the memory of a process and its descendants, in which shared pages count once.
+
+    Returns None if the memory cannot be read.
+    """
     parents = {int(path.name): stat_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     family, added = {root}, True
     while added:
@@ -249,9 +253,9 @@ def _host_memory_bytes(root: int) -> int | None:
 
 
 def visible_gpus(num_gpus: int) -> tuple[str, ...]:
-    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; `num_gpus` are on the machine.
+    """Return the GPUs that may be used, in the form of CUDA_VISIBLE_DEVICES. The machine has `num_gpus`.
 
-    Raises ConfigError for a variable that names no GPU.
+    Raises ConfigError if the variable contains a word that names no GPU.
     """
     value = os.environ.get(VISIBLE)
     return tuple(map(str, range(num_gpus)) if value is None else named_gpus(value))

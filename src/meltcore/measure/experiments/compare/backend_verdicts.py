@@ -1,4 +1,4 @@
-"""Names the best backend of each set-up and model, and finds what was measured of the nine aspects."""
+"""Names the best backend of each set-up and model, and states the findings on the nine aspects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _LONGEST_REASON = 60  # characters, in a cell of the aspects
 
 
 def best_backends(comparison: BackendComparison) -> list[BestBackend]:
-    """Return the best of each set-up, then of each model at the lowest and the highest concurrency, over set-ups."""
+    """Return the best backend of each set-up, then of each model over all set-ups.
+
+    A model has a best backend at the lowest concurrency and one at the highest.
+    """
     found = [_best_of_set_up(comparison, set_up) for set_up in comparison.set_ups]
     levels = [int(level) for level in comparison.load["concurrency"]]
     starts = list(dict.fromkeys(START_OF[set_up] for set_up in comparison.set_ups))
@@ -45,7 +48,10 @@ def _best_of_set_up(comparison: BackendComparison, set_up: SetUp) -> BestBackend
 
 
 def mean_rate(run: BackendRun, levels: Sequence[int]) -> float | None:
-    """Return the geometric mean of output tokens/s over `levels`, or None where one was not measured or stood still."""
+    """Return the geometric mean of output tokens/s over `levels`.
+
+    Returns None if a level was not measured or produced no tokens.
+    """
     rates = [0.0 if (level := run.level(each)) is None else level.output_tokens_per_s for each in levels]
     return geometric_mean(rates) if rates and all(rates) else None
 
@@ -77,7 +83,7 @@ def _best(model: str, set_up: str, levels: list[int], runs: Sequence[BackendRun]
 
 
 def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
-    """Return the failed shares over `levels` of each start whose requests failed."""
+    """Return as text, for each start with failed requests, the failed shares over `levels`."""
     texts = []
     for run in runs:
         shares = [100 * each.failed / each.requests for each in run.levels if each.concurrency in levels]
@@ -89,7 +95,7 @@ def _failed_shares(runs: Sequence[BackendRun], levels: Sequence[int]) -> str:
 
 
 def find_aspects(comparison: BackendComparison) -> list[Aspect]:
-    """Return the nine aspects, each with what the runs show of it by backend."""
+    """Return the nine aspects, each with the findings of the runs by backend."""
     finders: list[tuple[str, str, Callable[[BackendComparison, str], str]]] = [
         ("Performance", "output tok/s at the highest and the lowest concurrency, TTFT p50 at the highest", _speed),
         ("Concurrency", f"highest level at which at most {100 * MOST_FAILED:.0f} % of requests fail", _concurrency),
@@ -115,7 +121,7 @@ def find_aspects(comparison: BackendComparison) -> list[Aspect]:
 def unmeasured(run: BackendRun | None, levels: Sequence[int] = ()) -> str:
     """Return "not measured" with the run's reason, or how many requests of `levels` failed and why.
 
-    A long reason stands with its set-up.
+    A reason that is too long for a table is left out, since the page shows it with the run.
     """
     if run is None:
         return f"{UNMEASURED}: not part of this comparison"
@@ -165,7 +171,7 @@ def _concurrency(comparison: BackendComparison, backend: str) -> str:
 
 
 def _ratio(comparison: BackendComparison, backend: str, kind: StartKind) -> str:
-    """Return the rate of one kind of start at the highest concurrency, against one server on one GPU."""
+    """Return as text the rate of one kind of start at the highest concurrency, relative to one server on one GPU."""
     run, single = comparison.run(backend, kind), comparison.run(backend, "single")
     high = _ends(comparison)[1]
     level = run.level(high) if run is not None else None

@@ -40,21 +40,21 @@ def save_baseline(folder: Path, start_set: StartSet, logs: Path) -> Path:
 
 
 def list_baselines(root: Path) -> list[StartSet]:
-    """Return the baselines in `root` by name, which are none where the folder does not exist."""
+    """Return the baselines in `root`, sorted by name. Returns an empty list if the folder does not exist."""
     return (
         [read_start_set(folder) for folder in sorted(root.iterdir()) if is_start_set(folder)] if root.is_dir() else []
     )
 
 
 def find_start_set(text: str, root: Path) -> StartSet | None:
-    """Return the set at the path `text`, or the baseline of this name in `root`, or None where neither exists."""
+    """Return the set at the path `text`, or the baseline of this name in `root`. Returns None if neither exists."""
     return next((read_start_set(folder) for folder in (Path(text), root / text) if is_start_set(folder)), None)
 
 
 def stored_load(load: dict[str, Any], *, workload: str | None = None) -> LoadConfig:
     """Return the load of a stored set, to apply it to another server.
 
-    `workload` is the path of its workload file, of which a set stores only the name.
+    `workload` is the path of the workload file, since a set stores only the file's name.
     """
     field_names = {field.name for field in fields(LoadConfig)}
     stored_settings = {name: load[name] for name in _STORED_SETTINGS if name in load and name in field_names}

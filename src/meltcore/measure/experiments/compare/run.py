@@ -25,8 +25,8 @@ CONTROL, OLD, NEW = "control", "A", "B"
 class Comparison:
     """Settings of an A/B comparison: `starts` per side, after `control` starts of the old server alone.
 
-    The verdict judges `metric`, by default the throughput of the load's task, at `concurrency`, by default the highest.
-    `force` gives a verdict also for sets that do not compare.
+    The verdict judges `metric` at `concurrency`. The defaults are the throughput of the load's task and the highest
+    concurrency. With `force`, sets that are not comparable get a verdict too.
     """
 
     old: ServerCommand
@@ -56,9 +56,9 @@ def run_comparison(
     report: Callable[[str], None],
     on_start: OnStart | None = None,
 ) -> ComparisonResult:
-    """Run all starts, write each set to `folder` as it grows, then the comparison.
+    """Run all starts, write each set to `folder` as it grows, then write the comparison.
 
-    Raises MeltcoreError where a start fails, ConfigError where the sets do not compare (and `force` is off).
+    Raises MeltcoreError if a start fails, and ConfigError if the sets are not comparable, unless `force` is set.
     """
     if comparison.concurrency is not None and comparison.concurrency not in options.load.concurrency:
         raise ConfigError(

@@ -22,7 +22,7 @@ from meltcore.measure.load.run.run import measure
 class StartOptions:
     """The load of each start, and the time limit until the server is ready.
 
-    `load` lacks the address, which each start fills in. `arguments` is the command line that results keep.
+    `load` lacks the address, which each start fills in. `arguments` is the command line that results store.
     """
 
     load: LoadConfig
@@ -32,7 +32,7 @@ class StartOptions:
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """A start to run. `set_name` is the set of its result, `number` its place in the set from 1."""
+    """A planned start. Its result becomes start `number`, counted from 1, of the set `set_name`."""
 
     set_name: str
     command: ServerCommand
@@ -66,7 +66,7 @@ def run_starts(
     """Run all starts and return the sets by name. Server logs go to `folder`, lines for the user to `report`.
 
     `on_set` receives a set each time it grows, so that an interruption loses no measured start. Raises MeltcoreError
-    where a start fails: a set with a missing start would be judged as if it were complete.
+    if a start fails: a set with a missing start would be judged as if it were complete.
     """
     started_at = datetime.now(UTC).isoformat(timespec="seconds")
     sets: dict[str, StartSet] = {}
@@ -85,7 +85,7 @@ def run_starts(
 
 
 def run_start(start: PlannedStart, options: StartOptions, folder: Path, *, report: Callable[[str], None]) -> RunResult:
-    """Start, load and end one server. Raises MeltcoreError where the load was not measured to its end."""
+    """Start, load and end one server. Raises MeltcoreError if the load was not measured to its end."""
     label = f"start {start.number} of {start.set_name}"
     log_path = folder / f"server-{start.set_name}-{start.number}.log"
     try:

@@ -1,6 +1,6 @@
-"""Opens every route of the fleet with the clients that users have: `openai`, `dwani`, and plain HTTP for the rest.
+"""Opens every route of the fleet with the clients that users have: `openai`, `dwani`, and plain HTTP otherwise.
 
-The clients are unchanged. Each route is one check, which fails without the right answer.
+The clients are not modified. Each route is one check, which fails if the answer is not the expected one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SPEECH_STARTS = (b"ID3", b"\xff\xf3", b"\xff\xfb")  # of an MP3 file
 
 
 class _WrongError(MeltcoreError):
-    """Reports an answer that is not the right one."""
+    """Reports an answer that is not the expected one."""
 
 
 @dataclass(frozen=True)
 class _Fleet:
-    """The server under test, and what is sent to it. `models` are by the path that the requests of their task take."""
+    """The server under test, and the data to send to it. `models` maps the request path of a task to a model."""
 
     url: str
     models: Mapping[str, str]
@@ -60,7 +60,7 @@ class _Fleet:
 
     @property
     def upload(self) -> dict[str, Any]:
-        """The clip as the file of a form."""
+        """The clip as a file of a multipart form."""
         return {"file": ("clip.wav", self.clip.audio_wav)}
 
 
@@ -69,9 +69,9 @@ _Run = Callable[[_Fleet], str]
 
 @dataclass(frozen=True)
 class _Check:
-    """A route and how it is opened. It needs the tasks of the paths in `needs`.
+    """A check that opens one route. It runs only if the fleet has the tasks of the paths in `needs`.
 
-    `run` returns what it observed, or raises.
+    `run` returns a description of what it observed, or raises an error.
     """
 
     name: str
@@ -84,9 +84,10 @@ _CHECKS: list[_Check] = []
 
 
 def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Run], _Run]:
-    """Return a decorator that registers a function as the check called `name`.
+    """Return a decorator that registers a function as the check called `name`, which opens `paths`.
 
-    The check needs the tasks of the paths in `needs`, by default of `paths`, else of chats.
+    The check runs if the fleet has the tasks of the paths in `needs`. By default these are the paths in `paths` that
+    belong to a task, or the chat path if none does.
     """
 
     def register(function: _Run) -> _Run:
@@ -98,7 +99,7 @@ def _opens(name: str, *paths: str, needs: Collection[str] = ()) -> Callable[[_Ru
 
 
 def check_installed() -> None:
-    """Raise ConfigError where a client is not installed."""
+    """Raise ConfigError if a client is not installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -110,7 +111,7 @@ def check_installed() -> None:
 def open_routes(
     url: str, models: Mapping[str, str], folder: Path, on_check: Callable[[CheckResult], None] = lambda _check: None
 ) -> list[CheckResult]:
-    """Open the routes of the tasks in `models` (name by task) and return a check for each.
+    """Open the routes of the tasks in `models`, which maps task to model name, and return one check per route.
 
     `folder` is for the files that clients upload. `on_check` receives each check as it ends.
     """
@@ -154,7 +155,7 @@ def _result(name: str, run: Callable[[], str]) -> CheckResult:
 
 
 def _all_opened(fleet: _Fleet, opened: Collection[str]) -> str:
-    """Compare what was opened with the server's own list, but for routes of tasks that the fleet lacks."""
+    """Check that every route in the server's own list was opened, except routes of tasks that the fleet lacks."""
     skipped = {path for check in _CHECKS if not set(check.needs) <= fleet.models.keys() for path in check.paths}
     listed = set(fleet.send("/openapi.json", "GET").json()["paths"])
     left = sorted(listed - set(opened) - skipped)

@@ -16,7 +16,7 @@ TASKS = tuple(MIX)
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Parse names of tasks with commas between. Raises ConfigError for an unknown one."""
+    """Parse comma-separated names of tasks. Raises ConfigError for an unknown name."""
     names = tuple(dict.fromkeys(filter(None, text.split(","))))
     unknown = [name for name in names if name not in TASKS]
     if unknown:
@@ -26,7 +26,7 @@ def parse_tasks(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """The models to serve and their load. `levels` are the connections of each level."""
+    """The models to serve and their load. `levels` holds the number of connections of each level."""
 
     levels: tuple[int, ...] = option(DEFAULT_LEVELS, "Connections of each level.")
     tasks: tuple[str, ...] = option(

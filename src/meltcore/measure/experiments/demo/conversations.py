@@ -19,7 +19,7 @@ _TEXT = (
 
 
 class Conversation(NamedTuple):
-    """Messages of a user, sent one after another. The last answer must hold `expected`."""
+    """Messages of a user, sent one after another. The last answer must contain `expected`."""
 
     messages: tuple[str, ...]
     expected: str = ""
@@ -35,9 +35,9 @@ CONVERSATIONS = (
 
 
 def converse(api: Api, model: str) -> tuple[list[CheckResult], list[DemoSample]]:
-    """Hold the conversations; return a check of each, and all questions with their answers.
+    """Hold the conversations. Returns one check per conversation, and all questions with their answers.
 
-    A check passes where each answer is text and the last one holds what is expected.
+    A check passes if every answer is text and the last answer contains the expected text.
     """
     checks, samples = [], []
     for conversation in CONVERSATIONS:
@@ -56,7 +56,10 @@ def converse(api: Api, model: str) -> tuple[list[CheckResult], list[DemoSample]]
 
 
 def _answers(api: Api, model: str, questions: tuple[str, ...]) -> list[str]:
-    """Return the greedy answer to each question, asked after all earlier ones. Raises MeltcoreError."""
+    """Return the greedy answer to each question, which is sent with all earlier questions and answers.
+
+    Raises MeltcoreError if a request fails.
+    """
     messages: list[dict[str, str]] = []
     answers: list[str] = []
     for question in questions:

@@ -27,9 +27,9 @@ def chat_model_name(chat_model: str) -> str:
 
 
 def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = None) -> None:
-    """Write the fleet of the bundled models of `tasks` and of `chat_model`, on a port that the system chooses.
+    """Write a fleet.yaml with the bundled models of `tasks` and with `chat_model`, on a port that the system chooses.
 
-    Raises ProcessError.
+    Raises ProcessError if `meltcore fleet init` fails.
     """
     done = run([*COMMAND, "fleet", "init", "--tiny", str(path)], limit_s=INIT_LIMIT_S)
     if done.returncode != 0:
@@ -46,7 +46,7 @@ def write_fleet(path: Path, tasks: Collection[str], chat_model: str | None = Non
 
 
 def fleet_server(fleet: Path, log_path: Path, *, report: Callable[[str], None]) -> MeltcoreServer:
-    """Return a `meltcore up` on a fleet.yaml, which is ready once all models are, and fails where one has failed."""
+    """Return a `meltcore up` for a fleet.yaml. It is ready once all models are ready, and fails if a model fails."""
     return MeltcoreServer(["up", str(fleet)], log_path, report=report, is_ready=_all_ready)
 
 
@@ -59,7 +59,7 @@ def models_by_task(api: Api) -> dict[str, str]:
 
 
 def _all_ready(address: str) -> bool:
-    """Return whether all models are ready. Raises MeltcoreError where one has failed."""
+    """Return whether all models are ready. Raises MeltcoreError if one has failed."""
     api = Api(address)
     try:
         models: list[Mapping[str, Any]] = api.get("/v1/status").json()["models"]

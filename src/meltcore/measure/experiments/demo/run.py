@@ -75,9 +75,9 @@ class _Measurements:
 
 
 def run_demo(config: DemoConfig, console: Console) -> tuple[RunFolder, RunResult]:
-    """Run everything and write the run folder; the server always ends.
+    """Run the demo and write the run folder. The server is always ended.
 
-    An interruption or a failing server leaves a partial result that says so. Raises ProcessError where the server never
+    An interruption or a failing server leaves a partial result that says so. Raises ProcessError if the server never
     became ready; its log stays in the run folder.
     """
     if config.clients:
@@ -140,9 +140,9 @@ def _measure(
     folder: RunFolder,
     measurements: _Measurements,
 ) -> None:
-    """Run checks, problems of each task and levels, and record each finding in `measurements` immediately.
+    """Run the checks, the problems of each task and the levels, and record each result in `measurements` immediately.
 
-    Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ends by itself.
+    Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server ends by itself.
     """
     model = measurements.models[CHAT]
     measurements.facts = model_facts(api.get("/v1/models").json(), model)
@@ -159,7 +159,7 @@ def _measure(
 
 
 def _check(config: DemoConfig, console: Console, api: Api, measurements: _Measurements) -> None:
-    """Check the API with requests of our own, then open every route with the clients that users have."""
+    """Check the API with Meltcore's own requests, then open every route with the clients that users have."""
     checks = measurements.checks = run_checks(api, measurements.models[CHAT])
     with TemporaryDirectory(prefix="meltcore-demo-") as uploads, console.status("opening the routes") as status:
         if config.clients:
@@ -198,7 +198,7 @@ def _measure_step(
     server: MeltcoreServer,
     address: str,
 ) -> None:
-    """Run a task's step. Raises KeyboardInterrupt when interrupted, MeltcoreError where the server ended."""
+    """Run a task's step. Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended."""
     if task.step is not None:
         _load_step(task, task.step.make_problems(config.seed), console, folder, measurements, server, address)
     readers = [each for each in tasks().values() if task.read_back is not None and each.path == task.read_back.reader]
@@ -238,9 +238,9 @@ def _run_ladder(
     server: MeltcoreServer,
     address: str,
 ) -> None:
-    """Load all models together at each level. Raises KeyboardInterrupt when interrupted, MeltcoreError without server.
+    """Load all models together at each level. A refused request is sent again after the time in Retry-After.
 
-    A request that is refused with Retry-After is sent again when the server wants it.
+    Raises KeyboardInterrupt on Ctrl-C, and MeltcoreError if the server has ended.
     """
     load = FleetLoadConfig(
         url=address,

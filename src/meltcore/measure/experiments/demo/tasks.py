@@ -1,6 +1,6 @@
-"""The demo's steps after chat: each task's problems whose right answers are known.
+"""Runs the demo's steps after chat: for each task, problems with known answers.
 
-Speech has no right answer of its own. The transcriber must read back what the synthesizer has said.
+Speech has no single right answer. So the transcriber must read back what the synthesizer has spoken.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def run_step(
     records_path: Path,
     console: Console,
 ) -> tuple[LevelResult, list[DemoSample]]:
-    """Load `model` at `address` with `problems`, written to `folder`; return some answers with text too.
+    """Load `model` at `address` with `problems`. Returns the level, and some answers with their text.
 
-    A bar on `console` shows the progress.
+    The problems are written to `folder`. A bar on `console` shows the progress.
     """
     samples: list[DemoSample] = []
     assert task.step is not None
@@ -70,7 +70,10 @@ def run_step(
 
 
 def speak(address: str, model: str, task: MeasuredTask, problems: Sequence[Problem]) -> list[Problem]:
-    """Return what is sent to the task that reads the answers of `task` back. Raises MeltcoreError without an answer."""
+    """Synthesize `problems`, and return problems for the task that reads the answers of `task` back.
+
+    Raises MeltcoreError if a request gets no answer.
+    """
     assert task.read_back is not None
     api, spoken = Api(address), []
     for problem in problems:

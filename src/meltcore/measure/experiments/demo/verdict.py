@@ -24,10 +24,10 @@ def judge(
     planned: Sequence[int],
     read_back: LevelResult | None = None,
 ) -> tuple[Verdict, list[str]]:
-    """Return the verdict of a demo, and all reasons against it.
+    """Return the verdict of a demo, and all reasons against a PASS.
 
-    Each of `levels` measures one task, and `mixed` all models together. `planned` are the connections of the levels
-    that were to run. In the level `read_back` the transcriber reads what the synthesizer has said.
+    Each of `levels` measures one task, and `mixed` all models together. `planned` holds the connections of the planned
+    levels. In the level `read_back` the transcriber reads the speech of the synthesizer.
     """
     reasons = [f"API check failed: {check.name}: {check.detail}" for check in checks if check.status == "FAIL"]
     reasons += _unloaded_reasons(evaluation)
@@ -102,7 +102,7 @@ def _answer_reasons(level: LevelResult) -> list[str]:
 
 
 def _drift_reasons(evaluation: Evaluation, accuracy: float | None) -> list[str]:
-    """Return the reason against answers under load that are not as right as the unloaded ones."""
+    """Return the reason against a PASS if answers under load are less accurate than answers without load."""
     if accuracy is None:
         return ["accuracy was not measured"]
     if abs(accuracy - evaluation.accuracy) <= ACCURACY_MARGIN + _ROUNDING:

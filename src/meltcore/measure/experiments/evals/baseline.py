@@ -37,8 +37,8 @@ def run_baseline(
 
     The result is written into `folder` before the server is ended, which takes a while, and is returned.
 
-    Raises ConfigError where something already answers at the address, and where `command` leaves its server in the
-    background. Raises ProcessError where the server does not become ready in time.
+    Raises ConfigError if a server already answers at the address, or if `command` leaves its server in the background.
+    Raises ProcessError if the server does not become ready in time.
     """
     argv = _split_command(command)
     url, api_key = config.throughput.url, config.throughput.api_key

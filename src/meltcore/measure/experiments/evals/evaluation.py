@@ -40,7 +40,10 @@ _PART_ONLY_SETTINGS = ("what", "min_accuracy")  # settings that do not describe 
 
 
 def check_config(config: EvaluationConfig) -> None:
-    """Raise ConfigError for data, examples or a tokenizer that cannot be read, before the evaluation starts."""
+    """Raise ConfigError if the data, the examples or the tokenizer cannot be read.
+
+    Call it before the evaluation starts.
+    """
     if not config.throughput.speed_only:
         read_items(config.data, config.limit)
         read_shots(config.shots)
@@ -57,8 +60,8 @@ def run_evaluation(
 ) -> RunResult:
     """Evaluate the server of `config` and return the result. Prompts and records are written into `folder`.
 
-    An interruption, or a server that dies during the run, leaves a partial result that says so. Raises ConfigError
-    where nothing could be measured; `check_config` detects such settings beforehand.
+    An interruption, or a server that dies during the run, leaves a partial result that says so. Raises ConfigError if
+    nothing could be measured; `check_config` detects most such settings beforehand.
     """
     parts: list[RunResult] = []
     early_end: tuple[Verdict, str] | None = None
@@ -88,9 +91,9 @@ def run_evaluation(
 
 
 def score(gates: Sequence[CheckResult], levels: Sequence[LevelResult]) -> EvalScore:
-    """Return the weighted sum of the throughput at concurrency 1 to 64, or zero where a gate or a level failed.
+    """Return the weighted sum of the throughput at concurrency 1 to 64. A failed gate or level makes it zero.
 
-    Raises ConfigError where a level is missing or incomplete, or where a gate did not run: there is no score then.
+    Raises ConfigError if a level is missing or incomplete, or if a gate did not run. Such runs have no score.
     """
     skipped_gates = [gate.name for gate in gates if gate.status == "NOT RUN"]
     if skipped_gates or not gates:
@@ -109,7 +112,10 @@ def score(gates: Sequence[CheckResult], levels: Sequence[LevelResult]) -> EvalSc
 
 
 def score_runs(folders: Sequence[Path | str]) -> RunResult:
-    """Compute the score of one full run, or of a GSM8K run and a throughput run. Raises ConfigError without either."""
+    """Compute the score of one full run, or of a GSM8K run and a throughput run.
+
+    Raises ConfigError if `folders` hold neither.
+    """
     parts = [read_result(folder) for folder in folders]
     for part, folder in zip(parts, folders, strict=True):
         if part.command != "eval" or part.settings.get("what") == "problems":
@@ -129,7 +135,7 @@ def score_runs(folders: Sequence[Path | str]) -> RunResult:
 
 
 def combine(mode: EvaluationMode, parts: Sequence[RunResult]) -> RunResult:
-    """Combine the results `parts` into one. No two of them may have measured the same."""
+    """Combine the results `parts` into one. The parts must have measured different things."""
     settings: dict[str, Any] = {"what": mode}
     for part in parts:
         settings |= {name: value for name, value in part.settings.items() if name not in _PART_ONLY_SETTINGS}
@@ -182,7 +188,10 @@ def _run_parts(
 
 
 def _difference_notes(settings: dict[str, Any]) -> list[str]:
-    """Return a note on the settings that differ from the settings of published scores, in a list that may be empty."""
+    """Return a list with one note on the settings that differ from the settings of published scores.
+
+    Returns an empty list if no setting differs.
+    """
     if settings.get("speed_only"):
         return []
     differences = [

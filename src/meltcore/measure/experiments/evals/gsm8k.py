@@ -41,13 +41,14 @@ def run_gsm8k(
     on_answer: OnAnswer | None = None,
     folder: Path | None = None,
 ) -> RunResult:
-    """Ask the problems of `config` and return the result, which is FAILED where a gate or a request fails.
+    """Evaluate GSM8K with the problems of `config`. The verdict is FAILED if a gate or a request fails.
 
-    `harness` is a Python that has lm-evaluation-harness. The harness then asks the same problems, and its items are
-    compared with ours. Where it fails, the comparison is a failed gate and our own answers are kept. Every answer is
-    written into `folder` as it arrives. A server that dies makes the run partial, with the verdict SERVER_DIED.
+    `harness` is a Python that has lm-evaluation-harness. The harness then runs the same problems, and its items are
+    compared with Meltcore's. If the harness fails, the comparison is a failed gate, and Meltcore's answers are kept.
+    Every answer is written into `folder` as it arrives. If the server dies, the run is partial and has the verdict
+    SERVER_DIED.
 
-    Raises ConfigError where data or examples cannot be read, and where the server cannot be reached or names no model.
+    Raises ConfigError if data or examples cannot be read, or if the server cannot be reached or names no model.
     """
     harness_package = find_package(harness) if harness is not None else None
     items, shots = read_items(config.data, config.limit), read_shots(config.shots, harness_package)
@@ -136,7 +137,7 @@ def ask_items(
 def answer_writer(path: Path) -> Callable[[int, GradedAnswer], None]:
     """Return an `on_graded` callback that appends one JSON line per answer to `path`.
 
-    An interrupted run thus keeps its answers. The callback raises ConfigError where a line cannot be written.
+    An interrupted run thus keeps its answers. The callback raises ConfigError if a line cannot be written.
     """
     encoder = msgspec.json.Encoder()
 
@@ -164,7 +165,7 @@ def is_published(items: Sequence[Item]) -> bool:
 
 
 def _digest(items: Sequence[Item]) -> str:
-    """Return the SHA-256 of all questions and references, which differences in white space do not change."""
+    """Return the SHA-256 of all questions and references. Differences in white space do not change the digest."""
     digest = hashlib.sha256()
     for item in items:
         for text in (item.question, item.reference):
@@ -173,7 +174,7 @@ def _digest(items: Sequence[Item]) -> str:
 
 
 def summarize(graded_answers: Sequence[GradedAnswer]) -> Evaluation:
-    """Count the graded answers. `correct` counts those that flexible extraction grades as correct, as the gate does."""
+    """Count the graded answers. `correct` is the number of correct answers by flexible extraction, as in the gate."""
     evaluation = make_evaluation(
         [(graded.item.question, graded.item.reference) for graded in graded_answers],
         [graded.answer for graded in graded_answers],

@@ -21,7 +21,7 @@ TEST_FILE = "test.jsonl"  # in the data set's folder, as published
 
 @dataclass(frozen=True)
 class Item:
-    """Holds one problem. `answer` ends in "#### N" where it comes from the data set."""
+    """Holds one problem. `answer` ends in "#### N" if the problem comes from the data set."""
 
     question: str
     answer: str
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Shots:
-    """Holds the worked examples. `is_comparable` tells whether published results were made with them."""
+    """Holds the worked examples. `is_comparable` is True if published results used the same examples."""
 
     examples: tuple[Item, ...]
     source: str
@@ -91,7 +91,7 @@ def read_items(source: str, limit: int) -> list[Item]:
     """Read the first `limit` problems of `source`.
 
     `source` is a JSONL file, a folder with test.jsonl, the bundled problems, or a data set of the hub. Raises
-    ConfigError where the source cannot be read or holds fewer.
+    ConfigError if the source cannot be read or holds fewer problems.
     """
     if source == BUNDLED_SOURCE:
         items = [Item(problem.question, f"{problem.answer}\n#### {problem.value}") for problem in evaluation_set()]
@@ -107,10 +107,10 @@ def read_items(source: str, limit: int) -> list[Item]:
 
 
 def read_shots(source: str | None, package: Path | None = None) -> Shots:
-    """Read the worked examples: eight, or none for `source` "none".
+    """Read the eight worked examples. A `source` of "none" gives no examples.
 
-    They come from the JSONL file `source`, else from an installed lm-eval, else from this package. `package` is the
-    folder of a lm_eval in another environment. Raises ConfigError for a file that does not hold eight.
+    The examples come from the JSONL file `source`, else from an installed lm-eval, else from this package. `package` is
+    the folder of lm_eval in another environment. Raises ConfigError if the file does not hold eight examples.
     """
     if source == NO_SHOTS:
         return Shots((), "none", is_comparable=False)

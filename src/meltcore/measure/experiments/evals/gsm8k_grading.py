@@ -22,7 +22,7 @@ _IGNORED_PATTERNS = tuple(re.compile(pattern) for pattern in (",", r"\$", r"(?s)
 
 
 class GradedAnswer(NamedTuple):
-    """Holds one item's answer and its two grades. A failed request is correct in neither."""
+    """Holds one item's answer and its two grades. A failed request is incorrect by both."""
 
     item: Item
     answer: Answer

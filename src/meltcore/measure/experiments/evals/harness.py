@@ -40,7 +40,7 @@ class HarnessItem(NamedTuple):
 
 
 def find_package(python: str) -> Path:
-    """Return the folder of lm_eval in the environment of `python`. Raises ConfigError where it has none."""
+    """Return the folder of lm_eval in the environment of `python`. Raises ConfigError if it has none."""
     try:
         completed_run = process.run(
             [python, "-c", _PRINT_PACKAGE_FOLDER], limit_s=_FIND_PACKAGE_TIMEOUT_S, terminate_limit_s=_TERMINATE_LIMIT_S
@@ -66,9 +66,9 @@ def run_harness(
     concurrency: int = 8,
     timeout_s: float = 3600.0,
 ) -> list[HarnessItem]:
-    """Ask `items` through the harness and return its items in the same order.
+    """Run `items` through the harness and return its items in the same order.
 
-    Raises ConfigError where `python` has no harness, and HarnessError where the harness fails or exceeds `timeout_s`.
+    Raises ConfigError if `python` has no harness, and HarnessError if the harness fails or exceeds `timeout_s`.
     """
     package = find_package(python)
     with tempfile.TemporaryDirectory(prefix="meltcore-lm-eval-") as folder_name:
@@ -95,16 +95,16 @@ def run_harness(
 
 
 def failed_comparison(error: MeltcoreError) -> CheckResult:
-    """Return the gate that replaces the comparison where the harness failed."""
+    """Return the failed gate that replaces the comparison if the harness fails."""
     return CheckResult(name="compared with lm-evaluation-harness", status="FAIL", detail=str(error))
 
 
 def compare(graded: Sequence[GradedAnswer], harness_items: Sequence[HarnessItem], shots: Shots) -> list[CheckResult]:
     """Return gates that compare our prompts and grades with the harness's.
 
-    Our grading rules are applied to the harness's own answers. A server may answer differently when asked again
-    (another order of summation in another batch), so items that differ between the two runs are reported but fail no
-    gate.
+    Our grading rules are applied to the harness's own answers. A server may answer a repeated question differently,
+    because another batch has another order of summation. So items that differ between the two runs are reported but
+    fail no gate.
     """
     pairs = list(zip(graded, harness_items, strict=True))
     num_items = len(pairs)
@@ -181,5 +181,5 @@ def _read_samples(folder: Path, num_items: int) -> list[HarnessItem]:
 
 
 def _role_and_content(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the messages with only role and content. Some versions of the harness add a type."""
+    """Return the messages with only role and content. Some versions of the harness add a type to each message."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]

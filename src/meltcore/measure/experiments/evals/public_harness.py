@@ -1,8 +1,8 @@
 """Converts a finished evaluation into the result files of the hackathon's public harness.
 
-GPU MODE and PyTorch held the hackathon (Paris 2026). Each field has the name and meaning that the harness's
-programs write and its scoring program reads. Tokens are counted with the tokenizer, as in the harness. Prompts are
-counted without the server's chat template, which the harness includes: the rates here are never above the harness's.
+GPU MODE and PyTorch held the hackathon (Paris 2026). Each field has the name and meaning that the harness writes and
+its scoring program reads. Tokens are counted with the tokenizer, as in the harness. Prompts are counted without the
+server's chat template, which the harness includes. So the rates in these files are never above the harness's rates.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Throughput(msgspec.Struct, kw_only=True):
 
 
 def correctness(result: RunResult) -> Correctness:
-    """Convert the GSM8K part of `result`. Raises ConfigError where it has none."""
+    """Convert the GSM8K part of `result`. Raises ConfigError if it has none."""
     evaluation = result.evaluation
     if evaluation is None or evaluation.strict_correct is None:
         raise ConfigError("this result has no GSM8K answers graded in both ways")
@@ -115,9 +115,9 @@ def throughput(result: RunResult) -> Throughput:
 
 
 def public_score(correct: Correctness, measured: Throughput) -> float:
-    """Return the score of the two files: weighted tok/s at concurrency 1 to 64, zero below the gate.
+    """Return the score of the two files: weighted tok/s at concurrency 1 to 64, or zero below the gate.
 
-    The written rules have the gate, 87.5 %; the harness's scoring program has 85 %.
+    The gate is 87.5 % in the written rules, as here, and 85 % in the harness's scoring program.
     """
     if round(correct.accuracy * correct.limit) < min_correct(correct.limit):
         return 0.0

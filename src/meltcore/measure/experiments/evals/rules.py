@@ -1,7 +1,7 @@
-"""Checks the rules of a competition against what a server reported of itself when it was measured.
+"""Checks the rules of a competition against what a server reported about itself when it was measured.
 
-The served process reports its precision in /v1/models (`served_model.py`), and every run keeps the report in
-its settings. A rule about a setting that a run lacks is NOT RUN, which does not pass.
+The served process reports its precision in /v1/models (`served_model.py`), and every run keeps the report in its
+settings. A rule about a setting that a run lacks is NOT RUN, which does not pass.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class SubmittedRun:
 
 
 def hackathon_gates(runs: Sequence[SubmittedRun]) -> list[CheckResult]:
-    """Return one gate per rule of the hackathon: what the served process may use, and which workload must be measured.
+    """Return one gate per rule of the hackathon.
 
-    A rule passes only where it holds in every run: GSM8K and the levels may have been measured one by one.
+    The rules say what the served process may use, and which workload must be measured. A gate passes only if its rule
+    holds in every run: GSM8K and the levels may come from separate runs.
     """
     return [
         _setting_gate(runs, "weights in BF16 (no FP8, INT8 or 4-bit)", "weight_dtypes", _is_bf16_weights),

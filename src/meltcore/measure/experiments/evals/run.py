@@ -33,9 +33,9 @@ def evaluate(
     concurrency: int = CONCURRENCY,
     on_progress: OnAnswer | None = None,
 ) -> Evaluation:
-    """Ask every problem (default: the 200 held-out ones) once, greedily and unstreamed, and count the correct answers.
+    """Send every problem once, greedily and unstreamed, and count the correct answers.
 
-    A failed request counts in `failed`, and is not correct.
+    The default is the 200 held-out problems. A failed request counts in `failed` and is not correct.
     """
     problem_list = list(evaluation_set() if problems is None else problems)
     bodies = [
@@ -65,9 +65,9 @@ def ask_and_grade(
     grade: Callable[[int, Answer], bool],
     on_progress: OnAnswer | None,
 ) -> list[Answer]:
-    """Ask every chat body once, and return the answers in order.
+    """Send every chat body once, and return the answers in order.
 
-    grade: receives each index and answer as it arrives, and returns whether the answer is correct.
+    `grade` receives the index and the answer of each body, and returns whether the answer is correct.
     """
     answers: dict[int, Answer] = {}
     num_correct = 0
@@ -84,7 +84,10 @@ def ask_and_grade(
 def make_evaluation(
     questions: Sequence[tuple[str, str]], answers: Sequence[Answer], correct: Sequence[bool]
 ) -> Evaluation:
-    """Count the correct answers, and keep the first incorrect ones. questions: (question, expected answer)."""
+    """Count the correct answers, and keep the first incorrect ones.
+
+    `questions` holds (question, expected answer) pairs.
+    """
     ci_low, ci_high = wilson_interval(sum(correct), len(answers))
     incorrect = [
         IncorrectAnswer(question=question[-MAX_TEXT_CHARS:], expected=expected, actual=answer.text[-MAX_TEXT_CHARS:])
@@ -116,9 +119,9 @@ def run_eval(
 ) -> RunResult:
     """Run the evaluation `mode` on the server at `url` and return the result.
 
-    The verdict is FAILED where a check or a request fails, or the accuracy is below `min_accuracy`. A server that dies
-    before the last problem makes the run partial, with the verdict SERVER_DIED. Raises ConfigError where the server
-    cannot be reached or names no model.
+    The verdict is FAILED if a check or a request fails, or if the accuracy is below `min_accuracy`. If the server dies
+    before the last problem, the run is partial and has the verdict SERVER_DIED. Raises ConfigError if the server cannot
+    be reached or names no model.
     """
     api = Api(url, api_key=api_key)
     model, facts = api.resolve_model(model)

@@ -43,8 +43,8 @@ class SubmissionEvidence(NamedTuple):
 def find_evidence(paths: Sequence[str]) -> SubmissionEvidence:
     """Choose the newest finished GSM8K and throughput runs among `paths`: run folders, or folders of run folders.
 
-    Raises ConfigError where one of them is missing, which names the command that makes it, and where the runs cannot be
-    scored together.
+    Raises ConfigError if a run is missing; the error names the command that makes it. Raises ConfigError also if the
+    runs cannot be scored together.
     """
     usable_runs, skipped_runs = _usable_runs(paths)
     skipped_runs = [*skipped_runs, *(f"{path}: there is no such folder" for path in paths if not Path(path).exists())]
@@ -64,7 +64,7 @@ def find_evidence(paths: Sequence[str]) -> SubmissionEvidence:
 
 
 def _newest_runs(gsm8k_runs: Sequence[SubmittedRun], throughput_runs: Sequence[SubmittedRun]) -> list[SubmittedRun]:
-    """Return the newest full run, or the newest run of each kind where both are newer than it."""
+    """Return the newest full run, or the newest separate run of each kind if both are newer than the full run."""
 
     def started(run: SubmittedRun) -> str:
         return run.result.started
@@ -120,8 +120,8 @@ def _result_paths(paths: Sequence[str]) -> Iterable[Path]:
 def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig) -> Submission:
     """Write the submission into `folder`, which must be new or empty. The caller adds the report.
 
-    Where a rule does not hold, only the record of the checks is written. Raises ConfigError where `folder` is not
-    empty, and where the checkout lacks a document.
+    If a rule does not hold, only the record of the checks is written. Raises ConfigError if `folder` is not empty, or
+    if the checkout lacks a document.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; give a new folder, so that no file of another submission stays")
@@ -143,7 +143,7 @@ def collect(folder: Path, evidence: SubmissionEvidence, config: SubmissionConfig
 
 
 def find_source(source_option: str | None) -> Path:
-    """Return the checkout with the documents and the start script. Raises ConfigError where they are missing."""
+    """Return the checkout with the documents and the start script. Raises ConfigError if they are missing."""
     source = Path(source_option) if source_option is not None else Path(meltcore.__file__).parents[2]
     missing = [name for name in ("docs", f"scripts/{START_SCRIPT}") if not (source / name).exists()]
     if missing:

@@ -47,12 +47,12 @@ def run_throughput(
     on_progress: OnProgress | None = None,
     report: Callable[[str], None] | None = None,
 ) -> RunResult:
-    """Prepare every prompt, run the levels and return the result. Prompts and records are written into `folder`.
+    """Build every prompt, run the levels and return the result. Prompts and records are written into `folder`.
 
-    `report` receives a progress line: building the prompts takes seconds with some tokenizers.
+    `report` receives a line of progress while the prompts are built, which takes seconds with some tokenizers.
 
-    The verdict is FAILED where a request, a spot check, a token count or a fixed length is wrong at any level. Raises
-    ConfigError where the run cannot start.
+    The verdict is FAILED if a request, a spot check, a token count or a fixed length is wrong at any level. Raises
+    ConfigError if the run cannot start.
     """
     api = Api(config.url, api_key=config.api_key)
     model, facts = api.resolve_model(config.model)
@@ -171,7 +171,7 @@ def check_level(
 ) -> None:
     """Check the answers of a level and write the findings into `result`.
 
-    The verdict becomes FAILED where an answer, a token count or a length is wrong.
+    The verdict becomes FAILED if an answer, a token count or a length is wrong.
     """
     complete_records = [record for record in records if record.failure is None]
     problems = _length_problems(config, complete_records, planned_requests) + _cache_problems(config, complete_records)
@@ -223,7 +223,7 @@ def make_gates(config: ThroughputConfig, levels: Sequence[LevelResult]) -> list[
 def _length_problems(
     config: ThroughputConfig, complete_records: Sequence[RequestRecord], planned_requests: Sequence[PlannedRequest]
 ) -> list[str]:
-    """Return a problem where answers do not have the fixed output length, which makes them cheaper than the others."""
+    """Return a problem if answers do not have the fixed output length. Shorter answers cost less to compute."""
     if not config.fixed_output:
         return []
     fixed_records = [record for record in complete_records if planned_requests[record.index].check is None]
@@ -237,7 +237,10 @@ def _length_problems(
 
 
 def _cache_problems(config: ThroughputConfig, complete_records: Sequence[RequestRecord]) -> list[str]:
-    """Return a problem where prompts came from the prefix cache. They are not computed, so the level is too fast."""
+    """Return a problem if prompts came from the prefix cache.
+
+    Such prompts are not computed, so the rate is too high.
+    """
     num_cached, num_prompt_tokens = (
         sum(record.cached_tokens or 0 for record in complete_records),
         sum(record.prompt_tokens for record in complete_records),

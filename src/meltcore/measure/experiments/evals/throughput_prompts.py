@@ -50,9 +50,9 @@ def draw_spot_check(rng: random.Random) -> SpotCheck:
 
 
 class TextGenerator(TokenCounter):
-    """Generates texts of an exact number of tokens. Raises ConfigError where `path` has no tokenizer.
+    """Generates texts of an exact number of tokens. Raises ConfigError if `path` has no tokenizer.
 
-    `token_ids` are the tokenizer's ordinary tokens, without the added ones.
+    `token_ids` are the tokenizer's ordinary tokens, without added tokens.
     """
 
     def __init__(self, path: str) -> None:
@@ -62,7 +62,7 @@ class TextGenerator(TokenCounter):
         self.token_ids = [token_id for token_id in range(vocab_size) if token_id not in added_tokens]
 
     def text(self, rng: random.Random, num_tokens: int) -> str:
-        """Return a random text of exactly `num_tokens` tokens. Raises ConfigError where the tokenizer yields none."""
+        """Return a random text of exactly `num_tokens` tokens. Raises ConfigError if the tokenizer yields none."""
         for _ in range(_MAX_DRAWS):
             token_ids = rng.choices(self.token_ids, k=num_tokens)
             for _ in range(_MAX_ROUNDS):
@@ -84,7 +84,7 @@ def random_ids(
 
 
 class PlannedRequest(NamedTuple):
-    """Holds one request: its line of the workload file, and its text and spot check where it has them."""
+    """Holds one request: its line of the workload file, and its text and spot check if it has them."""
 
     line: dict[str, Any]
     text: str | None = None  # of the user message; None: token ids
@@ -92,7 +92,7 @@ class PlannedRequest(NamedTuple):
 
 
 class PromptPlan(NamedTuple):
-    """Holds all requests. Level i has `warmups[i]` and `levels[i]`, in the order they are sent."""
+    """Holds all requests. Level i has the requests `warmups[i]` and `levels[i]`, each in the order of sending."""
 
     warmups: list[list[PlannedRequest]]
     levels: list[list[PlannedRequest]]
@@ -100,7 +100,7 @@ class PromptPlan(NamedTuple):
     def write(self, path: Path) -> None:
         """Write the workload file, with each level's warm-ups before its requests.
 
-        Raises ConfigError where `path` cannot be written.
+        Raises ConfigError if `path` cannot be written.
         """
         lines = [
             request.line
@@ -116,7 +116,7 @@ class PromptPlan(NamedTuple):
 def make_plan(config: ThroughputConfig, generator: TextGenerator | None) -> PromptPlan:
     """Build the requests of all levels. The same seed gives the same requests.
 
-    Raises ConfigError where the tokenizer yields no text of the required length.
+    Raises ConfigError if the tokenizer yields no text of the required length.
     """
     rng = random.Random(f"throughput/{config.seed}")  # noqa: S311 - must repeat for a seed
     make_request = _request_factory(config, generator, rng)

@@ -1,6 +1,6 @@
 """Builds the one-page write-up of a submission from sections of the documentation and the submitted results.
 
-No text is written a second time: a section or a decision that the documents lack is an error.
+No text is written twice. A section or a decision that the documents lack is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INDEX_ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", re.MULTILINE)
 def write_up(
     source: Path, result: RunResult, gates: Sequence[CheckResult], throughput: Throughput, score: float
 ) -> str:
-    """Return the write-up as Markdown. Raises ConfigError where a document lacks a required part.
+    """Return the write-up as Markdown. Raises ConfigError if a document lacks a required part.
 
     `source` is the checkout with the documents.
     """
@@ -52,8 +52,8 @@ def write_up(
 def find_section(text: str, heading: str | None) -> str:
     """Return the text below a heading of second level.
 
-    With `heading` None it returns the text between the title and the first such heading. Raises ConfigError where there
-    is no such heading.
+    If `heading` is None, return the text between the title and the first such heading. Raises ConfigError if the
+    heading is missing.
     """
     sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
     if heading is None:
@@ -65,7 +65,7 @@ def find_section(text: str, heading: str | None) -> str:
 
 
 def decision_items(source: Path, *, fp8_cache: bool) -> list[str]:
-    """Return one list item per decision page about the speed of one node. Raises ConfigError where one is missing."""
+    """Return one list item per decision page about the speed of one node. Raises ConfigError if one is missing."""
     index = source / _DECISIONS_INDEX
     rows = _INDEX_ROW.findall(_read(index))
     if not rows:

@@ -1,1 +1,1 @@
-"""How experiments start servers, wait for them, ask them and end them."""
+"""Starts and ends the servers of experiments, waits until they are ready, and sends requests to them."""

@@ -1,7 +1,7 @@
 """Provides a blocking API client for checks: one connection per request, any bytes as body, no retries.
 
-Checks need the raw response to deliberately bad requests, and are few. The client uses the load generator's
-connections.
+Checks need the raw response to deliberately invalid requests, and they are few. The client uses the connections of the
+load generator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ApiResponse(Response):
     """Holds one complete response, with methods that read its body."""
 
     def json(self) -> Any:
-        """Parse the body. Raises ApiError where it is not JSON."""
+        """Parse the body. Raises ApiError if it is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -84,8 +84,8 @@ class Api:
     def resolve_model(self, model: str | None = None) -> tuple[str, dict[str, Any]]:
         """Return the name of the model to request, and the facts that the server reports about it.
 
-        The name is `model`, or the first of /v1/models where `model` is None. Raises ConfigError where the server
-        cannot be reached, and where there is no model name.
+        The name is `model`, or the first model of /v1/models if `model` is None. Raises ConfigError if the server
+        cannot be reached, or if there is no model name.
         """
         try:
             return run_coroutine(served_model(self._target, model, min(MODELS_TIMEOUT_S, self._timeout_s)))
@@ -110,7 +110,7 @@ class Api:
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds the answer to one chat question: its text, or with `failed` the reason of the failure."""
+    """Holds the answer to one chat question. With `failed`, `text` is the reason of the failure."""
 
     text: str
     failed: bool = False
@@ -170,7 +170,7 @@ def _failed_answer(reason: str) -> Answer:
 
 
 def failure_reasons(evaluation: Evaluation) -> list[str]:
-    """Return one sentence about the failed requests in a list, or an empty list where all were answered."""
+    """Return a list with one sentence about the failed requests, or an empty list if no request failed."""
     if not evaluation.failed:
         return []
     failed_of_total = f"{evaluation.failed} of {evaluation.total}"
@@ -178,7 +178,7 @@ def failure_reasons(evaluation: Evaluation) -> list[str]:
 
 
 def death_reason(api: Api, evaluation: Evaluation) -> str | None:
-    """Return a sentence where requests failed and the server no longer responds, else None.
+    """Return a sentence if requests failed and the server no longer responds. Returns None otherwise.
 
     The accuracy of such an evaluation is meaningless.
     """

@@ -25,9 +25,9 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """A command template: arguments with placeholders, and variables added to our environment.
+    """A command template: arguments with placeholders, and environment variables that are added to ours.
 
-    Without `inherits`, `environment` is the whole one, whose names results do not show.
+    Without `inherits`, `environment` is the whole environment, and results do not show its names.
     """
 
     template: tuple[str, ...]
@@ -48,7 +48,7 @@ class ServerCommand:
 
     @property
     def redacted(self) -> str:
-        """The template as results store it, without secrets, folders and values of environment variables."""
+        """The template as results store it: without secrets, folders and values of environment variables."""
         parts = [
             shlex.quote(argument) if PORT not in argument and argument != ARGS else argument
             for argument in clean_arguments(self.template)
@@ -57,9 +57,9 @@ class ServerCommand:
 
 
 def parse_command(text: str, source: str = "the command") -> ServerCommand:
-    """Parse a template; `source` names it in errors.
+    """Parse a template. Error messages name its `source`.
 
-    Raises ConfigError for a text that is empty, cannot be split or has no {port}.
+    Raises ConfigError if the text is empty, cannot be split or has no {port}.
     """
     try:
         parts = shlex.split(text, comments=True)

@@ -1,4 +1,4 @@
-"""Starts a server, waits until it is ready, and ends it with all its processes: for every experiment, in one class."""
+"""Starts a server, waits until it is ready, and ends it with all its processes. All experiments use this class."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class ServerProcess(LoggedProcess):
         environment: Mapping[str, str] | None = None,
         is_ready: Callable[[str], bool] = lambda _url: True,
     ) -> None:
-        """Store the command, which `with` starts.
+        """Store the command. The process starts when the `with` block is entered.
 
-        The server's address is `url`, or None to read it from the line that our own server prints. `environment` is the
-        whole environment, or None to inherit ours. `is_ready` must hold at the address once /health answers 200.
+        The server's address is `url`. With None, the address is read from the line that `meltcore serve` prints.
+        `environment` is the whole environment; None inherits ours. The server is ready once /health answers 200 and
+        `is_ready` returns True for the address.
         """
         super().__init__(
             command,
@@ -62,10 +63,10 @@ class ServerProcess(LoggedProcess):
     def wait_ready(
         self, *, ready_limit_s: float = READY_LIMIT_S, listen_limit_s: float = LISTEN_LIMIT_S, settle_s: float = 0.0
     ) -> str:
-        """Return the address once the server is ready and its process has stayed alive for `settle_s` more.
+        """Return the address once the server is ready and its process has stayed alive for another `settle_s`.
 
-        Raises ProcessError where the process ends or is not ready within the limits. Raises ConfigError where a server
-        answers that is not the process started here, and what `is_ready` raises.
+        Raises ProcessError if the process ends or is not ready within the limits. Raises ConfigError if the server that
+        answers is not the process started here. Errors of `is_ready` pass through.
         """
         url = self._url or self.wait_for(self._printed_url, listen_limit_s, "print its address")
         self.wait_for(
@@ -87,7 +88,7 @@ class ServerProcess(LoggedProcess):
 
 
 class MeltcoreServer(ServerProcess):
-    """A `meltcore serve` or `meltcore up`, whose port the system may choose (`--port 0`)."""
+    """Runs `meltcore serve` or `meltcore up`. With `--port 0` the system chooses the port."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class MeltcoreServer(ServerProcess):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is ready. `ready_s` is the time from the start of its process until then."""
+    """A server that is ready. `ready_s` is the time from the start of its process until it was ready."""
 
     url: str
     ready_s: float
@@ -122,8 +123,8 @@ def run_server(
 ) -> Iterator[RunningServer]:
     """Start the server, wait until it is ready, and end it with all its processes after the block.
 
-    `report` takes lines for the user. A `port` of None is a free one. ServerProcess explains `is_ready`. Raises
-    ProcessError where the server is not ready within `limit_s`.
+    `report` receives lines for the user. With a `port` of None, a free port is chosen. ServerProcess explains
+    `is_ready`. Raises ProcessError if the server is not ready within `limit_s`.
     """
     port = free_port() if port is None else port
     start_s = time.monotonic()
@@ -158,7 +159,10 @@ def accepts_connections(address: str) -> bool:
 
 
 def server_version(url: str, path: str = "/version", key: str = "version") -> str | None:
-    """Return the version that GET `path` reports under `key`, by default as vLLM has it, or None without a version."""
+    """Return the version that GET `path` reports under `key`. The defaults are vLLM's.
+
+    Returns None if the server reports no version.
+    """
     try:
         reply = Api(url, timeout_s=_PROBE_TIMEOUT_S).get(path)
         facts = reply.json() if reply.status == 200 else None

@@ -1,7 +1,8 @@
 """Sweeps over concurrent sequences and token budgets, and marks the best point and the knee.
 
-The first start uses the server's default settings, from which every gain is counted. The knee is the smallest setting
-within 2 % of the best output rate among settings that meet the SLO: more costs memory and latency without more output.
+The first start uses the server's default settings; every gain is relative to it. The knee is the smallest setting
+within 2 % of the best output rate, among settings that meet the SLO. Larger settings cost memory and latency without
+more output.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def tune_batching(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> T
 
 
 def sweep(tuner: Tuner, options: BatchingOptions, load: LoadConfig) -> list[TuningPoint]:
-    """Measure the default settings, then every pair: by token budget, then by sequences."""
+    """Measure the default settings, then every pair of settings, ordered by token budget and then by sequences."""
     settings: list[dict[str, int | str]] = [
         {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
         for tokens in options.max_num_batched_tokens
@@ -50,7 +51,7 @@ def best_and_knee(points: Sequence[TuningPoint]) -> tuple[int | None, int | None
 
 
 def batching_finding(points: Sequence[TuningPoint], best_index: int | None, knee: int | None) -> str:
-    """State the result in a sentence, and the gain over the default settings in another."""
+    """Return the result in one sentence, and the gain over the default settings in another."""
     if best_index is None or knee is None:
         tuned_points = [point for point in points if point.settings]
         num_ran = sum(point.ok for point in tuned_points)

@@ -29,7 +29,7 @@ class BatchingOptions:
 class ContextOptions:
     """Bounds of the two searches: for the longest context, and for the most sequences of `seq_len` tokens.
 
-    `seq_len` counts prompt and answer. `max_model_len` None means the server's own limit.
+    `seq_len` counts prompt and answer. If `max_model_len` is None, the server's own limit is the bound.
     """
 
     min_model_len: int = option(1024, "Shortest context to try.", limits=_MODEL_LEN, metavar="TOKENS")

@@ -28,7 +28,7 @@ _FULL_ATTENTION = "full_attention"
 
 
 def tune_context(tuner: Tuner, options: ContextOptions, load: LoadConfig) -> Tuning:
-    """Run both searches and return the result. Raises ConfigError where a config.json is wrong."""
+    """Run both searches and return the result. Raises ConfigError if a config.json is wrong."""
     search = ContextSearch(tuner, options, load)
     path = Path(options.config or tuner.checkpoint or "")
     if options.config or (tuner.checkpoint and path.is_dir()):
@@ -40,10 +40,10 @@ def tune_context(tuner: Tuner, options: ContextOptions, load: LoadConfig) -> Tun
 
 
 def kv_bytes_per_token(config: dict[str, Any], element_size: int) -> int:
-    """Return 2 (keys, values) x layers x KV heads x head size x `element_size`, the KV cache bytes per token.
+    """Return the bytes of one token in the KV cache: 2 (keys, values) x layers x KV heads x head size x `element_size`.
 
-    `config` is a checkpoint's config.json. Where `layer_types` is given, only full attention layers count. Raises
-    ConfigError where a number is missing.
+    `config` is a checkpoint's config.json. If it has `layer_types`, only full attention layers count. Raises
+    ConfigError if a number is missing.
     """
     text_config = config.get("text_config", config)
     try:
@@ -69,7 +69,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def reported_capacity(log: str) -> tuple[int, int] | None:
-    """Read the tokens in the KV cache and the page size from a server's log, or None where the log has neither form."""
+    """Return the KV cache's tokens and page size from a server's log. Returns None if the log has no known form."""
     if pages := _PAGES.search(log):
         return int(pages[1].replace(",", "")) * int(pages[2]), int(pages[2])
     if tokens := _TOKENS.search(log):
@@ -83,11 +83,11 @@ def max_sequences(capacity: int, length: int, page_size: int) -> int:
 
 
 def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int, step: int) -> int | None:
-    """Return the largest multiple of `step` in [low, high] that fits, or None.
+    """Return the largest multiple of `step` in [low, high] that fits. Returns None if none fits.
 
-    It assumes that all smaller values than one that fits fit too. Each try costs a start, so the order matters. `high`
-    is tried first and is often the answer. Then `low` is doubled, because a start far above the limit fails slowest.
-    Then the interval is bisected.
+    The search assumes that every value below a fitting value fits too. Each try costs a server start, so the order
+    matters. `high` is tried first and is often the answer. Then `low` is doubled, because a start far above the limit
+    fails slowest. Then the interval is bisected.
     """
     largest_fitting, smallest_failing = -(-low // step), high // step
     if smallest_failing < largest_fitting:
@@ -112,8 +112,8 @@ def find_largest_fitting(fits_length: Callable[[int], bool], low: int, high: int
 class ContextSearch:
     """The two searches and their results so far.
 
-    `load` carries model and seed. `vocab_size` and `bytes_per_token` come from a config.json, where there is one.
-    `capacity` is the largest KV cache that a server reported, in tokens, `page_size` its page.
+    `load` carries model and seed. `vocab_size` and `bytes_per_token` come from config.json if there is one. `capacity`
+    is the largest KV cache that a server reported, in tokens, and `page_size` its page size in tokens.
     """
 
     tuner: Tuner
@@ -192,7 +192,7 @@ class ContextSearch:
     def _num_seqs_fits(self, seqs: int) -> bool:
         """Return whether `seqs` sequences all run concurrently and none is preempted.
 
-        Half of each is the answer, so that the first still runs when the last has been prefilled.
+        Half of each sequence is the answer, so that the first sequence still runs when the last one has been prefilled.
         """
         length = self.options.seq_len
         load = self._load(length // 2, length - length // 2, concurrency=seqs)
@@ -245,7 +245,7 @@ class _GaugeWatch:
         self._thread.start()
 
     def stop(self) -> tuple[int | None, int | None]:
-        """Read the peak of running requests and the preemptions, or None where the server has no such metric."""
+        """Return the peak of running requests, and the preemptions. Each is None if the server has no such metric."""
         self._stopping.set()
         self._thread.join(15.0)
         last = self._read().get("num_preemptions_total")

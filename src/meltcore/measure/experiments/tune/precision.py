@@ -43,7 +43,10 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class EvalAnswer:
-    """An answer: its text, and its tokens with log probabilities (empty where the server gave none); or a failure."""
+    """An answer, or a failure: its text, and its tokens with log probabilities.
+
+    The tokens are empty if the server returned no log probabilities.
+    """
 
     text: str = ""
     tokens: list[tuple[str, float]] = field(default_factory=list)
@@ -51,7 +54,10 @@ class EvalAnswer:
 
 
 def tune_precision(tuner: Tuner, options: PrecisionOptions, load: LoadConfig) -> Tuning:
-    """Measure every precision, ask it the questions, and return the result. Raises ConfigError for GSM8K items."""
+    """Measure every precision, evaluate its answers, and return the result.
+
+    Raises ConfigError if GSM8K items cannot be read.
+    """
     variants: dict[str, tuple[str, ...]] = {name: ("--dtype", name) for name in options.dtypes}
     if options.fp8:
         variants |= FP8_VARIANTS
@@ -74,7 +80,10 @@ def bundled_items(count: int) -> list[EvalItem]:
 
 
 def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
-    """Return items of a GSM8K file, asked and graded as by `meltcore eval gsm8k`. Raises ConfigError."""
+    """Return items of a GSM8K file, with the prompts and the grading of `meltcore eval gsm8k`.
+
+    Raises ConfigError if the file cannot be read.
+    """
     shots = read_shots(None)
     return [
         EvalItem(
@@ -92,9 +101,9 @@ def gsm8k_items(path: Path, count: int) -> list[EvalItem]:
 def try_variants(
     tuner: Tuner, variants: Mapping[str, Sequence[str]], load: LoadConfig, items: Sequence[EvalItem]
 ) -> list[TuningPoint]:
-    """Measure the default settings, then each variant; compare answers with the answers of the first server that ran.
+    """Measure the default settings, then each variant. Compare its answers with those of the first server that ran.
 
-    Without `items` only the speed is measured, for weights whose answers mean nothing.
+    Without `items` only the speed is measured, for weights whose answers are meaningless.
     """
     if not variants:
         raise ConfigError("there is no precision to try")
@@ -111,7 +120,7 @@ def try_variants(
 
 
 def ask_items(api: Api, items: Sequence[EvalItem], model: str | None) -> list[EvalAnswer]:
-    """Ask every item once with greedy decoding, a few concurrently; return the answers in order."""
+    """Send every item once with greedy decoding, a few concurrently. Returns the answers in order."""
     name = model or api.resolve_model()[0]
     with ThreadPoolExecutor(max_workers=CONCURRENCY, thread_name_prefix="ask") as pool:
         return list(pool.map(lambda item: _ask(api, {**item.body, "model": name}), items))
@@ -147,7 +156,7 @@ def compare_answers(
 
 
 def precision_finding(points: Sequence[TuningPoint]) -> str:
-    """State the result in a sentence: the fastest precision against the first, and its answers."""
+    """Return the result in a sentence: the fastest precision relative to the first one, and its answers."""
     completed_points = [point for point in points if point.ok]
     if not completed_points:
         return "No precision ran."
@@ -174,7 +183,10 @@ def _ask_and_compare(
     server: RunningServer,
     point: TuningPoint,
 ) -> None:
-    """Ask the running server, add to `answers`, and compare with `reference`, or with themselves while it is empty."""
+    """Send the items to the running server, add the answers to `answers`, and compare them with `reference`.
+
+    While `reference` is empty, the answers are compared with themselves.
+    """
     answers += ask_items(Api(server.url), items, model)
     point.answers = compare_answers(items, reference or answers, answers)
     if point.answers.failed:

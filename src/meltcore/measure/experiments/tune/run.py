@@ -1,4 +1,4 @@
-"""Start a server with one setting, load it, record a point; assemble the points to the result."""
+"""Starts a server with one setting, loads it and records a point; combines the points into the result."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ InspectServer = Callable[[RunningServer, TuningPoint], None]
 class Tuner:
     """The server to tune, the folder for its logs, and callbacks for lines to the user and for measured points.
 
-    `flags` maps settings to options of the server. `checkpoint`: the model that our engine serves; None for another
-    server.
+    `flags` maps settings to options of the server. `checkpoint` is the model that Meltcore's engine serves. It is None
+    for another server.
     """
 
     command: ServerCommand
@@ -73,10 +73,10 @@ class Tuner:
         on_ready: OnServer | None = None,
         inspect: InspectServer | None = None,
     ) -> TuningPoint:
-        """Start the server with `settings`, load it, end it. Failed starts yield a point with `ok` False.
+        """Start the server with `settings`, load it and end it. A failed start yields a point with `ok` False.
 
-        `args` replaces the arguments made of `settings`. `on_ready` gets the server before the load; `inspect` gets it
-        after the load, with the point to complete.
+        `args` replaces the arguments made from `settings`. `on_ready` receives the server before the load. `inspect`
+        receives the server after the load, with the point to complete.
         """
         if args is None:
             args = [part for name, value in settings.items() for part in (self.flags[name], str(value))]
@@ -103,7 +103,10 @@ class Tuner:
 
 
 def parse_flags(texts: Sequence[str]) -> dict[str, str]:
-    """Return FLAGS with the flags of another server, such as `max_num_seqs=-np`. Raises ConfigError."""
+    """Return FLAGS, updated by the flags of another server such as `max_num_seqs=-np`.
+
+    Raises ConfigError if a text is malformed.
+    """
     flags = dict(FLAGS)
     for text in texts:
         name, _, flag = text.partition("=")
@@ -123,7 +126,7 @@ def make_tuning(
     best_and_knee: tuple[int | None, int | None] = (None, None),
     facts: Sequence[Fact] = (),
 ) -> Tuning:
-    """Make the whole result. Only a sweep has a best point and a knee, given as indices of `points`."""
+    """Return the whole result. Only a sweep has a best point and a knee, given as indices of `points`."""
     notes = [MONOTONE if kind == "context" else ONE_START]
     if load.slo_ms:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in load.slo_ms.items())
@@ -155,9 +158,9 @@ def make_tuning(
 
 
 def _default_settings(folder: Path) -> dict[str, int]:
-    """Return what the server printed about its settings when it started with none.
+    """Return the settings that Meltcore's server printed when it started without settings.
 
-    Other servers have no such settings.
+    Returns an empty dict for other servers.
     """
     log = folder / "server-default.log"
     match = _DEFAULT_SEQS.search(log.read_text(errors="replace")) if log.exists() else None
@@ -171,7 +174,7 @@ def save_tuning(folder: RunFolder, tuning: Tuning) -> None:
 
 
 def _record_load(point: TuningPoint, result: RunResult) -> None:
-    """Copy the numbers of the one level. Raises KeyboardInterrupt where the load was interrupted."""
+    """Copy the metrics of the only level to the point. Raises KeyboardInterrupt if the load was interrupted."""
     if result.verdict == "PARTIAL":
         raise KeyboardInterrupt
     level = result.levels[-1]

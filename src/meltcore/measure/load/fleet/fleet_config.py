@@ -34,7 +34,7 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def parse_parts(text: str) -> tuple[Part, ...]:
-    """Parse names of parts with commas between. Raises ConfigError."""
+    """Parse comma-separated names of parts. Raises ConfigError for an unknown name."""
     parts = tuple(dict.fromkeys(text.split(",")))
     unknown = [part for part in parts if part not in get_args(Part)]
     if unknown:
@@ -173,9 +173,10 @@ class FleetLoadConfig:
 
 
 def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[float]:
-    """Return each model's share of a mixed level: its task's share, split evenly. They add up to 1.
+    """Return the share of each model in a mixed level: the share of its task, split evenly among the task's models.
 
-    A task without a model leaves its share to the others. Raises ConfigError where no model has one.
+    The shares add up to 1. The share of a task without a model goes to the other tasks. Raises ConfigError if no model
+    has a share.
     """
     counts = {task: sum(model.task == task for model in models) for task in mix}
     raw = [mix.get(model.task, 0.0) / counts.get(model.task, 1) for model in models]
@@ -185,7 +186,10 @@ def shares_of(models: Sequence[ServedModel], mix: Mapping[str, float]) -> list[f
 
 
 def split_connections(total: int, shares: Sequence[float]) -> list[int]:
-    """Split `total` connections by `shares` with the largest remainders, at least one each where there are enough."""
+    """Split `total` connections by `shares` with the largest-remainder method.
+
+    Each model gets at least one connection if there are enough connections.
+    """
     wanted = [share > 0 for share in shares]
     least = 1 if total >= sum(wanted) else 0
     exact = [share * total for share in shares]

@@ -1,4 +1,4 @@
-"""Reads experiments on interference: streams with a load each, first alone, then together, and limits of the change."""
+"""Reads experiments on interference: the load of each stream, first alone and then together, and the limits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ _Ratio = Annotated[float, Meta(gt=0)]
 class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stream of an experiment.
 
-    `model` names its model, or `task` does: among several models it takes the one with `prefer` in its name.
+    The stream loads the model `model`, or a model of `task`. Among several models of the task it takes the one with
+    `prefer` in its name.
 
-    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits p95 together
-    to p95 alone, of `e2e` and `first` (first token or audio); `min_throughput_ratio` limits the throughput.
+    The load is `concurrency` connections, or `rate` arrivals per second (Poisson). `max_p95_ratio` limits the p95
+    together divided by the p95 alone, of `e2e` and `first` (first token or audio). `min_throughput_ratio` limits the
+    throughput.
     """
 
     name: str
@@ -42,7 +44,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ExperimentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An experiment as its YAML file has it."""
+    """The content of an experiment's YAML file."""
 
     name: str
     streams: Annotated[list[StreamSpec], Meta(min_length=2)]
@@ -66,7 +68,10 @@ def load_experiment(name: str) -> ExperimentSpec:
 
 
 def choose_models(spec: ExperimentSpec, models: Sequence[ServedModel]) -> list[ServedModel]:
-    """Return the model of each stream; models of one task differ. Raises ConfigError where a model is missing."""
+    """Return the model of each stream. Streams of one task get different models.
+
+    Raises ConfigError if a model is missing.
+    """
     chosen: list[ServedModel] = []
     preferred = [stream.prefer for stream in spec.streams]
     for stream in spec.streams:
@@ -94,7 +99,7 @@ def _has(model: ServedModel, part: str) -> bool:
 def experiment_gates(
     spec: ExperimentSpec, alone: Sequence[StreamLoad], together: Sequence[StreamLoad]
 ) -> list[CheckResult]:
-    """Return one gate per limit, with the number and the limit; NOT RUN where samples are too few."""
+    """Return one gate per limit, with the measured ratio and the limit. A gate with too few samples is NOT RUN."""
     gates = []
     for stream, before, after in zip(spec.streams, alone, together, strict=True):
         name = f"{stream.name} ({before.model})"

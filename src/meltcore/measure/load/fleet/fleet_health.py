@@ -13,9 +13,10 @@ from meltcore.measure.load.tasks.task import first_latency
 
 
 def fleet_health(result: FleetLoad, p95_limits_ms: Mapping[str, float]) -> list[CheckResult]:
-    """Return a line per model and one of the fleet.
+    """Return one line per model and one line for the fleet.
 
-    A model fails with a lost request, or with a p95 above a limit in the smallest mixed level that has samples for it.
+    A model fails if it lost a request. It also fails if its p95 is above a limit in the smallest mixed level that has
+    enough samples.
     """
     models = [_model_line(model.name, result, p95_limits_ms) for model in result.models]
     loads = list(_loads(result))
@@ -49,7 +50,10 @@ def _model_line(name: str, result: FleetLoad, p95_limits_ms: Mapping[str, float]
 
 
 def _against_limit(name: str, result: FleetLoad, metric: str, limit: float) -> tuple[bool, str] | None:
-    """Return whether the smallest mixed level keeps the limit, and up to which level, or None if not measured."""
+    """Return whether the smallest mixed level keeps the limit, and a sentence on the levels up to which it holds.
+
+    Returns None if no level measured the metric.
+    """
     measured = [
         (sum(stream.level.concurrency for stream in level.streams), distribution.p95)
         for level in result.levels

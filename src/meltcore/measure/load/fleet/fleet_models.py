@@ -15,9 +15,9 @@ from meltcore.measure.load.wire.response import BadJsonError, decode_json
 
 
 async def find_models(target: Target, names: Sequence[str] = ()) -> list[ServedModel]:
-    """Return the models of /v1/models, or the models named in `names`, in the server's order. Aliases are left out.
+    """Return the models of /v1/models without aliases, in the server's order. With `names`, return only these models.
 
-    Raises ConfigError where the server does not answer, lists no model, or lacks one of `names`.
+    Raises ConfigError if the server does not answer, lists no model, or lacks one of `names`.
     """
     try:
         response = await request(target, "GET", "/v1/models", timeout_s=PROBE_TIMEOUT_S)

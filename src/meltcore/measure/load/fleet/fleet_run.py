@@ -37,7 +37,7 @@ OnFleetLevel = Callable[[FleetLevel], None]
 
 @dataclass(kw_only=True)
 class _Plan:
-    """What a run will do: models with what is sent to them, and the experiment on interference."""
+    """The plan of a run: the models with their workloads, and the experiment on interference."""
 
     models: list[ModelUnderLoad]
     experiment: ExperimentSpec | None = None
@@ -52,10 +52,10 @@ def measure_fleet(
     on_progress: OnProgress | None = None,
     on_level: OnFleetLevel | None = None,
 ) -> FleetLoad:
-    """Run the parts of `config` and return the result. Raises ConfigError where the run cannot start.
+    """Run the parts of `config` and return the result. Raises ConfigError if the run cannot start.
 
     `arguments` is the command line, which the fingerprint stores. The first Ctrl-C ends the current level as PARTIAL
-    and skips the rest, as a dead server does.
+    and skips the other levels. So does the death of the server.
     """
     started, start_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     run = _FleetRun(config, records_path, on_progress, on_level)
@@ -187,7 +187,7 @@ class _FleetRun:
             await self._run_pairs()
 
     async def _run_ladder(self, model: ModelUnderLoad) -> None:
-        """Run a model's own levels, until one leaves a queue that takes longer than the limit."""
+        """Run a model's own levels, until a level leaves a queue that takes longer than the limit to empty."""
         config = self._config
         for position, connections in enumerate(config.levels):
             label = f"{model.name}, {connections:,} connections"
@@ -202,7 +202,7 @@ class _FleetRun:
                 return
 
     async def _run_pairs(self) -> None:
-        """Measure each model alone, then beside each other one."""
+        """Measure each model alone, then beside each other model."""
         config, models = self._config, self.plan.models
         streams = [_stream(model, config.pair_connections) for model in models]
         alone: dict[str, StreamLoad] = {}
@@ -240,7 +240,7 @@ class _FleetRun:
             self.experiment_loads = [alone, level.streams]
 
     async def _level(self, part: Part, label: str, streams: Sequence[Stream], send_s: float) -> FleetLevel | None:
-        """Run a level. Returns None where the run has ended before it, or with it."""
+        """Run a level. Returns None if the run ended before the level or during it."""
         if self._runner.has_ended:
             return None
         level = await self._runner.run(part, label, streams, send_s)

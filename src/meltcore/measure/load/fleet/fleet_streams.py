@@ -1,4 +1,4 @@
-"""Runs the levels of a load on a fleet: streams of requests to its models, and a sentence on each level."""
+"""Runs the levels of a load on a fleet, as streams of requests to its models, and describes each level."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_WARMUPS = 4  # requests to each model before the first level
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The load on one model: closed loop of `connections`, or `rate` arrivals per second."""
+    """The load on one model: a closed loop of `connections`, or an open loop of `rate` arrivals per second."""
 
     name: str
     model: str
@@ -49,7 +49,7 @@ class Stream:
 
 @contextmanager
 def level_status(console: Console) -> Iterator[OnProgress]:
-    """Show a line that is replaced while a level runs; nothing where the output is no terminal."""
+    """Show a status line while a level runs. Without a terminal nothing is shown."""
     with console.status("") as status:
 
         def show(progress: Progress) -> None:
@@ -63,7 +63,7 @@ def level_status(console: Console) -> Iterator[OnProgress]:
 
 
 def level_line(level: FleetLevel) -> str:
-    """Return a sentence on a level once it is over."""
+    """Return a sentence on a level that has ended."""
     requests, lost, refused = (
         sum(getattr(stream.level if name == "requests" else stream, name) for stream in level.streams)
         for name in ("requests", "lost", "refused")
@@ -145,7 +145,10 @@ class FleetLevels:
         )
 
     def _num_processes(self, stream: Stream, streams: Sequence[Stream]) -> int:
-        """Return the worker processes of a stream, its part of them by connections. With 0 this process sends."""
+        """Return the number of worker processes of a stream, in proportion to its connections.
+
+        With 0, this process sends the requests.
+        """
         total = sum(each.connections for each in streams)
         if self._processes == 1 or not total:
             return 0

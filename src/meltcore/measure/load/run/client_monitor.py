@@ -28,12 +28,12 @@ class ClientUsage(msgspec.Struct, array_like=True):
 
     @property
     def cpu_utilization(self) -> float | None:
-        """Return the used fraction of one CPU core, or None where the measured time is below MIN_DURATION_S."""
+        """Return the used fraction of one CPU core, or None if the measured time is below MIN_DURATION_S."""
         return self.cpu_s / self.duration_s if self.duration_s >= MIN_DURATION_S else None
 
     @property
     def lag_p99_ms(self) -> float | None:
-        """Return the 99th percentile of the event loop's lag, or None where the time is below MIN_DURATION_S."""
+        """Return the 99th percentile of the event loop's lag, or None if the time is below MIN_DURATION_S."""
         if not self.lags_s or self.duration_s < MIN_DURATION_S:
             return None
         return float(np.quantile(self.lags_s, 0.99) * 1000)
@@ -43,8 +43,8 @@ class ClientMonitor:
     """Schedules a wake-up on the event loop every 10 ms and records how late each wake-up is.
 
     Start the monitor after the release. The release writes thousands of requests in one burst, which delays the loop on
-    purpose. Latencies count from the intended start of a request, so they include that burst. Only where it sends
-    megabytes per request, start the monitor before it.
+    purpose. Latencies count from the intended start of a request, so they include that burst. Start the monitor before
+    the release only if the release sends megabytes per request.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class ClientMonitor:
 
 
 def client_bound_reasons(client_usages: Sequence[ClientUsage], shortest_latency_ms: float | None) -> list[str]:
-    """Return the reasons why the client may have limited the results. A client without measurements has none.
+    """Return the reasons why the client may have limited the results. A client without measurements gives no reason.
 
     The worst client process decides. The lag is compared with the shortest median latency of the level (ITL or TTFT):
     60 ms of lag invalidate a gap of 5 ms and are negligible in a gap of 2 s.

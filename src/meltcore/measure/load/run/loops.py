@@ -27,7 +27,7 @@ MAX_IDLE_S = 3.0
 
 
 def arrival_offsets(rate: float, num_requests: int, arrivals: ArrivalProcess, seed: int) -> np.ndarray:
-    """Return the seconds from the release to each intended start: [num_requests] float64, the first is 0.
+    """Return the seconds from the release to each intended start: [num_requests] float64. The first value is 0.
 
     Poisson intervals are scaled so that the last arrival falls on (num_requests - 1) / rate. Without the scaling, the
     seed would change the offered rate by 1 to 2 %.
@@ -76,7 +76,10 @@ class RequestLoop(ABC):
 
     @abstractmethod
     def _on_done(self, connection: HttpConnection | None) -> None:
-        """Handle the end of a request. `connection` is the request's connection where that is reusable, else None."""
+        """Handle the end of a request.
+
+        `connection` is the connection of the request, or None if it cannot be reused.
+        """
 
     @abstractmethod
     def _stop(self) -> list[int]:
@@ -85,7 +88,7 @@ class RequestLoop(ABC):
     def stop(self, *, fail_remaining: str | None = None) -> None:
         """Stop sending. With `fail_remaining`, each unsent request gets a record with this failure reason.
 
-        Refused requests that wait to be sent again get one in any case: they have been sent before.
+        Refused requests that wait to be sent again get such a record in any case, since they have been sent before.
         """
         for index, (timer, intended_s) in self._refused.items():
             timer.cancel()
@@ -109,7 +112,7 @@ class RequestLoop(ABC):
         self._dispatcher.send(connection, self._builder.build(index), intended_s, self._on_done)
 
     def _send_later(self, connection: HttpConnection | None, index: int, intended_s: float, wait_s: float) -> None:
-        """Send a refused request again once the server wants it."""
+        """Send a refused request again after `wait_s`, as the server demands."""
         since_s = time.monotonic()
 
         def send_again() -> None:
@@ -144,7 +147,7 @@ class RequestLoop(ABC):
 class ClosedLoop(RequestLoop):
     """Sends requests over `num_connections` connections, each of which carries one request at a time.
 
-    With `duration_s`, no connection sends another request when so long has passed since the release.
+    With `duration_s`, no connection sends another request after this time since the release.
     """
 
     def __init__(
@@ -238,7 +241,7 @@ class OpenLoop(RequestLoop):
     def release(self, at_s: float) -> None:
         """Start the schedule.
 
-        A connection is opened when its request is due: opening it is part of what an arriving user waits for.
+        A connection is opened when its request is due, because a user who arrives waits for the connection too.
         """
         self._schedule_task = asyncio.ensure_future(self._run_schedule(at_s))
 

@@ -34,7 +34,7 @@ _PHASE_NOTES: dict[str, Callable[[Progress], str]] = {
 
 
 def measure(config: LoadConfig, arguments: Sequence[str], on_progress: OnProgress | None = None) -> RunResult:
-    """Run the levels of `config` and return the result. Raises ConfigError where the run cannot start.
+    """Run the levels of `config` and return the result. Raises ConfigError if the run cannot start.
 
     `arguments` is the command line, which the fingerprint stores.
     """
@@ -75,7 +75,7 @@ async def _served_facts(config: LoadConfig) -> dict[str, Any]:
 def level_bars(levels: Sequence[Level], console: Console, name: str = "") -> Iterator[OnProgress]:
     """Show one progress bar per level, and yield the `on_progress` callback for `run_levels`.
 
-    name: stands before a bar in place of the level's own name.
+    `name` is shown before each bar instead of the level's own name.
     """
     progress_bars = progress_bar(console)
     tasks = [

@@ -31,10 +31,11 @@ OnLevel = Callable[[LevelResult, list[RequestRecord]], None]
 def run_levels(
     config: LoadConfig, on_progress: OnProgress | None = None, on_level: OnLevel | None = None
 ) -> list[LevelResult]:
-    """Run every level and return the results in order. The call blocks, on an event loop of its own.
+    """Run every level and return the results in order. The call blocks while an event loop of its own runs.
 
-    The first Ctrl-C ends the current level as PARTIAL and skips the rest. A dead server ends the run in the same way,
-    as SERVER_DIED. Raises ConfigError where the run cannot start because of its address, limits, workload or model.
+    The first Ctrl-C ends the current level as PARTIAL and skips the other levels. A dead server ends the run in the
+    same way, as SERVER_DIED. Raises ConfigError if the run cannot start because of its address, limits, workload or
+    model.
     """
     return run_coroutine(run_levels_async(config, on_progress, on_level), uvloop.new_event_loop)
 
@@ -73,10 +74,10 @@ async def run_levels_async(
 
 
 def check_limits(num_connections: int, *, connections_per_process: int, port_range: Path = _PORT_RANGE) -> None:
-    """Raise this process's soft limit of open files to the hard one, and check that files and local ports suffice.
+    """Raise the soft limit of open files to the hard limit, and check that files and local ports suffice.
 
-    `num_connections` go to one address and port, `connections_per_process` of them from one process (worker processes
-    inherit the limits). Raises ConfigError, which says what to change.
+    `num_connections` go to one address and port, `connections_per_process` of them from one process. Worker processes
+    inherit the limits. Raises ConfigError, which says what to change.
     """
     num_files = connections_per_process + NUM_SPARE_FILES
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,7 +102,7 @@ def check_limits(num_connections: int, *, connections_per_process: int, port_ran
 
 
 class _LoadRun:
-    """The levels of one run, each one stream."""
+    """The levels of one run. Each level has one stream."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Runs streams of requests to one model or several, released together: one level of a load."""
+"""Runs one level of a load: streams of requests to one or several models, which are released together."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(kw_only=True)
 class LevelStream:
-    """Describes the requests that a level sends to one model, and holds what has come back.
+    """Describes the requests that a level sends to one model, and holds the records of their answers.
 
-    `workload` has `num_prompts` prompts. Without `num_processes` this process sends. Without a `record_label` the
-    records are not written.
+    `workload` has `num_prompts` prompts. Without `num_processes`, this process sends the requests. Without a
+    `record_label`, the records are not written to the file.
     """
 
     config: LoadConfig
@@ -69,12 +69,12 @@ class LevelStream:
 
     @property
     def ended_s(self) -> float:
-        """Returns the time of the last answer; the release where there was no answer."""
+        """The time of the last answer, or the time of the release if there was no answer."""
         return max((record.ended_s for record in self.records), default=self.released_s)
 
 
 class StreamRunner:
-    """Runs levels one after another. Prompts do not repeat within a run, but for clips and problems."""
+    """Runs levels one after another. Prompts do not repeat within a run, except clips and problems."""
 
     def __init__(self, target: Target, record_file: RecordFile, on_progress: OnProgress | None = None) -> None:
         self._target = target
@@ -101,7 +101,7 @@ class StreamRunner:
     ) -> None:
         """Release all streams together, and return when each request has an answer or a failure.
 
-        probe: is started before the release; the caller finishes it.
+        `probe` is started before the release. The caller finishes it.
         """
         self._num_failed, started_s = 0, time.monotonic()
         senders = [(stream, worker) for stream in streams for worker in self._make_workers(stream)]

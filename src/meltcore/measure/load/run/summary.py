@@ -41,8 +41,8 @@ class LevelMeasurement:
 def summarize(measurement: LevelMeasurement) -> LevelResult:
     """Return the metrics of a level.
 
-    Latencies, queue delay and tokens per event are of complete answers only. Failures stay in the duration, by which
-    rates are divided, and in the number of requests, by which accuracy is.
+    Latencies, queue delay and tokens per event come from complete answers only. Rates are divided by the duration, and
+    accuracy by the number of requests; both include failures.
     """
     complete_records = [record for record in measurement.records if record.failure is None]
     records_with_text = [record for record in complete_records if record.first_text_s]
@@ -194,7 +194,7 @@ def _steady_rate(measurement: LevelMeasurement, in_flight: InFlight, token_times
 
 
 def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: float, duration_s: float) -> TaskLoad:
-    """Return the metrics of a task from its complete answers and what they have done, all at the end of each."""
+    """Return the metrics of a task from its complete answers. The work of an answer counts at its end."""
     return TaskLoad(
         task=task.name,
         work=work,
@@ -205,7 +205,7 @@ def _task_load(task: MeasuredTask, complete_records: list[RequestRecord], work: 
 
 
 def _report_as_work(result: LevelResult) -> None:
-    """Move the rates of a task's level, which counts no output tokens, from tokens to work."""
+    """Move the rates of a task's level from tokens to work, because such a level counts no output tokens."""
     rates: list[TimelinePoint | Steady] = [*result.timeline, *filter(None, [result.steady])]
     for rate in rates:
         rate.work_per_s, rate.output_tokens_per_s = rate.output_tokens_per_s, 0.0

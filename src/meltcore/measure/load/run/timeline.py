@@ -28,7 +28,12 @@ class InFlight:
     """
 
     def __init__(self, sent_s: np.ndarray, ended_s: np.ndarray) -> None:
-        """Build the function from the requests that were sent. `sent_s`, `ended_s`: [requests] float64."""
+        """Build the step function from the requests that were sent.
+
+        Args:
+            sent_s: [requests] float64, the time at which each request was sent.
+            ended_s: [requests] float64, the time at which each request ended.
+        """
         change_times_s = np.concatenate([ended_s, sent_s])
         deltas = np.concatenate([np.full(len(ended_s), -1), np.full(len(sent_s), 1)])
         order = np.argsort(
@@ -39,13 +44,13 @@ class InFlight:
 
     @property
     def peak(self) -> int:
-        """Return the most requests in flight at one time."""
+        """Return the largest number of requests that were in flight together."""
         return int(self.counts.max(initial=0))
 
     def steady_window(self, concurrency: int) -> tuple[float, float] | None:
         """Return (start, end) in seconds of the longest window with at least 90 % of `concurrency` requests in flight.
 
-        None where no window lasts MIN_STEADY_S. A dip shorter than MAX_DIP_S does not end a window.
+        Returns None if no window lasts MIN_STEADY_S. A dip shorter than MAX_DIP_S does not end a window.
         """
         if not len(self.counts):
             return None
@@ -77,9 +82,9 @@ class InFlight:
 class TextArrivals:
     """Holds the times at which text arrived. Events of one answer that were read together are one arrival.
 
-    Two events of one read would otherwise have a gap of 0 ms between them. So would the median of a server that sends
-    one step's tokens in several events. The arrays hold all answers, one after another: with 10,000 answers, arrays per
-    answer would take as long to build as the rest of the summary.
+    Two events of one read would otherwise have a gap of 0 ms between them. If a server sends the tokens of one step in
+    several events, even the median gap would be 0 ms. The arrays hold all answers, one after another. With 10,000
+    answers, arrays per answer would take as long to build as the rest of the summary.
     """
 
     num_arrivals: int
@@ -89,9 +94,9 @@ class TextArrivals:
 
     @classmethod
     def from_records(cls, records: Sequence[RequestRecord], *, use_token_counts: bool = True) -> TextArrivals:
-        """Compute the arrivals of at least one answer with text.
+        """Compute the arrivals of the answers in `records`, at least one of which must have text.
 
-        `use_token_counts` False ignores the server's token counts, so that every event counts as one token.
+        With `use_token_counts` False, every event counts as one token.
         """
         events_per_answer = np.array([len(record.times_s) for record in records])
         times_s = np.concatenate([record.times_s for record in records])
@@ -117,9 +122,9 @@ class TextArrivals:
 
     @property
     def itl_ms(self) -> np.ndarray:
-        """Return the inter-token latencies: each gap divided evenly among its tokens, [tokens after first arrivals].
+        """Return the inter-token latencies, [tokens after the first arrival of each answer].
 
-        Without token counts, a gap is divided among its events.
+        Each gap is divided evenly among its tokens, or among its events without token counts.
         """
         return np.repeat(self.gaps_ms / self.tokens_per_gap, self.tokens_per_gap)
 
@@ -147,7 +152,7 @@ class TokenTimes:
 
 
 def _tokens_per_event(record: RequestRecord) -> np.ndarray:
-    """Return the output tokens of each event as the server counted them, else distributed evenly: [events].
+    """Return the output tokens of each event, [events]: the server's counts, else the total spread evenly.
 
     Tokens after the last text, such as an end token, count with the last event.
     """
@@ -179,7 +184,10 @@ def timeline(in_flight: InFlight, token_times: TokenTimes, start_s: float, end_s
 def bucket_means(
     times_s: np.ndarray, token_counts: np.ndarray, counts: np.ndarray, start_s: float, end_s: float
 ) -> list[float | None]:
-    """Return the sum of `token_counts` divided by the sum of `counts` per bucket of `timeline`, or None for 0."""
+    """Return a mean for each bucket of `timeline`: the sum of `token_counts` divided by the sum of `counts`.
+
+    A bucket is None if the sum of its `counts` is 0.
+    """
     edges = _bucket_edges(start_s, end_s)
     sums, _ = np.histogram(times_s, bins=edges, weights=token_counts)
     totals, _ = np.histogram(times_s, bins=edges, weights=counts)

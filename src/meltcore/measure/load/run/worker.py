@@ -54,7 +54,7 @@ class WorkerResult(msgspec.Struct, array_like=True):
 
 
 class LoadWorker(Protocol):
-    """Declares the interface of a worker, in this process or in another.
+    """Declares the interface of a worker, which runs in this process or in another one.
 
     A worker passes its records to the callback given at construction.
     """
@@ -184,9 +184,10 @@ class LocalWorker:
 
 
 class FirstInterrupt:
-    """The first Ctrl-C of a run, which ends the current level in order. A second one ends the run as it does elsewhere.
+    """Ends the current level in order after the first Ctrl-C of a run. A second Ctrl-C interrupts as usual.
 
-    A context manager, entered in the event loop. Only the main thread receives signals; elsewhere it does nothing.
+    The context manager is entered in the event loop. It has no effect outside the main thread, which alone receives
+    signals.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

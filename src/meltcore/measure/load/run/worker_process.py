@@ -1,9 +1,9 @@
-"""Runs a worker in another process: both ends of the pipe between it and the parent.
+"""Runs a worker in another process, and implements both ends of the pipe between the worker and its parent.
 
 Each message is a frame: its length (4 bytes, little-endian), then msgpack. The parent sends WorkerSettings, then
 Release, and Stop at any time. The worker sends ConnectionsOpened, then RecordBatches, then WorkerDone.
-`time.monotonic()` is one clock for all processes of a machine, so times need no conversion. A worker whose parent has
-died reads end-of-file and exits.
+`time.monotonic()` is one clock for all processes of a machine, so times need no conversion. If the parent dies, the
+worker reads end-of-file and exits.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def _read_frame(reader: asyncio.StreamReader) -> bytes:
 class WorkerProcess:
     """Implements a worker in another process, as the parent sees it.
 
-    Its methods raise MeltcoreError where the process ends before it is done.
+    Its methods raise MeltcoreError if the process ends before the worker is done.
     """
 
     def __init__(self, settings: WorkerSettings, on_records: OnRecords) -> None:
@@ -115,7 +115,10 @@ class WorkerProcess:
         return message.result
 
     def stop(self) -> None:
-        """Fail the requests in flight as interrupted and send no more, so that `run` returns. No effect afterwards."""
+        """Fail the requests in flight as interrupted and send no more, so that `run` returns.
+
+        The call has no effect after the run has ended.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():

@@ -1,1 +1,1 @@
-"""The record of each task, which everything that measures asks, and one folder for what differs by task."""
+"""Defines the record of each task for everything that measures, with one module for what differs by task."""

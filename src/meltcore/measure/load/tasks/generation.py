@@ -1,4 +1,4 @@
-"""The record of generation: prompts of chats and completions, answers that are streamed, and rates of tokens."""
+"""Defines the record of generation: prompts of chats and completions, streamed answers, and token rates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load_workload(spec: str, *, num_requests: int, seed: int, max_tokens: int | 
     """Open the workload that `spec` describes. Raises ConfigError for a malformed `spec` or file.
 
     `spec` is `problems:KIND`, `random:in=RANGE,out=RANGE[,vocab=N][,eos=1]` or the path of a JSONL file. `num_requests`
-    is the most requests that the run will send.
+    is the maximum number of requests that the run will send.
     """
     workload_type, _, options_text = spec.partition(":")
     if workload_type == "problems":
@@ -87,7 +87,10 @@ def _problem_workload(name: str, kind: str, num_requests: int, seed: int, max_to
 
 
 def _random_workload(name: str, options_text: str, seed: int, max_tokens: int | None) -> Workload:
-    """Return prompts of random token ids. Text decoded from random ids would encode to another number of tokens."""
+    """Return prompts of random token ids.
+
+    Text that is decoded from random ids would encode to another number of tokens.
+    """
     fields = parse_fields(options_text, f"workload {name}", ("in", "out", "vocab", "eos"))
     input_range = parse_range(fields.get("in", "128"), "random:in")
     output_range = parse_range(fields.get("out", str(max_tokens or 128)), "random:out")
@@ -193,7 +196,7 @@ def _open(config: LoadConfig, num_requests: int, _clips: Sequence[Clip]) -> Work
 
 
 def _default_workload(model: ServedModel, sizes: Sizes) -> str:
-    """Return random prompts, or problems for a small model with real weights: they are short, and graded."""
+    """Return random prompts. For a small model with real weights, return problems, which are short and graded."""
     context, vocab = model.card.get("max_model_len"), model.card.get("vocab_size") or RANDOM_HIGH_ID
     if model.is_small and model.card.get("weights") != "dummy":
         return "problems:short"

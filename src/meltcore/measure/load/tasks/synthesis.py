@@ -1,4 +1,4 @@
-"""The record of synthesis: texts, and the speech that comes for them."""
+"""Defines the record of synthesis: the texts to speak, and the speech that the server returns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SpeechFormat = Literal["wav", "pcm"]
 
 
 class SpeechResponse(BaseResponse):
-    """Reads the answer of POST /v1/audio/speech and measures its audio, of which it keeps nothing."""
+    """Reads the answer of POST /v1/audio/speech and measures its audio. The audio is not kept."""
 
     __slots__ = ("_first_audio_s", "_pcm_bytes", "_wav")
 
@@ -61,7 +61,7 @@ class SpeechResponse(BaseResponse):
         keep_text: bool = False,
         max_output_tokens: int | None = None,
     ) -> None:
-        """Read into `record`. The last two arguments belong to answers with text, and have no effect."""
+        """Store where to read the answer into. `keep_text` and `max_output_tokens` have no effect on speech."""
         del keep_text, max_output_tokens
         super().__init__(record, on_done)
         self._wav = WavReader() if speech_format == "wav" else None

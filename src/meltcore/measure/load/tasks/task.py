@@ -1,4 +1,4 @@
-"""Defines the record of a task, all that measuring knows of it, and finds it by a name, a workload or a level."""
+"""Defines the record of a task for measurements, and finds the task of a name, a workload or a level."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meltcore.measure.load.workloads.workload import Clip, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of requests to models that are not small: tokens of generation, seconds of a clip."""
+    """Sizes of requests to models that are not small: tokens for generation, seconds of a clip for transcription."""
 
     input_len: IntRange
     output_len: IntRange
@@ -31,7 +31,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """One entry of /v1/models: a name, a task, and what else the server tells."""
+    """One entry of /v1/models: a name, a task, and the other fields that the server reports."""
 
     name: str
     task: str
@@ -45,9 +45,9 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ThroughputUnit:
-    """The words for the throughput of a task: a title, the unit, and the unit where a table is narrow.
+    """The words for the throughput of a task: a title, the unit, and a short unit for narrow tables.
 
-    `key` is the key of its definition. `head` is the heading of its columns; where it is empty, the unit is.
+    `key` is the key of the definition. `head` is the heading of the columns; an empty head uses the unit.
     """
 
     key: str
@@ -78,7 +78,7 @@ def percentile(key: str, name: str) -> Callable[[LevelResult], float | None]:
 
 
 def distribution_of(level: LevelResult, key: str) -> Distribution:
-    """Return the distribution called `key` of a level or of its task; one without samples where neither has it."""
+    """Return the distribution `key` of a level or of its task. If neither has it, return one without samples."""
     return getattr(level if hasattr(level, key) else level.task, key, Distribution())
 
 
@@ -90,8 +90,8 @@ ACCURACY = Metric("accuracy", lambda level: level.accuracy, "higher")
 class Latency(NamedTuple):
     """A distribution that tables and charts of a task show.
 
-    Its chart has `title` and `unit`, and its columns have `head`. A terminal shows the median and the 99th percentile
-    under the two heads of `console`, and leaves them out where these are None.
+    The chart has `title` and `unit`, and the columns have `head`. A terminal shows the median and the 99th percentile
+    under the two headings of `console`. A heading of None hides its column.
     """
 
     key: str
@@ -105,7 +105,7 @@ END_TO_END = Latency("e2e_ms", "End to end", "End to end, ms")
 
 
 class Problem(NamedTuple):
-    """What a request sends, its right answer, and the audio where it sends some."""
+    """The input of a request, the right answer, and the audio if the request uploads some."""
 
     given: str
     answer: str
@@ -114,9 +114,9 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class DemoStep:
-    """The demo's step of a task: held-out problems, `concurrency` at a time where there are as many.
+    """The demo's step of a task: held-out problems, `concurrency` at a time if there are as many.
 
-    `make_problems(seed)` returns the problems. `write(folder, problems)` writes them and returns the workload.
+    `make_problems(seed)` returns the problems. `write(folder, problems)` writes the problems and returns the workload.
     """
 
     concurrency: int
@@ -126,9 +126,10 @@ class DemoStep:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How the demo grades a task whose answers have no right one: the task of the path `reader` reads them back.
+    """How the demo grades a task whose answers have no single right form: a reader task reads the answers back.
 
-    `fields(text)` are the fields of a request. `heard(problem, answer)` returns what is sent to the reader.
+    `reader` is the path of the reader task. `fields(text)` returns the fields of a request. `heard(problem, answer)`
+    returns the problem that is sent to the reader.
     """
 
     reader: str
@@ -150,38 +151,38 @@ def task_load(level: LevelResult) -> TaskLoad:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeasuredTask:
-    """All that measuring knows of one task.
+    """Holds everything that measurements need to know about one task.
 
     Args:
         name: The name of the task in cards of models, in documents and in options, from its declaration.
-        aliases: Names that other servers give it in their cards.
-        word: What begins its workloads, as `speak` in `speak:words=8`; empty for the task of all other workloads. None
-            takes the name of the task.
-        usage: Its workloads for `meltcore load --help`, each with what it sends.
-        path: The route that its requests take, from its declaration.
-        uploads: Whether its requests upload audio, which makes a burst of them work for the client.
-        share: Its share of a mixed level of `load --fleet`, in percent.
-        demo_share: The same in the demo.
-        open: Opens the workload of a configuration for a number of requests. The clips are those of the run, where
-            another process has made them. Raises ConfigError for a malformed description and an unreadable file.
-        default_workload: Returns what a model gets where no workload is given: short requests for a small model.
+        aliases: Names of the task in the cards of other servers.
+        word: The word with which the task's workloads begin, such as `speak` in `speak:words=8`. It is empty for the
+            task of all other workloads. None uses the name of the task.
+        usage: The task's workloads for `meltcore load --help`, each with a description of its requests.
+        path: The route of the task's requests, from its declaration.
+        uploads: True if requests upload audio. A burst of such requests costs the client CPU time.
+        share: The task's share of a mixed level of `load --fleet`, in percent.
+        demo_share: The task's share of a mixed level of the demo, in percent.
+        open: Opens the workload of a configuration for a number of requests. If another process has made the clips of
+            the run, it receives them. Raises ConfigError for a malformed description and an unreadable file.
+        default_workload: Returns the workload for a model if none is given. A small model gets short requests.
         slo_metrics: The latencies that `--goodput` may limit.
-        work_of: Returns what a complete answer has done, in the unit of the throughput, one answer where it is left
-            out; None counts output tokens.
+        work_of: Returns the work of a complete answer, in the unit of the throughput. By default each answer is one
+            unit. None counts output tokens.
         details: Returns fields of TaskLoad that only this task has, from the complete answers and the duration.
         notes: Returns the notes on the complete answers of a level.
-        may_be_empty: Whether an answer without text may be right.
-        unit: The unit of its throughput.
-        first_key: The latency to the first part of an answer; None where answers come whole.
-        first_word: The name of that part.
+        may_be_empty: True if an answer without text may be right.
+        unit: The unit of the task's throughput.
+        first_key: The key of the latency to the first part of an answer. None means that answers arrive whole.
+        first_word: The name of the first part of an answer.
         latencies: The latencies that tables and charts show.
         distributions: The distributions of the full table of a level.
-        metrics: What comparisons show beside the throughput and `shared_metrics`.
+        metrics: The metrics that comparisons show beside the throughput and `shared_metrics`.
         shared_metrics: The metrics that other tasks have too.
         definitions: The definitions of metrics that only this task has.
         facts: Returns what the succeeded requests of a level have done, as names and texts.
-        step: The demo's step.
-        read_back: The demo's step, where answers have no right one.
+        step: The demo's step of the task.
+        read_back: The demo's step of a task whose answers have no single right form.
     """
 
     name: str = ""
@@ -230,7 +231,7 @@ def tasks() -> Mapping[str, MeasuredTask]:
 
 
 def default_task() -> MeasuredTask:
-    """Return the task of workloads, models and levels that name none."""
+    """Return the task of workloads, models and levels that name no task."""
     return next(iter(tasks().values()))
 
 
@@ -290,7 +291,7 @@ def throughput_text(level: LevelResult) -> str:
 def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] = ()) -> Workload:
     """Open the workload of `config` for `num_requests` requests.
 
-    A run that uploads audio has `clips`, where another process has made them. Raises ConfigError for a malformed
+    If another process has made the clips of the run, `clips` holds them. Raises ConfigError for a malformed
     description, a file that cannot be read, and an option that has no meaning for the task.
     """
     task, spec = workload_task(config.workload), config.workload
@@ -311,5 +312,5 @@ def open_workload(config: LoadConfig, num_requests: int, clips: Sequence[Clip] =
 
 
 def check_workload(config: LoadConfig) -> None:
-    """Raise ConfigError where `config` has no workload that can be opened, before a server is started."""
+    """Raise ConfigError if the workload of `config` cannot be opened. Call it before a server is started."""
     open_workload(config, num_requests=1)

@@ -1,4 +1,4 @@
-"""The record of transcription: clips that are uploaded, and their transcripts."""
+"""Defines the record of transcription: the clips to upload, and their transcripts."""
 
 from __future__ import annotations
 

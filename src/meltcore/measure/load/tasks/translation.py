@@ -1,4 +1,4 @@
-"""The record of translation: sentences in, sentences out, each with a right answer where a file gives one."""
+"""Defines the record of translation: the sentences to translate, with right answers if a file gives them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Translations(msgspec.Struct):
 class TranslationResponse(JsonResponse):
     """Reads the answer of POST /v1/translate: as many translations as the request has sentences.
 
-    Where the server reports `usage`, the record gets its count of source tokens.
+    If the server reports `usage`, the record gets its count of source tokens.
     """
 
     __slots__ = ()
@@ -98,7 +98,7 @@ def _default_workload(model: ServedModel, _sizes: Sizes) -> str:
 
 
 def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a direction of translation: from English where the model knows it, else into English, else neither."""
+    """Return a translation direction of the model: from English if possible, else into English, else any."""
     sources, targets = (list(card.get(key) or []) for key in ("source_languages", "target_languages"))
     if not sources or not targets:
         return "eng_Latn", _PREFERRED[0]
@@ -109,7 +109,7 @@ def _pair(card: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _details(records: Sequence[RequestRecord], duration_s: float) -> dict[str, Any]:
-    """Count what was read: tokens where every answer came with the server's count, else characters."""
+    """Count what the server read: tokens if every answer came with the server's count, else characters."""
     has_token_counts = bool(records) and all(record.saw_usage for record in records)
     source = sum(record.prompt_tokens if has_token_counts else work(record).source_chars for record in records)
     return {

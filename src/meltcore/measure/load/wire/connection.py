@@ -1,4 +1,4 @@
-"""Implements a keep-alive HTTP/1.1 connection, and single requests that each open a connection of their own."""
+"""Implements a keep-alive HTTP/1.1 connection, and single requests that each open their own connection."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_stale(self) -> bool:
-        """Return whether an earlier request was answered and no byte of the current response has come."""
+        """Return whether an earlier request was answered and no byte of the current response has arrived."""
         return self._num_sent > 1 and not self._answered
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -195,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
             handler.on_failure(reason, detail)
 
     def close(self) -> None:
-        """Drop the connection without calling the handler. Bytes that were not read yet are lost."""
+        """Drop the connection without calling the handler. Bytes that have not been read yet are lost."""
         self._handler = self._parser = None
         self.is_open = False
         if self._transport is not None:
@@ -203,7 +203,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 async def connect(target: Target, timeout_s: float) -> HttpConnection:
-    """Open one connection to `target`. Raises HttpRequestError where that fails or takes longer than `timeout_s`."""
+    """Open one connection to `target`. Raises HttpRequestError if that fails or takes longer than `timeout_s`."""
     ssl_context = ssl.create_default_context() if target.scheme == "https" else None
     new_connection = asyncio.get_running_loop().create_connection(
         HttpConnection,
@@ -233,7 +233,7 @@ class Response(NamedTuple):
 
 
 class _BufferedResponse:
-    """Collects one response of at most MAX_BODY_BYTES. It serves single requests, never measured ones."""
+    """Collects one response of at most MAX_BODY_BYTES. It is used for single requests, never for measured ones."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -292,7 +292,7 @@ def run_coroutine(
     """Run `coroutine` on a new event loop and return its result, as `asyncio.run` does.
 
     An interrupt that arrives while the loop is being created raises KeyboardInterrupt before the coroutine has started.
-    The coroutine is closed then. Otherwise Python would warn on standard error that it was never awaited.
+    The coroutine is closed then. Otherwise Python would warn on standard error that the coroutine was never awaited.
     """
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:

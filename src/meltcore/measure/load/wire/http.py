@@ -1,6 +1,6 @@
-"""Decodes HTTP/1.1 responses and server-sent events from received bytes, however they are split. It opens no sockets.
+"""Decodes HTTP/1.1 responses and server-sent events from received bytes, however they are split. Opens no sockets.
 
-No HTTP library is used: at 10,000 streams the client's own cost limits what can be measured, and its delays would count
+No HTTP library is used. At 10,000 streams the client's own cost limits what can be measured, and its delays would count
 as the server's latency. benchmarks/client_cost.py measures the CPU time per streamed event here and in aiohttp.
 
 Sources: RFC 9112 (message syntax), RFC 9110 (fields), WHATWG HTML 9.2 (event stream interpretation).
@@ -256,7 +256,7 @@ def _content_length(headers: dict[str, str]) -> int | None:
 
 
 class ErrorEvent(bytes):
-    """The data of an event named `error`."""
+    """The data of an event with the name `error`."""
 
     __slots__ = ()
 
@@ -293,7 +293,7 @@ class EventParser:
 
     @property
     def unfinished(self) -> bytes:
-        """Return the data of an unfinished event, or its unfinished line where it has only one."""
+        """Return the data of an unfinished event, or its unfinished line if no line is complete."""
         return b"\n".join([*self._data_lines, *filter(None, [self._unfinished_line])])
 
     def feed(self, data: bytes) -> list[bytes]:

@@ -25,8 +25,9 @@ _GAUGE_LINE = re.compile(r"^(?:meltcore|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+)$
 async def served_model(target: Target, model: str | None, timeout_s: float) -> tuple[str, dict[str, Any]]:
     """Return the name of the model to request, and the facts that the server reports about it.
 
-    The name is `model`, or the first of /v1/models where `model` is None. A server without that listing reports no
-    facts and needs a `model`. Raises HttpRequestError without an answer, and ConfigError where there is no model name.
+    The name is `model`, or the first model of /v1/models if `model` is None. A server without that listing reports no
+    facts and needs a `model`. Raises HttpRequestError if the server does not answer, and ConfigError if there is no
+    model name.
     """
     response = await request(target, "GET", "/v1/models", timeout_s=timeout_s)
     model_list = None
@@ -44,7 +45,7 @@ async def served_model(target: Target, model: str | None, timeout_s: float) -> t
 
 
 async def first_model(target: Target) -> str:
-    """Return the first model of /v1/models. Raises ConfigError where the server does not answer or names no model."""
+    """Return the first model of /v1/models. Raises ConfigError if the server does not answer or names no model."""
     try:
         return (await served_model(target, None, PROBE_TIMEOUT_S))[0]
     except HttpRequestError as error:
@@ -70,9 +71,9 @@ class InFlightProbe:
     """Measures the server's own peak of requests in flight during a level.
 
     The peak is the maximum of sampled gauges: `requests_in_flight`, or `num_requests_running` + `num_requests_waiting`.
-    A server that reports its own maximum (`meltcore:requests_in_flight_peak`) is believed where that value changed
-    during the level; an unchanged value may be older than the level. Without a sample inside the level and without such
-    a value the peak is None.
+    Some servers report their own maximum (`meltcore:requests_in_flight_peak`). That value is used if it changed during
+    the level; an unchanged value may be older than the level. Without a sample in the level and without such a value,
+    the peak is None.
     """
 
     def __init__(self, target: Target) -> None:
@@ -93,7 +94,7 @@ class InFlightProbe:
     async def finish(self, start_s: float, end_s: float) -> int | None:
         """Stop sampling and return the peak of the level, which lasted from `start_s` to `end_s` (monotonic clock).
 
-        Samples before its release and after its last answer read 0 and say nothing about it.
+        Samples before the release and after the last answer are left out, since they read 0.
         """
         if self._sampling_task is None:
             return None
@@ -123,7 +124,7 @@ class InFlightProbe:
 
 
 def _in_flight(gauges: dict[str, float]) -> float | None:
-    """Return the number of requests in flight, or None where the server has no gauge of it."""
+    """Return the number of requests in flight, or None if the server has no gauge of it."""
     if "requests_in_flight" in gauges:
         return gauges["requests_in_flight"]
     if {"num_requests_running", "num_requests_waiting"} <= gauges.keys():

@@ -1,4 +1,4 @@
-"""Reads one response into a record: what the responses of all APIs have in common."""
+"""Reads one response into a record, as far as the responses of all APIs are alike."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class BadJsonError(MeltcoreError):
 def decode_json(decoder: msgspec.json.Decoder[_Document], data: bytes) -> _Document:
     """Return a JSON document. Raises BadJsonError for other bytes.
 
-    JSON's grammar allows one half of a surrogate pair without the other, which msgspec refuses: gateways in JavaScript
-    cut texts between the two. `whole_text` joins them again.
+    JSON's grammar allows one half of a surrogate pair without the other, which msgspec rejects. Gateways in JavaScript
+    cut texts between the two halves. `whole_text` joins them again.
     """
     try:
         return decoder.decode(data)
@@ -49,7 +49,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def whole_text(text: str) -> str:
-    """Return a text with joined surrogate pairs. Half a pair becomes U+FFFD, since no file can hold it."""
+    """Return a text whose surrogate pairs are joined. Half a pair becomes U+FFFD, since no file can store it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -58,7 +58,7 @@ def whole_text(text: str) -> str:
 
 
 def whole_count(count: float | None) -> int | None:
-    """Return a count of tokens as an integer that messages between processes hold, or -1 for a fraction."""
+    """Return a token count as an integer for messages between processes. A fraction becomes -1."""
     if count is None:
         return None
     return max(-_MAX_COUNT, min(int(count), _MAX_COUNT)) if isinstance(count, int) or count.is_integer() else -1
@@ -78,9 +78,9 @@ _error_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 class BaseResponse:
-    """Reads one response into `record`, then calls `on_done` exactly once. It handles what is no answer: errors.
+    """Reads one response into `record`, then calls `on_done` exactly once. This class handles error responses.
 
-    A status other than 200, and a content type that does not begin with one of CONTENT_TYPES, are failures.
+    A status other than 200 is a failure, and so is a content type that does not begin with one of CONTENT_TYPES.
     """
 
     __slots__ = ("_error_body", "_on_done", "now_s", "record", "retry_after_s")
@@ -97,7 +97,7 @@ class BaseResponse:
 
     @property
     def content(self) -> str:
-        """Return the text of the answer that is graded."""
+        """Return the text of the answer, which is graded."""
         return ""
 
     @property
@@ -124,7 +124,7 @@ class BaseResponse:
             self._error_body += data.decode("utf-8", "replace")
 
     def on_end(self) -> None:
-        """Complete the record, as a failure where the answer is not complete."""
+        """Complete the record. An incomplete answer becomes a failure."""
         if self.record.status != 200:
             self._finish(f"http {self.record.status}", error_message(self._error_body))
         elif self._on_done is not None:
@@ -135,7 +135,7 @@ class BaseResponse:
         self._finish(reason, detail)
 
     def _find_failure(self) -> tuple[str | None, str | None]:
-        """Return the (reason, detail) of a response that ended in order; (None, None) where it is complete."""
+        """Return (reason, detail) of a failed response that ended in order. Returns (None, None) if it is complete."""
         raise NotImplementedError
 
     def _finish(self, failure: str | None, detail: str | None) -> None:
@@ -150,11 +150,11 @@ class BaseResponse:
         on_done(self)
 
     def _complete_record(self) -> None:
-        """Add what was measured of the answer to the record."""
+        """Add the measurements of the answer to the record."""
 
 
 def _seconds(retry_after: str) -> float | None:
-    """Return the seconds of a Retry-After field, or None for a missing one and for a date, which no engine sends."""
+    """Return the seconds of a Retry-After field. Returns None if it is missing or a date, which no engine sends."""
     return float(retry_after) if is_number(retry_after) else None
 
 

@@ -41,7 +41,7 @@ class _Delta(msgspec.Struct):
     audio: Any = None
 
     def has_other_output(self) -> bool:
-        """Return whether tokens came that are neither content nor reasoning in a field of its own."""
+        """Return whether tokens arrived that are neither content nor reasoning in its own field."""
         reasoning = [self.reasoning_details, self.thinking_blocks]
         calls = [self.tool_calls, self.function_call]
         return _has_text([self.content, self.refusal, *calls, *reasoning, self.images, self.audio])
@@ -63,7 +63,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Token counts, of some servers as floats. null is a count that the server does not tell."""
+    """Token counts. Some servers send them as floats. null is a count that the server does not report."""
 
     prompt_tokens: int | float | None = None
     completion_tokens: int | float | None = None
@@ -83,7 +83,7 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 
 def _has_text(value: Any) -> bool:
-    """Return whether a text that is no label stands anywhere in a JSON value: an empty part has an id and a type."""
+    """Return whether a JSON value contains a text other than a label. An empty part has labels only: an id, a type."""
     pending = [value]
     while pending:
         each = pending.pop()
@@ -97,12 +97,15 @@ def _has_text(value: Any) -> bool:
 
 
 def _is_error(error: Any) -> bool:
-    """Return whether this tells an error: gateways add an empty one, or one of empty fields, to events without."""
+    """Return whether this value reports an error.
+
+    Gateways add an empty error, or one with empty fields, to events without an error.
+    """
     return any(error.values()) if isinstance(error, dict) else bool(error)
 
 
 def _text_of(content: str | list[Any] | None) -> str | None:
-    """Return the text of an answer's content, which some servers send in parts."""
+    """Return the text of an answer's content. Some servers send the content in parts."""
     if not isinstance(content, list):
         return content
     texts = (part.get("text") for part in content if isinstance(part, dict))
@@ -112,13 +115,13 @@ def _text_of(content: str | list[Any] | None) -> str | None:
 class StreamedResponse(BaseResponse):
     """Reads one streamed answer into `record`, then calls `on_done` exactly once.
 
-    An answer is complete when its response ended in order after a finish reason, with text or with counted tokens.
-    Anything less is a failure with its reason; `rules` can require more. The first token comes with the first event of
-    any output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record tells
+    An answer is complete if its response ended in order after a finish reason, with text or with counted tokens. Any
+    other answer is a failure with its reason; `rules` can require more. The first token arrives with the first event of
+    any output: content, reasoning, a refusal, a tool call or audio. Only the content is the answer. The record says
     whether `[DONE]` and the usage arrived. Without usage, the number of events with output is the token count.
 
-    Token counts that cannot be true fail the request: negative ones, more cached than prompt tokens, or no token for an
-    answer with text. So do more output tokens than `max_output_tokens`, unless that is None.
+    Impossible token counts fail the request: negative counts, more cached than prompt tokens, or no token for an answer
+    with text. More output tokens than `max_output_tokens` fail it too, unless that is None.
     """
 
     __slots__ = (
@@ -227,11 +230,14 @@ class StreamedResponse(BaseResponse):
             self._on_usage(usage)
 
     def _is_aside(self, data: bytes) -> bool:
-        """Return whether an event may be a gateway's own, not the answer's."""
+        """Return whether an event may come from a gateway and not belong to the answer."""
         return self._saw_done or isinstance(data, NamedEvent)
 
     def _on_choice(self, choice: _Choice, count: int | None) -> None:
-        """Note what came of an answer. It has `count` tokens up to here, or None if the event does not say."""
+        """Record the new part of an answer.
+
+        `count` is its number of tokens so far, or None if the event has no count.
+        """
         delta = choice.delta if isinstance(choice.delta, _Delta) else choice.message
         content = choice.text if delta is None else _text_of(delta.content)
         reasoning = None if delta is None else delta.reasoning_content or delta.reasoning or delta.thinking
@@ -265,7 +271,7 @@ class StreamedResponse(BaseResponse):
         return f"completion_tokens {count}{limit}"
 
     def _wrong_usage(self) -> str | None:
-        """Return which count of a complete answer cannot be true; `completion_tokens` are checked on arrival."""
+        """Return which count of a complete answer is impossible. `completion_tokens` are checked when they arrive."""
         prompt_tokens, cached_tokens = self.record.prompt_tokens, self.record.cached_tokens
         if not 0 <= prompt_tokens <= MAX_TOKENS:
             return f"prompt_tokens {prompt_tokens}" + f", at most {MAX_TOKENS} are possible" * (prompt_tokens > 0)
@@ -276,7 +282,7 @@ class StreamedResponse(BaseResponse):
         return None
 
     def _find_failure(self) -> tuple[str | None, str | None]:
-        """Return the (reason, detail) of a response that ended in order; (None, None) where it is complete."""
+        """Return (reason, detail) of a failed response that ended in order. Returns (None, None) if it is complete."""
         record = self.record
         if self._event_parser.unfinished.strip() in (b"[DONE]", b"data: [DONE]", b"data:[DONE]"):
             self._saw_done = True  # some servers send no blank line after it
@@ -311,7 +317,10 @@ class StreamedResponse(BaseResponse):
 
 
 class UnstreamedResponse(StreamedResponse):
-    """Reads one unstreamed answer into `record`. All of its text is one event, which arrives at its end."""
+    """Reads one unstreamed answer into `record`.
+
+    The whole text is one event, which arrives at the end of the answer.
+    """
 
     __slots__ = ("_body",)
 

@@ -1,1 +1,1 @@
-"""What the load generator sends, and how it reads the answers of each task."""
+"""Defines the requests that the load generator sends, and the readers of each task's answers."""

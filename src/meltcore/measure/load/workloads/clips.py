@@ -1,7 +1,7 @@
-"""Makes clips of tones, pauses and noise by a seed, and reads clips of a manifest, for the load on transcription.
+"""Makes clips of tones, pauses and noise from a seed, and reads clips of a manifest, to load transcription.
 
-The clips are no speech: a transcriber may answer with nothing, and takes as long for them as for speech of their
-length. They are made once per run, before its first level, and each request sends one of them.
+The made clips are not speech. A transcriber may return no text for them, but takes as long as for speech of their
+length. They are made once per run, before the first level, and each request sends one of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _FADE = np.linspace(0, 1, SAMPLE_RATE // 200, dtype=np.float32)
 
 
 def make_clips(seed: int, num_clips: int, seconds: IntRange) -> list[Clip]:
-    """Return `num_clips` WAV files, 16-bit mono at 16 kHz. Raises ConfigError above MAX_CLIPS_BYTES together.
+    """Return `num_clips` WAV files, 16-bit mono at 16 kHz.
 
-    Their lengths are spread evenly over `seconds` and shuffled by the seed, so that the mean is that of the range.
+    The lengths are spread evenly over `seconds` and shuffled by the seed, so that their mean is the middle of the
+    range. Raises ConfigError if the files together exceed MAX_CLIPS_BYTES.
     """
     num_bytes = num_clips * (seconds.low + seconds.high) * SAMPLE_RATE  # 2 bytes each, half of the sum of the bounds
     if num_bytes > MAX_CLIPS_BYTES:
@@ -59,7 +60,7 @@ def encode_wav(samples: np.ndarray, sample_rate: int = SAMPLE_RATE) -> bytes:
 
 
 def read_manifest(path: Path) -> list[Clip]:
-    """Return the clips of a manifest as NeMo has them: JSON objects with `audio_filepath`, one a line.
+    """Return the clips of a manifest in NeMo's format: one JSON object with `audio_filepath` per line.
 
     `text` is the transcript, by which answers are graded. `duration` (seconds) is needed for files other than WAV.
     Paths are relative to the manifest. Raises ConfigError, which names the line.

@@ -27,7 +27,7 @@ OnStale = Callable[[int, float], None]  # called with the request's index and it
 
 
 class Dispatcher:
-    """Sends requests and calls `on_record` exactly once for each of them, also when it fails."""
+    """Sends requests and calls `on_record` exactly once for each request, also for failed ones."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Dispatcher:
         return len(self._active_requests)
 
     def send(self, connection: HttpConnection, request: EncodedRequest, intended_s: float, on_done: OnDone) -> None:
-        """Send `request`. After its record, `on_done` receives the connection where that is reusable, else None."""
+        """Send `request`. After its record, `on_done` receives the connection, or None if it cannot be reused."""
         record = RequestRecord(index=request.index, intended_s=intended_s, work=request.work)
         response = self._make_response(
             record, self._finish, keep_text=request.keep_text, max_output_tokens=request.max_output_tokens
@@ -91,7 +91,10 @@ class Dispatcher:
                 connection.fail(*failure)
 
     async def check_server(self) -> None:
-        """Request /health after consecutive connection failures, and record the server's death where that fails too."""
+        """Request /health after consecutive connection failures.
+
+        Record the server's death if this request fails too.
+        """
         if not self._consecutive_failures or self.server_died_s is not None:
             return
         try:
@@ -133,16 +136,16 @@ class Dispatcher:
             on_done(None)
 
     def _add_tries(self, record: RequestRecord) -> None:
-        """Add what happened to a request before its last try."""
+        """Add to the record what happened to the request before its last try."""
         record.refusals = self._refusals.pop(record.index, 0)
         record.reconnected = record.index in self._reconnected
         self._reconnected.discard(record.index)
 
     def _reconnects(self, connection: HttpConnection, record: RequestRecord) -> bool:
-        """Hand a request back whose connection the server closed after the answer before, without saying so.
+        """Give a request back, to be sent over a new connection, if the server had closed the old one.
 
-        llama.cpp does so after every stream. HTTP clients send such a request again over a new connection. A server
-        that closes later has read the request, and its close is a failure.
+        llama.cpp closes the connection after every stream without announcing it. HTTP clients send such a request again
+        over a new connection. A server that closes later has read the request, so its close is a failure.
         """
         if self.on_stale is None or record.failure not in CLOSE_FAILURES or not connection.is_stale:
             return False
@@ -153,7 +156,7 @@ class Dispatcher:
         return True
 
     def _sends_again(self, connection: HttpConnection, response: BaseResponse) -> bool:
-        """Hand a refused request back to be sent again, where its total time limit lets it wait for so long."""
+        """Give a refused request back to be sent again, if its total time limit allows the wait."""
         record, wait_s = response.record, response.retry_after_s
         is_whole = record.failure == f"http {record.status}"  # not one that was cut off or aborted
         if self.on_refused is None or wait_s is None or not is_whole:

@@ -43,7 +43,7 @@ class JsonResponse(BaseResponse):
 
     @property
     def content(self) -> str:
-        """Return the text of the answer, where it was to be kept."""
+        """Return the text of the answer if `keep_text` was set."""
         return self._content
 
     def on_body(self, data: bytes) -> None:
@@ -71,7 +71,7 @@ class JsonResponse(BaseResponse):
         return failure
 
     def _read(self, data: bytes) -> tuple[list[str], Failure]:
-        """Return the texts of the answer and its failure. Raises BadJsonError for another document."""
+        """Return the texts of the answer and its failure. Raises BadJsonError if the document has another form."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""Makes sentences of random words in the script of a language, and reads texts of a file with their right answers.
+"""Makes sentences of random words in the script of a language, and reads texts with right answers from a file.
 
 The sentences mean nothing. A server does the same work for them as for real sentences of as many tokens. Random letters
-make more tokens than real words: results say how many tokens or characters they were.
+make more tokens than real words, so results state the number of tokens or characters.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def script_of(language: str) -> str:
 
 
 def check_script(script: str, location: str) -> str:
-    """Return `script`. Raises ConfigError, which names `location`, where no words of it can be made."""
+    """Return `script`. Raises ConfigError, which names `location`, if no words can be made in this script."""
     if script not in SCRIPTS:
         raise ConfigError(f"{location}: script {script!r} is not one of {', '.join(SCRIPTS)}")
     return script
@@ -76,7 +76,7 @@ def make_sentence(rng: random.Random, num_words: int, script: str = DEFAULT_SCRI
 
 @cache
 def _letters(script: str) -> tuple[list[str], list[str]]:
-    """Return the letters of a script and its vowel signs, of which "" is one: a letter may stand alone."""
+    """Return the letters of a script, and its vowel signs. One sign is "", since a letter may stand alone."""
     first, last = _BLOCKS[script]
     characters = [chr(code) for code in range(first, last + 1)]
     # A letter with a decomposition (those with a nukta) becomes two characters as soon as a server normalizes text.
@@ -89,14 +89,14 @@ def _letters(script: str) -> tuple[list[str], list[str]]:
 
 
 class _Line(NamedTuple):
-    """One text of a file, and the right answer where there is one."""
+    """One text of a file, and its right answer if there is one."""
 
     text: str
     answer: str | None
 
 
 class Texts:
-    """Returns texts: lines of `file`, with an answer behind a tab, or sentences of random words."""
+    """Returns texts: the lines of `file`, each optionally with an answer after a tab, or sentences of random words."""
 
     def __init__(self, spec: str, fields: dict[str, str], language: str) -> None:
         self._words: IntRange = parse_range(fields.get("words", DEFAULT_WORDS), f"workload {spec}: words")
@@ -112,7 +112,7 @@ class Texts:
         return bool(self._lines) and all(line.answer is not None for line in self._lines)
 
     def line(self, index: int, rng: random.Random) -> _Line:
-        """Return text `index` of the run; made ones are drawn from `rng`."""
+        """Return text `index` of the run. Random sentences are drawn from `rng`."""
         if self._lines:
             return self._lines[index % len(self._lines)]
         return _Line(make_sentence(rng, rng.randint(*self._words), self._script), None)
@@ -126,14 +126,16 @@ def text_workload(
     names: tuple[str, ...] = (),
     language: str = "",
 ) -> Workload:
-    """Return the workload of requests with one text each, to which no answer is the right one. Raises ConfigError.
+    """Return a workload whose requests have one text each. Its answers are not graded.
+
+    Raises ConfigError for a malformed description or an unreadable file.
 
     Args:
-        config: the run's configuration, with the workload's description.
-        request: makes the request of a text.
-        reader: makes the readers of the answers.
-        names: options of the description beside the options of texts.
-        language: FLORES code of the texts; "" stands for Latin letters.
+        config: The run's configuration, with the workload's description.
+        request: Makes the request of a text.
+        reader: Makes the readers of the answers.
+        names: Options of the description beside the options of texts.
+        language: FLORES code of the texts. An empty code gives Latin letters.
     """
     texts = Texts(config.workload, workload_fields(config.workload, (*names, *TEXT_OPTIONS)), language)
 
@@ -155,7 +157,10 @@ def _read_lines(path: Path) -> list[_Line]:
 
 
 def make_grader(answers: list[str | None]) -> Callable[[str], bool] | None:
-    """Return the grader of an answer whose texts must be `answers`, but for spaces around each."""
+    """Return a function that grades an answer: its texts must equal `answers`, apart from spaces at the ends.
+
+    Returns None if an answer is unknown.
+    """
     if any(answer is None for answer in answers):
         return None
     expected = [str(answer).strip() for answer in answers]

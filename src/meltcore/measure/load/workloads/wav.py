@@ -1,4 +1,4 @@
-"""Reads the length of a WAV stream while it arrives, without its samples."""
+"""Measures the length of a WAV stream while it arrives, without keeping its samples."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FILE_HEAD_BYTES = 12
 
 
 class WavReader:
-    """Counts the seconds of audio in a WAV file that is fed in parts of any size, and in those that follow it.
+    """Counts the seconds of audio in a WAV file that is fed in parts of any size, and in WAV files that follow it.
 
-    Servers that speak sentence by sentence may send a file for each.
+    Servers that speak sentence by sentence may send one file per sentence.
     """
 
     __slots__ = ("_bytes_per_s", "_earlier_s", "_header", "_left_bytes", "_num_bytes", "_tail", "problem")
@@ -40,7 +40,10 @@ class WavReader:
 
     @property
     def missing_bytes(self) -> int:
-        """Return how many bytes of samples the last header promises and did not come, or 0 where it names no size."""
+        """Return how many bytes of samples the last header announces that did not arrive.
+
+        Returns 0 if the header gives no size.
+        """
         return self._left_bytes or 0
 
     def feed(self, data: bytes) -> None:
@@ -54,7 +57,7 @@ class WavReader:
                 data = self._read_to_next(data)
 
     def _read_header(self, data: bytes) -> bytes:
-        """Read the header of a file; returns the samples behind it, nothing where it is not complete."""
+        """Read the header of a file. Returns the samples after it, or no bytes if the header is not complete."""
         self._header = data
         if len(data) >= _FILE_HEAD_BYTES and (data[:4] not in _MAGIC or data[8:12] != b"WAVE"):
             self.problem = f"not a WAV file: it begins with {data[:12]!r}"
@@ -80,14 +83,17 @@ class WavReader:
         self._left_bytes = size if 0 < size < UNKNOWN_BYTES else None
 
     def _read_samples(self, data: bytes, left_bytes: int) -> bytes:
-        """Count samples, of which `left_bytes` are left; returns what is behind them."""
+        """Count samples, of which `left_bytes` are left in the file. Returns the bytes after them."""
         size = min(len(data), left_bytes)
         self._num_bytes += size
         self._left_bytes = left_bytes - size
         return data[size:]
 
     def _read_to_next(self, data: bytes) -> bytes:
-        """Look for the next file; returns it. Bytes before it are samples of unknown size, or chunks behind samples."""
+        """Search for the next file and return its bytes.
+
+        Bytes before the next file are samples of unknown size, or chunks after the samples.
+        """
         num_known, data = len(self._tail), self._tail + data
         found = _FILE_HEAD.search(data)
         end = len(data) if found is None else found.start()

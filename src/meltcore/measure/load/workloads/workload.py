@@ -1,4 +1,4 @@
-"""Declares what a workload is: prompts with graders of their answers where the right ones are known, encoded requests.
+"""Declares workloads: prompts, graders of answers whose right form is known, and encoded requests.
 
 Request `i` of a workload is the same in every process, so worker processes need no channel to exchange prompts.
 """
@@ -22,7 +22,7 @@ _BOUNDARY = "meltcore-load-5b8f0c1e7a"
 
 
 class Clip(msgspec.Struct, array_like=True, frozen=True):
-    """One audio file as it is sent, its length in seconds, and its transcript where one is known."""
+    """One audio file in the form that is sent, its length in seconds, and its transcript if it is known."""
 
     name: str
     data: bytes
@@ -32,9 +32,9 @@ class Clip(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a request's path, the body fields that vary, and the grader of its answer where there is one.
+    """Holds a request's path, the body fields that vary, and the grader of its answer if the right answer is known.
 
-    A request for a task that counts no tokens has its `work`; one that uploads audio sends clip `clip_idx`.
+    A request for a task that counts no tokens has its `work`. A request that uploads audio sends clip `clip_idx`.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Prompt:
 
 
 class MakeResponse(Protocol):
-    """Declares what makes the reader of a response to a request."""
+    """Declares a function that makes the reader of one response."""
 
     def __call__(
         self,
@@ -62,9 +62,9 @@ class MakeResponse(Protocol):
 class Workload:
     """Describes a source of prompts.
 
-    `make_prompt(i)` returns the prompt of request i of the run, for any i from 0. `is_graded` tells whether every
-    answer can be graded. `make_response` makes the readers of the answers; `clips` are what requests upload, and
-    `fields` those that all bodies have.
+    `make_prompt(i)` returns the prompt of request i of the run, for any i from 0. `is_graded` is True if every answer
+    can be graded. `make_response` makes the readers of the answers. `clips` are the files that requests upload.
+    `fields` are the fields that all bodies have.
     """
 
     name: str
@@ -94,7 +94,7 @@ class EncodedRequest:
 
 
 class RequestBuilder:
-    """Builds request `i` of a level from prompt `first_prompt_idx + i`, so that no level repeats another's prompts."""
+    """Builds request `i` of a level from prompt `first_prompt_idx + i`, so that levels do not share prompts."""
 
     def __init__(
         self, config: LoadConfig, target: Target, model: str, workload: Workload, first_prompt_idx: int
@@ -148,7 +148,7 @@ def encode_form(fields: dict[str, Any], file_name: str, data: bytes) -> bytes:
 
 
 def max_output_tokens(fields: dict[str, Any]) -> int | None:
-    """Return the most tokens that the answer to a request with `fields` may have, or None where it sets no limit."""
+    """Return the most tokens that the answer to a request with `fields` may have, or None without a limit."""
     limits = [fields.get(name) for name in ("max_tokens", "max_completion_tokens")]
     choice_counts = [fields.get(name) for name in ("n", "best_of")]
     known_limits = [limit for limit in limits if isinstance(limit, int)]

@@ -1,4 +1,4 @@
-"""The interface of a check, and the steps of a measured check: plan, probe, judge. Every step fails closed."""
+"""Defines the interface of a check, and the steps of a measured check: plan, probe, judge. Every step fails closed."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -27,11 +27,11 @@ class HardwareCheck(ABC):
     needs_peers = False
 
     def unavailable(self) -> str:
-        """Return why the check cannot run with this installation, or "" where it can."""
+        """Return why the check cannot run with this installation, or "" if it can."""
         return ""
 
     def run(self, context: CertifyContext) -> CheckReport:
-        """Run the check. Never raises for a fault of a GPU or a program, which becomes UNKNOWN."""
+        """Run the check. It never raises an error for a fault of a GPU or a program: the result is then UNKNOWN."""
         reason = "one GPU has no peer" if self.needs_peers and len(context.gpus) < 2 else self.unavailable()
         if reason:
             return CheckReport(name=self.name, title=self.title, verdict="NOT_APPLICABLE", reason=reason)
@@ -42,7 +42,7 @@ class HardwareCheck(ABC):
 
     @abstractmethod
     def measure(self, context: CertifyContext) -> CheckReport:
-        """Run the check where it applies."""
+        """Run the check on a machine to which it applies."""
 
     def report(
         self,
@@ -139,7 +139,7 @@ class MeasuredCheck(HardwareCheck):
 
 
 def _separator(settings: Mapping[str, Setting]) -> str:
-    """Return the separator of a pair's names, which shows a direction for copies only."""
+    """Return the separator between the names of a pair. Only copies have a direction, which it shows."""
     if "op" in settings:
         return " + "
     return " <-> " if settings.get("directions") == 2 else " -> "

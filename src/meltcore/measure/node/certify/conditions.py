@@ -30,12 +30,12 @@ _GAP_S, _GAP_INTERVALS = 5.0, 3
 
 
 class ConditionsWatch:
-    """Watches the GPUs from before a check until after it: conditions and findings of each GPU."""
+    """Watches each GPU from before a check until after it, for conditions and findings."""
 
     def __init__(self, context: CertifyContext, check: str, links: Sequence[str] = ()) -> None:
         """Start the watch.
 
-        The check needs the error counters of `links`, a part of "pcie" and "nvlink".
+        `links` names the kinds of link whose error counters the check needs: "pcie", "nvlink", both or none.
         """
         self._context, self._check, self._uses = context, check, links
         self._start_s = context.node.now_s()
@@ -155,7 +155,7 @@ class ConditionsWatch:
 
 
 def nvlink_errors(context: CertifyContext, gpu_index: int) -> int | None:
-    """Return the errors of all links of a GPU that are up, since the driver was loaded, or None where unreadable."""
+    """Return the errors of all active links of a GPU since the driver was loaded. Returns None if unreadable."""
     try:
         links = context.snapshot.gpus[gpu_index].links_up()
         return sum(context.node.nvml.nvlink_errors(context.gpus[gpu_index].device, link.link) for link in links)

@@ -19,9 +19,9 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class CertifyContext:
-    """The node, GPUs and settings that all checks share. A GPU index is one into both `gpus` and `snapshot.gpus`.
+    """The node, GPUs and settings that all checks share. A GPU index is valid for both `gpus` and `snapshot.gpus`.
 
-    `interval_s` is the sampling interval of the telemetry, `hours` the duration of a soak.
+    `interval_s` is the sampling interval of the telemetry, and `hours` the duration of a soak.
     """
 
     node: Node
@@ -40,9 +40,10 @@ class CertifyContext:
         return tuple(range(len(self.gpus)))
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a program that is to see these GPUs, in this order.
+        """Return the environment of a program that must see these GPUs, in this order.
 
-        NVLink multicast stays off: a program killed while it uses it can leave the fabric of a whole node unusable.
+        NVLink multicast stays off: a program that is killed while it uses multicast can leave the fabric of a whole
+        node unusable.
         """
         return {
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

@@ -1,7 +1,8 @@
-"""The expectation of each metric, from topology, shipped priors and the user's baseline. The strictest counts.
+"""Computes the expectation of each metric, from topology, shipped priors and the user's baseline.
 
-Topology expectations need no table of GPU types: links times speed, SMs times clock, PCIe generation and width, bus
-width times memory clock. The constants here are the fractions of these ceilings that healthy GPUs reach.
+The strictest expectation counts. Topology expectations need no table of GPU types: links times speed, SMs times clock,
+PCIe generation and width, bus width times memory clock. The constants here are the fractions of these ceilings that
+healthy GPUs reach.
 """
 
 import math
@@ -58,7 +59,10 @@ _MULTI_GPU_RING_FRACTION = {"all_reduce": 0.74, "all_gather": 0.69, "reduce_scat
 
 
 def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
-    """Return TFLOP/s with every SM at the maximum clock, or None where a fact or the architecture's rate is unknown."""
+    """Return TFLOP/s with every SM at the maximum clock.
+
+    Returns None if a fact is missing, or if the architecture's rate is unknown.
+    """
     sms, clock_mhz = gpu.number("sm_count"), gpu.number("sm_clock_max_mhz")
     rates = _GEFORCE_BF16_PER_CLOCK if "GeForce" in gpu.name else _BF16_PER_CLOCK
     rate = rates.get(str(gpu.facts.get("compute_capability")))
@@ -68,7 +72,7 @@ def gemm_ceiling(gpu: GpuSnapshot, dtype: str) -> float | None:
 
 
 def data_sheet_peak(name: str, dtype: str) -> float | None:
-    """Return dense TFLOP/s of exactly this GPU type, or None where there is no entry for it."""
+    """Return dense TFLOP/s of exactly this GPU type, or None if the table lacks it."""
     peak = BF16_PEAKS.get(name)
     return None if peak is None else peak * _RELATIVE_RATE[dtype]
 
@@ -107,7 +111,10 @@ def peer_expectation(link_gbps: float | None, links: int, directions: int) -> Ex
 
 
 def collective_expectation(link_gbps: float | None, operation: str, gpus: int) -> Expectation | None:
-    """Return the expected bus bandwidth of a ring in GB/s. `link_gbps` is the lowest of its GPUs."""
+    """Return the expected bus bandwidth of a ring in GB/s.
+
+    `link_gbps` is the lowest speed between neighbors of the ring, in GB/s.
+    """
     fraction = _RING_FRACTION.get((operation, gpus), _MULTI_GPU_RING_FRACTION[operation])
     return _topology(link_gbps, fraction, "NVLinks x speed, ring")
 
@@ -189,7 +196,7 @@ PRIORS: dict[str, dict[str, Prior]] = {
 
 
 def shipped_expectation(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | None:
-    """Return the shipped expectation where all GPUs of the row are whole GPUs of one known type."""
+    """Return the shipped expectation. Returns None unless all GPUs of the row are whole GPUs of one known type."""
     names = {gpu.name for gpu in gpus}
     if len(names) != 1 or any(gpu.mig for gpu in gpus):
         return None
@@ -205,9 +212,9 @@ def shipped_expectation(gpus: Sequence[GpuSnapshot], key: str) -> Expectation | 
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A node's own values from an earlier certificate: `values[key][uuids]`, the UUIDs joined by "+".
+    """A node's own values from an earlier certificate: `values[key][uuids]`, with the UUIDs joined by "+".
 
-    `medians[key]` serves GPUs that the baseline does not hold, if they are of one of its `gpu_types`.
+    `medians[key]` is used for GPUs that the baseline does not contain, if they are of one of its `gpu_types`.
     """
 
     taken: str

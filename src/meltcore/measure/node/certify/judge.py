@@ -31,7 +31,7 @@ _MAX_SUBJECTS = 4
 
 @dataclass(frozen=True)
 class Expected:
-    """One metric to be measured, with its expectations. An `is_recorded` metric without expectations is RECORDED."""
+    """One planned metric with its expectations. A metric with `is_recorded` and without expectations is RECORDED."""
 
     key: str
     gpus: tuple[int, ...]
@@ -97,7 +97,7 @@ def _judge_one(
 
 
 def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequence[float | None]) -> None:
-    """Set the verdict. One unusable sample makes the metric UNKNOWN: its cause may affect the others."""
+    """Set the verdict from the floor. One unusable sample makes the metric UNKNOWN, as its cause may affect others."""
     row = judged.row
     floor = strictest_expectation(expected.expectations)
     if floor is not None:
@@ -127,7 +127,7 @@ def _compare_with_floor(judged: Judgement, expected: Expected, unusable: Sequenc
 
 
 def straggler_fraction(key: str) -> float:
-    """Return the fraction of the median, of equal GPUs or nodes, below which a metric shows a straggler."""
+    """Return the fraction of the median below which a GPU or node is a straggler in this metric."""
     return GEMM_FLOOR if is_power_limited(key) else STRAGGLER_FRACTION
 
 
@@ -147,7 +147,7 @@ def _find_stragglers(group: Sequence[Judgement]) -> None:
 
 
 def _find_asymmetry(judged: Sequence[Judgement]) -> None:
-    """Change PASS to WARN for pairs that are slower than their opposite direction."""
+    """Change PASS to WARN for pairs whose copies are slower than in the opposite direction."""
     pair_judgements = [judgement for judgement in judged if len(judgement.row.gpus) == 2]
     pairs = {(judgement.row.key, tuple(judgement.row.gpus)): judgement for judgement in pair_judgements}
     for (key, (first, second)), judgement in pairs.items():
@@ -171,7 +171,10 @@ def warn_throttled(judged: Sequence[Judgement], throttled: set[int]) -> None:
 
 
 def make_findings(check: str, judged: Sequence[Judgement]) -> list[Finding]:
-    """Return one finding per code and GPUs, with the text of the worst row; one in total for a fault of a check."""
+    """Return one finding per fault code and GPUs, with the text of the worst row.
+
+    A fault of the check itself gives one finding in total.
+    """
     groups: dict[tuple[FaultCode, str], list[CertificateRow]] = defaultdict(list)
     for judgement in judged:
         if judgement.code:

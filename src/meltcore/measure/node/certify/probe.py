@@ -18,7 +18,8 @@ Setting = int | float | str
 class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """One measurement. `gpus` are indices into the snapshot, which are also the probe's device numbers.
 
-    With `per_gpu` all GPUs are measured concurrently, with one result per GPU. Otherwise they have one result together.
+    With `per_gpu` all GPUs are measured concurrently, with one result per GPU. Otherwise there is one result for all
+    GPUs together.
     """
 
     key: str
@@ -34,10 +35,8 @@ class ProbeRequest(msgspec.Struct, kw_only=True, frozen=True):
 class ProbeResult(msgspec.Struct, kw_only=True):
     """The result of one request on one target.
 
-    `samples` are in the check's unit. `details` holds values that are no rates (digests, counts). `error` says why
-    there are no samples.
-
-    A sample is None where it was NaN or infinite, which JSON cannot express.
+    `samples` are in the check's unit. A sample is None if it was NaN or infinite, which JSON cannot express. `details`
+    holds values that are not rates (digests, counts). `error` says why there are no samples.
     """
 
     key: str

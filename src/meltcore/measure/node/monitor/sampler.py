@@ -137,7 +137,7 @@ class Monitor:
         return answer.start
 
     def _end_sampler(self) -> None:
-        """Stop the sampler, then kill it. Raises MeltcoreError where the kernel holds it in a driver call."""
+        """Stop the sampler, then kill it. Raises MeltcoreError if the kernel holds it in a driver call."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

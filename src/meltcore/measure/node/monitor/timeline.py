@@ -50,7 +50,7 @@ def timeline(recording: Recording, gpu: int, start_s: float, end_s: float) -> Gp
 
 
 def mean_sm_activity(samples: Sequence[Sample], from_s: float, to_s: float) -> float | None:
-    """Return the mean fraction of active SMs between two times, or None where no sample has it.
+    """Return the mean fraction of active SMs between two times, or None if no sample has it.
 
     A GPU is busy at least this fraction of the time, so a trace that shows less is missing kernels.
     """

@@ -123,7 +123,7 @@ def verdict(row: ComparedMetric, noise: float | None, limits: Limits) -> tuple[V
 
 
 def noise_level(row: ComparedMetric, control: ComparedMetric | None) -> float | None:
-    """Return the noise of A as a relative change, or None where there are too few starts.
+    """Return the noise of A as a relative change, or None if there are too few starts.
 
     It is the larger of the change expected from A's spread, and the measured change of A against A. Without a control,
     the spread is the old set's own.

@@ -136,7 +136,7 @@ def _print_records(heads: Sequence[str], lines: Sequence[Sequence[str]], console
 
 
 def _column_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return widths of columns that sum to at most `room` and break no word, or None where their words do not fit."""
+    """Return widths of columns that sum to at most `room` and break no word, or None if their words do not fit."""
     columns = list(zip(*rows, strict=True))
     natural = [max(map(_width, column)) for column in columns]
     widths = [max((_width(word) for cell in column for word in _plain(cell).split()), default=0) for column in columns]

@@ -69,7 +69,7 @@ class CollectivesCheck(MeasuredCheck):
         ]
 
     def probe_s(self, context: CertifyContext) -> float:
-        """Add the start of each group."""
+        """Return how long the probe should take, including the start of each group."""
         return super().probe_s(context) + len(_group_sizes(context)) * _GROUP_S
 
     def topology(self, context: CertifyContext, request: ProbeRequest, gpus: Sequence[int]) -> Expectation | None:
@@ -101,7 +101,10 @@ def format_size(size: int) -> str:
 
 
 class RankGroup:
-    """One rank process per GPU, waiting for requests. They end with their standard input, or with the probe's group."""
+    """Runs one rank process per GPU, which waits for requests.
+
+    The processes end when their standard input is closed, or when the process group of the probe is killed.
+    """
 
     def __init__(self, gpus: tuple[int, ...]) -> None:
         self.gpus = gpus
@@ -124,7 +127,10 @@ class RankGroup:
         return Path(self._folder.name) / f"rank-{rank}.log"
 
     def measure(self, request: ProbeRequest) -> ProbeResult:
-        """Return rank 0's result. Raises RuntimeError where rank 0 has ended; blocks where another rank has."""
+        """Return the result of rank 0.
+
+        Raises RuntimeError if rank 0 has ended. Blocks if another rank has ended.
+        """
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(encode(request) + b"\n")
@@ -136,7 +142,7 @@ class RankGroup:
         raise RuntimeError(f"rank 0 ended without a result: {last_error(log_tail(self._log_path(0))) or 'no message'}")
 
     def close(self) -> None:
-        """Let the ranks end, and kill the others after that. It can be called twice."""
+        """Close the standard input of all ranks, and kill the ranks that do not exit. A second call does nothing."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.close()
@@ -151,7 +157,10 @@ _group: RankGroup | None = None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure bus bandwidth in GB/s. Settings: op, bytes, seconds. A group stays for further requests of its GPUs."""
+    """Measure the bus bandwidth in GB/s. Settings: op, bytes, seconds.
+
+    The rank processes stay for further requests on the same GPUs.
+    """
     global _group
     if _group is None or _group.gpus != request.gpus:
         if _group is not None:
@@ -214,9 +223,10 @@ def _measure(request: ProbeRequest, rank: int, device: int, world: int) -> Probe
 
 
 def _collective(op: str, count: int, rank: int, device: int, world: int) -> tuple[Callable[[], object], int]:
-    """Return a function that enqueues the collective, and the wrong elements on all ranks. Rank r contributes r + 1.
+    """Return a function that enqueues the collective, and the number of wrong elements on all ranks.
 
-    `count` elements are the larger buffer. An all-reduce is timed on zeros, since repeated in-place sums overflow.
+    For the check of the elements, rank r contributes r + 1. The larger buffer has `count` elements. An all-reduce is
+    timed on zeros, since repeated in-place sums overflow.
     """
     import torch
     import torch.distributed as dist

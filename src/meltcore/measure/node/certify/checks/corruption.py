@@ -66,7 +66,7 @@ def _gpu_model(context: CertifyContext, gpu_index: int) -> GpuModel:
 
 
 def _usual_digests(context: CertifyContext, results: Sequence[ProbeResult]) -> dict[GpuModel, set[object]]:
-    """Return per GPU model the result that most GPUs have.
+    """Return for each GPU model the digest of the result that most GPUs of the model have.
 
     A tie leaves the set empty, since neither result is certain.
     """

@@ -68,7 +68,10 @@ class GemmCheck(MeasuredCheck):
 
 
 def has_fp8(context: CertifyContext) -> bool:
-    """Return whether any GPU may support FP8. True also where the capability is unreadable: the probe tests it."""
+    """Return whether any GPU may support FP8.
+
+    If the capability is unreadable, the result is True and the probe tests the GPU.
+    """
     capabilities = [str(gpu.facts.get("compute_capability", "")).split(".") for gpu in context.snapshot.gpus]
     return all((int(parts[0]), int(parts[1])) >= _FP8_FROM for parts in capabilities if len(parts) == 2)
 

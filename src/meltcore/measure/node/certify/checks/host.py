@@ -54,7 +54,7 @@ class HostCheck(MeasuredCheck):
 
 
 def local_cpus(context: CertifyContext, gpu: int) -> str:
-    """Return the CPUs of the GPU's own socket as the kernel lists them, or "" where it does not.
+    """Return the CPUs of the GPU's own socket in the kernel's list form, or "" if the kernel does not list them.
 
     Copies from another socket's memory also cross the link between sockets, which is not part of the GPU.
     """
@@ -64,7 +64,7 @@ def local_cpus(context: CertifyContext, gpu: int) -> str:
 
 @cache
 def _pinned_buffer(size: int, _cpus: str) -> "torch.Tensor":
-    """Return a pinned buffer on the socket of `_cpus`, made once per socket: pinning takes longer than measuring."""
+    """Return a pinned buffer on the socket of `_cpus`. It is made once per socket, as pinning is slow."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)

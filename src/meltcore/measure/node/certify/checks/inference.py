@@ -1,7 +1,7 @@
 """A minute of inference: does the engine give correct answers on each GPU?
 
-Each GPU serves the bundled model by itself, all concurrently. It runs last: a failure after all other checks passed
-indicates a software fault, so it has its own fault code.
+Each GPU serves the bundled model by itself, and all GPUs run concurrently. The check runs last. If all other checks
+passed, a failure indicates a software fault, so it has its own fault code.
 """
 
 import sys
@@ -36,7 +36,7 @@ class InferenceCheck(HardwareCheck):
     title = "A minute of inference"
 
     def unavailable(self) -> str:
-        """Return the reason where the engine's packages are not installed."""
+        """Return a reason if the engine's packages are not installed, else ""."""
         missing_packages = [package for package in _ENGINE if find_spec(package) is None]
         return f"the engine is not installed ({', '.join(missing_packages)} missing)" if missing_packages else ""
 
@@ -74,7 +74,7 @@ def _run_demo(context: CertifyContext, gpu_index: int) -> CompletedRun:
 
 
 def _result(context: CertifyContext, gpu_index: int) -> RunResult | None:
-    """Return the result of the only run in the folder, or None where it wrote none."""
+    """Return the result of the only run in the folder. Returns None if the run wrote no result."""
     folder = _demo_folder(context, gpu_index)
     runs = sorted(folder.glob("*-demo")) if folder.is_dir() else []
     try:

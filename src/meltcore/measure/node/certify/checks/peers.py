@@ -53,14 +53,20 @@ class PeersCheck(MeasuredCheck):
 
 
 def link_gbps(context: CertifyContext, first: int, second: int) -> float | None:
-    """Return GB/s of all links from one GPU to another in one direction, or None without links or speeds."""
+    """Return the GB/s of all links from one GPU to another in one direction.
+
+    Returns None if there are no links, or if their speeds are unknown.
+    """
     speeds = [link.speed_gbps for link in links_between(context.snapshot.gpus, first, second)]
     known_speeds = [speed for speed in speeds if speed is not None]
     return sum(known_speeds) if known_speeds and len(known_speeds) == len(speeds) else None
 
 
 def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
-    """Measure GB/s of a pair (from, to); both directions give the sum. Settings: directions (1, 2), bytes, seconds."""
+    """Measure GB/s from the first GPU of a pair to the second. Settings: directions (1, 2), bytes, seconds.
+
+    With two directions, the result is the sum of both.
+    """
     import torch
 
     from meltcore.measure.node.certify.gpu_timing import measure_rates
@@ -84,8 +90,8 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 class PeerCopy:
     """A copy from one GPU to another, in the source's current stream.
 
-    It calls the CUDA runtime. A copy by torch makes streams of both GPUs wait for each other. Both directions then
-    reached 11 % less than a program that calls the runtime (two H200s, 2026-11-22).
+    It calls the CUDA runtime, because a copy by torch makes streams of both GPUs wait for each other. With torch, both
+    directions together reached 11 % less than a program that calls the runtime (two H200s, 2026-11-22).
     """
 
     def __init__(self, first: int, second: int, size: int) -> None:
@@ -98,7 +104,7 @@ class PeerCopy:
         self._target[:1].copy_(self._source[:1])  # makes torch enable peer access where it is possible
 
     def enqueue(self) -> None:
-        """Enqueue the copy once. Raises RuntimeError where the runtime refuses it."""
+        """Enqueue the copy once. Raises RuntimeError if the runtime refuses it."""
         import torch
         from cuda.bindings import runtime
 

@@ -66,9 +66,9 @@ def certify(
 ) -> Certificate:
     """Run every check of `tier` on `gpus`; files go to `folder`.
 
-    `on_start` gets the title of each check when it starts, `on_report` its report. Ctrl-C ends the run; checks that did
-    not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak without
-    hours.
+    `on_start` receives the title of each check when it starts, and `on_report` its report. Ctrl-C ends the run; checks
+    that did not finish are UNKNOWN. Raises ConfigError for several MIG devices (a process sees only one) and for a soak
+    without hours.
     """
     if sum(gpu.info.mig for gpu in gpus) > 1:
         raise ConfigError("certify takes one MIG device at a time: a process can use only one")

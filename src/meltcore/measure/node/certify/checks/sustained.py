@@ -71,6 +71,6 @@ def probe(request: ProbeRequest) -> Iterator[ProbeResult]:
 
 
 def downsample(samples: Sequence[float], maximum: int) -> list[float]:
-    """Return at most `maximum` samples, each the rate over several: a soak's groups are shorter than its samples."""
+    """Return at most `maximum` samples, each the rate over several groups. A soak has more groups than that."""
     group_size = -(-len(samples) // max(1, maximum))
     return [harmonic_mean(samples[start : start + group_size]) for start in range(0, len(samples), group_size)]
