@@ -32,10 +32,10 @@ from bench_output import Row, Target, median_rows, write_result
 from running_fleet import Fleet, running, script_command, serve, use_driver, wait, with_scripts, write_checkpoint
 from simulated_cluster import OUTPUT_TOKENS, Step
 
-from meltcore.fleet.plan.cluster import site_reader
+from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
-from meltcore.fleet.run.served_model import REPLICA_DEAD
 from meltcore.fleet.run.start_gate import WAVE
+from meltcore.fleet.run.supervised_model import REPLICA_DEAD
 from meltcore.measure.documents.schema import LevelResult
 from meltcore.measure.load.config import LoadConfig
 from meltcore.measure.load.run.runner import run_levels_async
@@ -316,7 +316,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Row], list[str
     engines = args.racks * args.nodes * args.gpus
     path = write_fleet(folder, args)
     use_driver(DRIVER)
-    planner = FleetPlanner(path, site_reader(address))
+    planner = FleetPlanner(path, cluster_reader(address))
     started_s = time.monotonic()
     planner.config()
     plan_s = time.monotonic() - started_s

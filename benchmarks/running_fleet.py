@@ -23,8 +23,9 @@ import meltcore.fleet.ray.cluster_driver
 from meltcore.common.process import end_group, start
 from meltcore.fleet.admin.admin import call_admin
 from meltcore.fleet.daemon import find_fleet, fleet_options, serve_recorded
-from meltcore.fleet.plan.cluster import site_reader
+from meltcore.fleet.plan.cluster import cluster_reader
 from meltcore.fleet.plan.planned import FleetPlanner
+from meltcore.fleet.plan.site import OneMachine
 from meltcore.serve.engines.engine_process import ENGINE_COMMAND
 
 TEMPLATE = "{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
@@ -49,7 +50,7 @@ def use_driver(module: str) -> None:
 
 def serve(path: Path, address: str | None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Be the server: `meltcore up FILE`, with `--ray ADDRESS` unless it is None."""
-    planner = FleetPlanner(path, site_reader(address))
+    planner = FleetPlanner(path, OneMachine.read if address is None else cluster_reader(address))
     options = fleet_options(planner)
     return serve_recorded(planner.config(), "", options, engine_command=engine_command)
 
