@@ -1,4 +1,4 @@
-"""`meltcore plan FLEET.yaml`: what fits on which GPU, without torch, a GPU or weights."""
+"""`meltcore plan FLEET.yaml`: what fits on which GPU, without a GPU or weights."""
 
 import argparse
 import os
